@@ -1,0 +1,1 @@
+"""The words everybody shares: requests, plans, events, ports and time. Standard library and numpy only."""

@@ -1,0 +1,71 @@
+"""What happened: one record per pass.
+
+Metrics, traces, the live page and the benchmarks are all readers of these records; the engine writes nothing else.
+Per-token facts are parallel lists, not objects: there may be a thousand of them in every pass.
+"""
+
+from dataclasses import dataclass, field
+
+from shoal.core.request import Logprobs, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request got a row."""
+
+    id: str
+    waited_s: float
+    cached_tokens: int  # positions it did not have to compute
+    resumed: bool  # it had been preempted before
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A request lost its blocks to another."""
+
+    id: str
+    lost_tokens: int  # computed positions given up (some may come back from the prefix cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended; nothing more will be said about it."""
+
+    id: str
+    reason: Reason
+    outputs: int
+    preemptions: int
+    cached_tokens: int
+    stop_token: int | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class PassEvents:
+    """Everything about one pass, from its plan to its commit. step is -1 for what happened between passes."""
+
+    step: int
+    planned_s: float = 0.0
+    committed_s: float = 0.0
+    # from the plan
+    admitted: list[Admitted] = field(default_factory=list)
+    preempted: list[Preempted] = field(default_factory=list)
+    scheduled_ids: list[str] = field(default_factory=list)
+    scheduled_starts: list[int] = field(default_factory=list)
+    scheduled_counts: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0  # of those, computed before and lost to a preemption
+    budget_tokens: int = 0
+    # from the commit
+    owners: list[str] = field(default_factory=list)  # owners[i] got tokens[i] as its output number indexes[i]
+    tokens: list[int] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[int, tuple[Logprobs, ...]]] = field(default_factory=dict)
+    finished: list[Finished] = field(default_factory=list)
+    # gauges at the commit
+    running: int = 0
+    waiting: int = 0
+    blocks_held: int = 0
+    blocks_cached: int = 0
+    blocks_total: int = 0

@@ -1,0 +1,84 @@
+"""What one forward pass must compute, and what came of it.
+
+A StepPlan is a delta over persistent rows, held in arrays: rows that start, blocks that were added to a row,
+and which positions of which rows to compute. Everything else the runner already has in its tables.
+Both records are frozen: nobody fills them in later. Knows nothing of requests' states, of blocks' owners or of torch.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.core.params import SamplingParams
+from shoal.core.request import Logprobs
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Flags: TypeAlias = npt.NDArray[np.bool_]
+
+FROM_DEVICE = -1  # a token id the host does not know yet: the row's own last sample
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy KV blocks; StepResult names the id once it is done."""
+
+    id: int
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    direction: str  # "device", "out" (device to host) or "in" (host to device)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A row begins, or begins again after a preemption: everything the runner must know about it."""
+
+    row: int
+    generation: int
+    tokens: tuple[int, ...]  # all known so far: prompt, then output
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    sample: int
+    stop_ids: frozenset[int]
+    blocks: tuple[int, ...]
+    wants_prompt_logprobs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One pass. The five arrays with one entry per row run in parallel; `tokens` is their concatenation.
+
+    rows         which row                          generations  … and which life of it
+    starts       first position to compute          counts       how many positions
+    samples      whether the last of them yields a token
+    tokens       ids of all positions, row after row; FROM_DEVICE where the host does not know them yet
+    grown        [k, 3]: (row, index in its block table, block id)
+    """
+
+    step: int
+    starting: tuple[RowStart, ...]
+    grown: Ints
+    rows: Ints
+    generations: Ints
+    starts: Ints
+    counts: Ints
+    samples: Flags
+    tokens: Ints
+    copies: tuple[BlockCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of one pass: a token for each sampling row of the plan, in the plan's order."""
+
+    step: int
+    rows: Ints
+    generations: Ints
+    tokens: Ints
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()  # (index into rows, its logprobs)
+    # (index into the *plan's* rows, first position, one per position)
+    prompt_logprobs: tuple[tuple[int, int, tuple[Logprobs, ...]], ...] = ()
+    failures: tuple[tuple[int, str], ...] = ()  # (index into rows, what went wrong)
+    copies_done: tuple[int, ...] = ()

@@ -1,0 +1,164 @@
+"""One request on its way through the engine, and the moves it may make.
+
+Owns identity, tokens and progress. The scheduler is the only writer of what stands under "progress".
+Knows nothing of blocks beyond the holding it carries, of torch or of clocks.
+
+    Waiting ──► Running ──► Finished
+       ▲           │            ▲
+       └─preempted─┘            │
+    Waiting ────── rejected ────┘        (client gone or error: from anywhere)
+
+A request is `computed` positions catching up with its tokens. Prefill, a chunk of it, decode, and the
+resumption after a preemption are all "compute positions a..b"; there is no flag for the phase.
+
+    tokens     0 1 2 3 4 5 6 7 8 | 9 10 |          known on the host: prompt, then output
+    pending                               11        sampled by a pass that has not come back yet
+    computed   ███████████                          the KV of these is committed
+    planned    ██████████████████████████           … and of these is under way
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from shoal.core.params import SamplingParams
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+MOVES: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.RUNNING, State.FINISHED}),
+    State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+class IllegalMove(AssertionError):
+    """A request was moved where it cannot go: a bug, never the user's fault."""
+
+
+class Reason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end token, a stop token or a stop string
+    LENGTH = "length"
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # it could not be computed
+    REJECTED = "rejected"
+
+
+class Group:
+    """The n samples of one prompt. The first to run computes the prompt; the others wait for its blocks."""
+
+    __slots__ = ("leader", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.leader: Request | None = None
+
+    def must_wait(self, member: "Request", block_size: int) -> bool:
+        """Whether another member is computing the full prompt blocks that this one could share."""
+        leader = self.leader
+        if leader is None or leader is member or leader.state is not State.RUNNING:
+            return False
+        return leader.computed < (leader.prompt_len - 1) // block_size * block_size
+
+
+class Request:
+    """One sequence of tokens to be continued."""
+
+    __slots__ = (
+        "arrived_s", "blocks_sent", "cached_tokens", "computed", "error", "furthest", "generation", "group",
+        "holding", "id", "last_step", "max_tokens", "names", "order", "params", "pending", "planned", "preemptions",
+        "prompt_len", "reason", "row", "salt", "sample", "seed", "state", "stop_ids", "tenant", "tokens",
+        "wants_prompt_logprobs",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        sample: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        group: Group | None = None,
+        tenant: str = "",
+        salt: str = "",
+    ) -> None:
+        self.id = id
+        self.params = params
+        self.prompt_len = len(prompt)
+        self.tokens = list(prompt)  # prompt, then committed output
+        self.seed = seed
+        self.sample = sample  # which of the n samples this is
+        self.stop_ids = stop_ids  # ids that end it
+        self.group = group
+        self.tenant = tenant
+        self.salt = salt  # keeps this tenant's prefix cache apart
+        self.max_tokens = params.max_tokens or 0  # 0: filled in at admission
+        self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
+        # progress
+        self.state = State.WAITING
+        self.order = -1  # arrival number, given at admission
+        self.arrived_s = 0.0
+        self.computed = 0
+        self.planned = 0
+        self.pending = 0
+        self.holding: Any = None  # kv.manager.Holding while running
+        self.blocks_sent = 0  # how many of its blocks the runner knows
+        self.row = -1
+        self.generation = -1  # of the row; -1 while it has none
+        self.last_step = -1  # the last pass that names the row
+        self.preemptions = 0
+        self.furthest = 0  # positions below this were planned before a preemption: computing them again is waste
+        self.names: list[bytes] = []  # digests of its full blocks, for the prefix cache
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
+        self.reason: Reason | None = None
+        self.error = ""
+
+    @property
+    def outputs(self) -> int:
+        """How many output tokens are committed."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def output_tokens(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def end(self) -> int:
+        """How many positions can ever be computed: the last output token never is."""
+        return self.prompt_len + self.max_tokens - 1
+
+    def need(self) -> int:
+        """Positions that could be computed now."""
+        visible = len(self.tokens) + self.pending
+        end = self.prompt_len + self.max_tokens - 1
+        return (visible if visible < end else end) - self.planned
+
+    def move(self, to: State) -> None:
+        if to not in MOVES[self.state]:
+            raise IllegalMove(f"request {self.id} cannot go from {self.state.value} to {to.value}")
+        self.state = to
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.id} {self.state.value} {self.computed}/{self.planned}/{len(self.tokens)}+{self.pending}>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What the model thought of one token: its logprob and rank, and the likeliest alternatives."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_tokens: tuple[int, ...]
+    top_logprobs: tuple[float, ...]

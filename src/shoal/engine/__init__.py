@@ -1,0 +1,1 @@
+"""Turns plans into tokens: the engine, and the loop that drives it."""

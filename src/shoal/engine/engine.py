@@ -1,0 +1,54 @@
+"""The engine: begin(now) plans a pass, finish(result, now) takes what came of it.
+
+Several passes may be between their begin and their finish; they are finished in the order they were begun.
+Knows no torch, no clock, no executor: whoever drives it (a loop, a test, the simulator) brings those.
+"""
+
+from shoal.core.events import PassEvents
+from shoal.core.plan import StepPlan, StepResult
+from shoal.core.request import Reason, Request
+from shoal.sched.scheduler import Scheduler
+
+
+class Engine:
+    """What a driver may ask of the scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def submit(self, request: Request, now_s: float) -> None:
+        """Queue a request; raises BadRequest if it can never be served."""
+        self.scheduler.submit(request, now_s)
+
+    def abort(self, request_id: str) -> bool:
+        """The client is gone. False if the request had ended already."""
+        return self.scheduler.finish(request_id, Reason.ABORT)
+
+    def finish_at(self, request_id: str, outputs: int) -> bool:
+        """The front found a stop string in output token number `outputs` (counted from 1): the answer ends there."""
+        return self.scheduler.finish(request_id, Reason.STOP, at_output=outputs)
+
+    def begin(self, now_s: float) -> StepPlan | None:
+        """The next pass; None if nothing can be computed before another pass is finished."""
+        return self.scheduler.plan(now_s)
+
+    def finish(self, result: StepResult, now_s: float) -> PassEvents:
+        """Commit the oldest pass in flight."""
+        return self.scheduler.commit(result, now_s)
+
+    def fail(self, error: str, now_s: float) -> PassEvents:
+        """The executor broke: all requests of the passes in flight end with this error, nobody else does."""
+        return self.scheduler.fail_flights(error, now_s)
+
+    def rest(self, now_s: float) -> PassEvents:
+        """What happened (aborts, mostly) while no pass was in flight."""
+        return self.scheduler.take_between(now_s)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.scheduler.flights)
+
+    @property
+    def idle(self) -> bool:
+        """Nobody runs, nobody waits, nothing is in flight."""
+        return self.scheduler.idle

@@ -1,0 +1,76 @@
+"""The loop: keeps the executor busy with up to `depth` passes and hands out what happened.
+
+Plans pass k+1 while k computes (depth 2), as late as possible: right after k-1 was committed. It is the only place
+in this room, with the clients, that reads a clock. Knows no scheduling.
+"""
+
+import logging
+
+from shoal.core.clock import Clock
+from shoal.core.events import PassEvents
+from shoal.core.ports import Executor
+from shoal.core.request import Request
+from shoal.engine.engine import Engine
+from shoal.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Drives one engine with one executor; call turn() until idle."""
+
+    def __init__(self, engine: Engine, executor: Executor, clock: Clock, depth: int = 2, check: bool = False) -> None:
+        self.engine = engine
+        self.executor = executor
+        self.clock = clock
+        self.depth = depth
+        self.check = check  # run the integrity check after every pass
+
+    def submit(self, request: Request) -> None:
+        self.engine.submit(request, self.clock.now_s())
+
+    def abort(self, request_id: str) -> bool:
+        return self.engine.abort(request_id)
+
+    def finish_at(self, request_id: str, outputs: int) -> bool:
+        return self.engine.finish_at(request_id, outputs)
+
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle
+
+    def turn(self) -> PassEvents:
+        """Begin passes until `depth` are in flight, then wait for the oldest and commit it."""
+        try:
+            while self.engine.in_flight < self.depth:
+                plan = self.engine.begin(self.clock.now_s())
+                if plan is None:
+                    break
+                self.executor.forward(plan)
+                self.executor.sample(None)
+            if not self.engine.in_flight:
+                if self.engine.scheduler.requests:
+                    raise EngineError("requests wait but nothing can be planned; this is a bug in the scheduler")
+                return self.engine.rest(self.clock.now_s())
+            result = self.executor.result()
+        except EngineError:
+            raise
+        except Exception as error:  # the executor's: whatever it was, it ends these requests and no others
+            log.exception("a pass failed")
+            self._drain()
+            return self.engine.fail(f"{type(error).__name__}: {error}", self.clock.now_s())
+        events = self.engine.finish(result, self.clock.now_s())
+        if self.check:
+            self.engine.scheduler.check()
+        return events
+
+    def _drain(self) -> None:
+        """Let the other passes in flight come back, so that none of them writes into blocks given to others."""
+        for _ in range(self.engine.in_flight - 1):
+            try:
+                self.executor.result()
+            except Exception:
+                log.exception("a pass after the failed one failed too")
+
+    def close(self) -> None:
+        self.executor.close()

@@ -1,0 +1,105 @@
+"""Every error Shoal raises on purpose. Each message says what to change.
+
+ShoalError
+├── BadRequest            one request cannot be served as it was asked
+│   ├── EmptyPrompt         nothing to continue
+│   ├── PromptTooLong       more tokens than the model's context or the KV cache can ever hold
+│   ├── BadParameter        a sampling parameter has a value that means nothing
+│   └── BadChat             the messages do not fit the model's chat template
+├── Rejected              a good request that is not served now
+│   ├── QueueFull           too many are waiting
+│   └── DeadlinePassed      it waited longer than it was willing to
+├── BadConfig             the engine cannot be built as configured
+│   ├── UnknownName         no such policy, option or file key; the known ones are listed
+│   └── ImpossiblePair      two choices that cannot work together
+├── ModelError            the model cannot be used
+│   ├── ModelNotFound       no such folder, file or hub name
+│   ├── UnsupportedModel    an architecture, rope scaling or tensor type Shoal does not know
+│   ├── BadWeights          a file is missing, truncated or does not fit the config
+│   ├── UnsafeWeights       a pickle file; only safetensors and GGUF are read
+│   └── TokenizerMismatch   the tokenizer does not belong to this vocabulary
+└── EngineError           the engine failed while computing
+    └── RequestFailed       … for one request alone
+
+Knows nothing of the rest of the package.
+"""
+
+
+class ShoalError(Exception):
+    """Base of all errors Shoal raises on purpose."""
+
+
+class BadRequest(ShoalError, ValueError):
+    """One request cannot be served as it was asked."""
+
+
+class EmptyPrompt(BadRequest):
+    """The prompt has no tokens."""
+
+
+class PromptTooLong(BadRequest):
+    """Prompt plus max_tokens exceed what the model or the KV cache can ever hold."""
+
+
+class BadParameter(BadRequest):
+    """A sampling parameter has a value that means nothing."""
+
+
+class BadChat(BadRequest):
+    """The messages do not fit the model's chat template."""
+
+
+class Rejected(ShoalError):
+    """A good request that is not served now."""
+
+
+class QueueFull(Rejected):
+    """Too many requests are waiting."""
+
+
+class DeadlinePassed(Rejected):
+    """The request waited longer than it was willing to."""
+
+
+class BadConfig(ShoalError, ValueError):
+    """The engine cannot be built as configured."""
+
+
+class UnknownName(BadConfig):
+    """No such policy, option or file key."""
+
+
+class ImpossiblePair(BadConfig):
+    """Two choices that cannot work together."""
+
+
+class ModelError(ShoalError):
+    """The model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such folder, file or hub name."""
+
+
+class UnsupportedModel(ModelError):
+    """An architecture, rope scaling or tensor type Shoal does not know."""
+
+
+class BadWeights(ModelError):
+    """A weights file is missing, truncated or does not fit the config."""
+
+
+class UnsafeWeights(ModelError):
+    """Only safetensors and GGUF are read, never a pickle file."""
+
+
+class TokenizerMismatch(ModelError):
+    """The tokenizer does not belong to this vocabulary."""
+
+
+class EngineError(ShoalError):
+    """The engine failed while computing."""
+
+
+class RequestFailed(EngineError):
+    """One request failed; its neighbours did not."""

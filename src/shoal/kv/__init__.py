@@ -1,0 +1,1 @@
+"""Which KV blocks belong to whom: ids only, no tensors, no clock."""

@@ -1,0 +1,105 @@
+"""Block pool: which KV blocks are free, held or cached.
+
+Knows block ids and reference counts. Does not know requests, tokens or torch. Every operation is O(1) per block.
+
+           grab (clean first, then the oldest cached one, whose content is forgotten)
+     ┌──────────────────────────────────────────────┐
+     │                                              ▼
+   clean ◄──────── last reference dropped ──────── held (references ≥ 1)
+     ▲                                              │ ▲
+     │ forgotten                    … and published │ │ hold (a prefix hit)
+     └────────────────────────── cached, in LRU order ┘
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+
+class BlockPool:
+    """Hands out block ids 0 … total-1 and counts who holds them.
+
+    >>> pool = BlockPool(2)
+    >>> pool.grab(2), pool.grab(1)
+    ([0, 1], None)
+    """
+
+    def __init__(self, total: int, forget: Callable[[int], None] = lambda block: None) -> None:
+        if total < 1:
+            raise ValueError(f"a pool needs at least one block, not {total}")
+        self.total = total
+        self.references = [0] * total
+        self._published = [False] * total
+        self._clean = list(range(total - 1, -1, -1))  # a stack; block 0 is on top
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._forget = forget  # told when a cached block's content is about to be overwritten
+
+    @property
+    def free(self) -> int:
+        """Blocks that grab() could hand out now."""
+        return len(self._clean) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Free blocks whose content may still be hit."""
+        return len(self._cached)
+
+    @property
+    def held(self) -> int:
+        return self.total - self.free
+
+    def grab(self, count: int) -> list[int] | None:
+        """Take `count` blocks with one reference each; None if there are not as many, and then nothing has moved."""
+        if count > self.free:
+            return None
+        taken = []
+        for _ in range(count):
+            if self._clean:
+                block = self._clean.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._published[block] = False
+                self._forget(block)
+            self.references[block] = 1
+            taken.append(block)
+        return taken
+
+    def hold(self, block: int) -> None:
+        """One more reference to a block that is held or cached."""
+        if self.references[block] == 0:
+            del self._cached[block]
+        self.references[block] += 1
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """One reference less to each; published blocks stay cached, those named first are reused first."""
+        for block in blocks:
+            left = self.references[block] - 1
+            assert left >= 0, f"block {block} was dropped by somebody who does not hold it"
+            self.references[block] = left
+            if left == 0:
+                if self._published[block]:
+                    self._cached[block] = None
+                else:
+                    self._clean.append(block)
+
+    def publish(self, block: int) -> None:
+        """From now on the block's content can be hit, also after its last reference is dropped."""
+        assert self.references[block] > 0, f"block {block} is published by nobody"
+        self._published[block] = True
+
+    def unpublish(self, block: int) -> None:
+        """Its content can no longer be hit."""
+        self._published[block] = False
+        if self.references[block] == 0:
+            del self._cached[block]
+            self._clean.append(block)
+
+    def check(self) -> None:
+        """Every block is in exactly one place."""
+        clean, cached = set(self._clean), set(self._cached)
+        assert len(clean) == len(self._clean), "a block is in the clean list twice"
+        assert not clean & cached, "a block is both clean and cached"
+        for block, count in enumerate(self.references):
+            listed = block in clean or block in cached
+            assert (count == 0) == listed, f"block {block} has {count} references but is in the wrong place"
+            if count == 0:
+                assert self._published[block] == (block in cached), f"free block {block} is in the wrong list"

@@ -1,0 +1,31 @@
+"""The waiting line, in the order policy's order. Knows keys, not policies."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from shoal.core.request import Request
+
+
+class WaitingLine:
+    """Requests sorted by key; ties by arrival."""
+
+    def __init__(self) -> None:
+        self._line: list[tuple[tuple[float, ...], int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([request for _, _, request in self._line])
+
+    def in_order(self) -> Iterator[Request]:
+        """The line as it stands, read lazily: stop before changing it."""
+        return (request for _, _, request in self._line)
+
+    def push(self, request: Request, key: tuple[float, ...]) -> None:
+        insort(self._line, (key, request.order, request))
+
+    def remove(self, request: Request, key: tuple[float, ...]) -> None:
+        place = bisect_left(self._line, (key, request.order), key=lambda entry: entry[:2])
+        assert self._line[place][2] is request, f"{request.id} is not where it should be in the line"
+        del self._line[place]

@@ -1,0 +1,420 @@
+"""The scheduler: plan(now) and commit(result, now).
+
+Combines the axes (batching, prefill, memory, order, preemption) over one KV manager. It is the only writer of a
+request's progress. Knows no torch and no clock; the simulator runs these same objects.
+
+Two passes may be in flight: pass k+1 is planned while k computes. So a plan counts on what k will have done
+(`planned`, `pending`), a commit drops what came too late (its request has ended), and tokens of a request that was
+preempted meanwhile are still taken: they are right, only their KV is gone.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.core.events import Admitted, Finished, PassEvents, Preempted
+from shoal.core.plan import FROM_DEVICE, Ints, RowStart, StepPlan, StepResult
+from shoal.core.request import Reason, Request, State
+from shoal.errors import EngineError
+from shoal.kv.manager import KVManager
+from shoal.sched.admission import Admission, Limits
+from shoal.sched.batching import Batching
+from shoal.sched.memory import Memory
+from shoal.sched.ordering import Order
+from shoal.sched.preempt import Preempt
+from shoal.sched.prefill import Prefill
+from shoal.sched.queue import WaitingLine
+from shoal.sched.rows import RowTable
+
+
+@dataclass(frozen=True)
+class Policies:
+    """One choice per axis."""
+
+    batching: Batching
+    prefill: Prefill
+    memory: Memory
+    order: Order
+    preempt: Preempt
+
+
+class Draft:
+    """A plan in the making: who computes how many positions, as long as things may still change."""
+
+    def __init__(self, budget: int) -> None:
+        self.left = budget
+        self.takes: dict[Request, int] = {}
+        self.starting: dict[Request, None] = {}
+
+    def add(self, request: Request, count: int) -> None:
+        self.takes[request] = count
+        self.left -= count
+
+    def remove(self, request: Request) -> None:
+        """It lost its blocks after all."""
+        self.left += self.takes.pop(request, 0)
+        self.starting.pop(request, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What the scheduler remembers of a pass until it comes back."""
+
+    step: int
+    entries: list[tuple[Request, int, int, bool]]  # request, its generation then, end position, samples
+    events: PassEvents
+    rows: Ints  # those that sample
+    generations: Ints
+
+
+class Scheduler:
+    """Decides what every pass computes."""
+
+    def __init__(self, limits: Limits, kv: KVManager, policies: Policies) -> None:
+        self.limits = limits
+        self.kv = kv
+        self.policies = policies
+        self.admission = Admission(limits, kv.pool.total * kv.block_size)
+        # twice as many rows as slots, so that a row still read by a late pass keeps nobody waiting
+        self.rows = RowTable(2 * limits.max_num_seqs)
+        self.requests: dict[str, Request] = {}  # everyone not finished
+        self.waiting = WaitingLine()
+        self.running: dict[Request, None] = {}
+        self.flights: deque[Flight] = deque()
+        self._arrivals = 0
+        self._step = 0
+        self._between = PassEvents(step=-1)  # what happened since the last record was handed out
+
+    # ---- requests come and go -------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now_s: float) -> None:
+        """Queue a request; raises BadRequest if it can never be served."""
+        if request.id in self.requests:
+            raise EngineError(f"request id {request.id!r} is in use; ids must be unique while a request runs")
+        self.admission.check(request)
+        request.order = self._arrivals
+        request.arrived_s = now_s
+        self._arrivals += 1
+        self.requests[request.id] = request
+        self.waiting.push(request, self.policies.order.key(request))
+
+    def finish(self, request_id: str, reason: Reason, at_output: int | None = None, error: str = "") -> bool:
+        """End a request from outside, cut after `at_output` tokens if given. False if it has ended already."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        if at_output is not None:
+            del request.tokens[request.prompt_len + at_output :]
+        self._end(request, reason, self._between, error=error)
+        return True
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests and not self.flights
+
+    # ---- plan -----------------------------------------------------------------------------------------------------
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """The next pass, or None if there is nothing to compute before another pass comes back."""
+        events = PassEvents(self._step, planned_s=now_s, budget_tokens=self.limits.max_num_batched_tokens)
+        draft = Draft(self.limits.max_num_batched_tokens)
+        self._carry_on(draft, events)
+        if not events.preempted:  # who just lost blocks must not see newcomers take them
+            self._admit(draft, events, now_s)
+        if not draft.takes:
+            self._between.preempted += events.preempted
+            return None
+        return self._freeze(draft, events)
+
+    def _carry_on(self, draft: Draft, events: PassEvents) -> None:
+        """Those who run: decodes first, then more of the prompts."""
+        prompts = []
+        for request in list(self.running):
+            need = request.need()
+            if need == 1 and draft.left:
+                self._give(draft, events, request, 1)
+            elif need:
+                prompts.append(request)
+        for request in prompts:
+            if not draft.left:
+                break
+            if request.state is State.RUNNING and request not in draft.takes:
+                count = self.policies.prefill.take(request.need(), draft.left)
+                if count:
+                    self._give(draft, events, request, count)
+
+    def _give(self, draft: Draft, events: PassEvents, request: Request, count: int) -> None:
+        """Let it compute `count` more positions, taking blocks from others if there are none left."""
+        if request.state is not State.RUNNING:
+            return  # it gave way to somebody earlier in this pass
+        while not self.kv.grow(request.holding, request.planned + count):
+            victim = self.policies.order.victim(self.running)
+            self._preempt(victim, draft, events)
+            if victim is request:
+                return
+        draft.add(request, count)
+
+    def _preempt(self, victim: Request, draft: Draft, events: PassEvents) -> None:
+        draft.remove(victim)
+        events.preempted.append(Preempted(victim.id, victim.computed))
+        victim.preemptions += 1
+        victim.furthest = max(victim.furthest, victim.planned)
+        del self.running[victim]
+        self._leave_row(victim)
+        self.policies.preempt.evict(victim, self.kv)
+        self.waiting.push(victim, self.policies.order.key(victim))
+
+    def _admit(self, draft: Draft, events: PassEvents, now_s: float) -> None:
+        """Those who wait, in order; when one does not fit, nobody overtakes it."""
+        room = self.policies.batching.may_join(len(self.running), self.limits.max_num_seqs)
+        chosen: list[Request] = []
+        for request in self.waiting.in_order():
+            if len(chosen) >= room or not draft.left or not self.rows.free:
+                break
+            if request.pending:  # its last token is still on the way
+                continue
+            if request.group and request.group.must_wait(request, self.kv.block_size):
+                continue
+            if not self._start(draft, request):
+                break
+            chosen.append(request)
+        for request in chosen:
+            self.waiting.remove(request, self.policies.order.key(request))
+            waited_s = now_s - request.arrived_s
+            events.admitted.append(Admitted(request.id, waited_s, request.planned, request.preemptions > 0))
+
+    def _start(self, draft: Draft, request: Request) -> bool:
+        """Give it blocks, a row and its first positions; False if it does not fit now."""
+        memory = self.policies.memory
+        spare = memory.spare(self.kv.pool.total, len(self.running))
+        look = not request.wants_prompt_logprobs  # else it must see every position itself
+        holding = self.kv.reserve(request.tokens, memory.room(request), self._salt(request), request.names, spare, look)
+        if holding is None:
+            return False
+        hit = holding.published * self.kv.block_size
+        count = self.policies.prefill.take(len(request.tokens) - hit, draft.left)
+        if not count:
+            self.kv.release(holding)
+            return False
+        taken = self.rows.take()
+        assert taken is not None, "asked for a row when none was free"
+        request.row, request.generation = taken
+        request.holding = holding
+        request.computed = request.planned = hit
+        if not request.preemptions:
+            request.cached_tokens = hit
+        if request.group and (request.group.leader is None or request.group.leader.state is not State.RUNNING):
+            request.group.leader = request
+        request.move(State.RUNNING)
+        self.running[request] = None
+        draft.starting[request] = None
+        draft.add(request, count)
+        return True
+
+    def _salt(self, request: Request) -> str | None:
+        """Whose cached blocks it may share; None for nobody's."""
+        if self.kv.keep:
+            return request.salt
+        return request.group.name if request.group else None
+
+    def _freeze(self, draft: Draft, events: PassEvents) -> StepPlan:
+        """Turn the draft into arrays, and count on what they will do."""
+        step = self._step
+        starting = tuple(self._row_start(request) for request in draft.starting)
+        rows, generations, starts, counts, samples = [], [], [], [], []
+        tokens: list[int] = []
+        grown: list[tuple[int, int, int]] = []
+        entries: list[tuple[Request, int, int, bool]] = []
+        for request, count in draft.takes.items():
+            start = request.planned
+            end = start + count
+            known = len(request.tokens)
+            sampling = end == known + request.pending
+            rows.append(request.row)
+            generations.append(request.generation)
+            starts.append(start)
+            counts.append(count)
+            samples.append(sampling)
+            if end <= known:
+                tokens += request.tokens[start:end]
+            else:
+                tokens += request.tokens[start:known]
+                tokens += [FROM_DEVICE] * (end - max(start, known))
+            blocks = request.holding.blocks
+            grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
+            request.blocks_sent = len(blocks)
+            if start < request.furthest:
+                events.recomputed_tokens += min(end, request.furthest) - start
+            request.planned = end
+            request.pending += sampling
+            request.last_step = step
+            entries.append((request, request.generation, end, sampling))
+            events.scheduled_ids.append(request.id)
+        events.scheduled_starts, events.scheduled_counts = starts, counts
+        events.computed_tokens = len(tokens)
+        plan = StepPlan(
+            step,
+            starting,
+            np.array(grown, dtype=np.int64).reshape(-1, 3),
+            np.array(rows, dtype=np.int64),
+            np.array(generations, dtype=np.int64),
+            np.array(starts, dtype=np.int64),
+            np.array(counts, dtype=np.int64),
+            np.array(samples, dtype=np.bool_),
+            np.array(tokens, dtype=np.int64),
+        )
+        chosen = plan.samples
+        self.flights.append(Flight(step, entries, events, plan.rows[chosen], plan.generations[chosen]))
+        self._step += 1
+        return plan
+
+    def _row_start(self, request: Request) -> RowStart:
+        request.blocks_sent = len(request.holding.blocks)
+        return RowStart(
+            request.row,
+            request.generation,
+            tuple(request.tokens),
+            request.prompt_len,
+            request.params,
+            request.seed,
+            request.sample,
+            request.stop_ids,
+            tuple(request.holding.blocks),
+            request.wants_prompt_logprobs,
+        )
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult, now_s: float) -> PassEvents:
+        """Take what came of the oldest pass in flight, and tell what happened."""
+        flight = self.flights.popleft()
+        self._check_result(flight, result)
+        events = flight.events
+        failed = dict(result.failures)
+        tokens = result.tokens.tolist()
+        number = -1  # of the sampling row
+        for request, generation, end, sampling in flight.entries:
+            number += sampling
+            if request.state is State.FINISHED:
+                continue  # it ended while this pass computed: too late
+            alive = request.generation == generation  # else it was preempted meanwhile
+            if alive:
+                request.computed = end
+            if sampling:
+                request.pending -= 1
+                if number in failed:
+                    self._end(request, Reason.ERROR, events, error=failed[number])
+                    continue
+                self._append(request, tokens[number], events)
+            if alive and request.state is State.RUNNING:
+                self.kv.publish(request.holding, request.tokens, end)
+        self._note_logprobs(flight, result, events)
+        self.rows.committed(flight.step)
+        return self._seal(events, now_s)
+
+    def fail_flights(self, error: str, now_s: float) -> PassEvents:
+        """The executor broke: every request of every pass in flight ends with this error."""
+        events = PassEvents(-1)
+        while self.flights:
+            flight = self.flights.popleft()
+            events.step = flight.step
+            for request, _, _, _ in flight.entries:
+                if request.state is not State.FINISHED:
+                    self._end(request, Reason.ERROR, events, error=error)
+            self.rows.committed(flight.step)
+        return self._seal(events, now_s)
+
+    def take_between(self, now_s: float) -> PassEvents:
+        """What happened since the last record, when no pass is there to carry it."""
+        return self._seal(PassEvents(-1), now_s)
+
+    def _append(self, request: Request, token: int, events: PassEvents) -> None:
+        events.owners.append(request.id)
+        events.tokens.append(token)
+        events.indexes.append(request.outputs)
+        request.tokens.append(token)
+        outputs = len(request.tokens) - request.prompt_len
+        if token in request.stop_ids and outputs > request.params.min_tokens:
+            self._end(request, Reason.STOP, events, stop_token=token)
+        elif outputs >= request.max_tokens:
+            self._end(request, Reason.LENGTH, events)
+
+    def _end(
+        self, request: Request, reason: Reason, events: PassEvents, stop_token: int | None = None, error: str = ""
+    ) -> None:
+        """Finish it and give back all it holds."""
+        if request.state is State.RUNNING:
+            known = min(request.computed, len(request.tokens))
+            self.kv.publish(request.holding, request.tokens, known)
+            self.kv.release(request.holding)
+            request.holding = None
+            del self.running[request]
+            self._leave_row(request)
+        else:
+            self.waiting.remove(request, self.policies.order.key(request))
+        request.move(State.FINISHED)
+        request.reason, request.error = reason, error
+        del self.requests[request.id]
+        events.finished.append(
+            Finished(request.id, reason, request.outputs, request.preemptions, request.cached_tokens, stop_token, error)
+        )
+
+    def _leave_row(self, request: Request) -> None:
+        self.rows.give_back(request.row, request.last_step)
+        request.row = request.generation = -1
+        request.blocks_sent = 0
+
+    def _check_result(self, flight: Flight, result: StepResult) -> None:
+        if (
+            result.step != flight.step
+            or not np.array_equal(result.rows, flight.rows)
+            or not np.array_equal(result.generations, flight.generations)
+        ):
+            raise EngineError(f"asked for pass {flight.step}, the executor answered {result.step} or other rows")
+
+    def _note_logprobs(self, flight: Flight, result: StepResult, events: PassEvents) -> None:
+        if not result.logprobs and not result.prompt_logprobs:
+            return
+        sampled = [request.id for request, _, _, sampling in flight.entries if sampling]
+        for number, logprobs in result.logprobs:
+            events.logprobs[sampled[number]] = logprobs
+        for number, first, values in result.prompt_logprobs:
+            events.prompt_logprobs[flight.entries[number][0].id] = (first, values)
+
+    def _seal(self, events: PassEvents, now_s: float) -> PassEvents:
+        """Add what happened between passes and the gauges."""
+        between, self._between = self._between, PassEvents(step=-1)
+        events.preempted += between.preempted
+        events.finished += between.finished
+        events.committed_s = now_s
+        events.running, events.waiting = len(self.running), len(self.waiting)
+        pool = self.kv.pool
+        events.blocks_held, events.blocks_cached, events.blocks_total = pool.held, pool.cached, pool.total
+        return events
+
+    # ---- integrity ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every invariant that must hold between two calls."""
+        assert len(self.running) <= self.limits.max_num_seqs, "more requests run than there are slots"
+        everyone = set(self.running) | set(self.waiting)
+        assert set(self.requests.values()) == everyone, "a request is lost or in two places"
+        self.kv.check(request.holding for request in self.running)
+        self.rows.check([request.row for request in self.running])
+        under_way: dict[Request, int] = {}
+        for flight in self.flights:
+            for request, _, _, sampling in flight.entries:
+                under_way[request] = under_way.get(request, 0) + sampling
+        for request in self.requests.values():
+            runs = request in self.running
+            assert (request.state is State.RUNNING) == runs, f"{request} is in the wrong place"
+            assert (request.holding is not None) == runs, f"{request} holds blocks but does not run, or the reverse"
+            assert request.pending == under_way.get(request, 0), f"{request} waits for tokens that no pass will bring"
+            assert 0 <= request.computed <= request.planned <= request.end, f"{request} is ahead of itself"
+            assert request.planned <= len(request.tokens) + request.pending, f"{request} computes tokens nobody has"
+            assert request.outputs < request.max_tokens, f"{request} should have ended"
+            if runs:
+                assert request.planned <= request.holding.capacity, f"{request} writes beyond its blocks"
+                published = request.holding.published * self.kv.block_size
+                assert published <= request.computed, f"{request} lets others hit what is not committed"

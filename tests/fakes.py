@@ -1,0 +1,129 @@
+"""A fake device that computes nothing but notices everything.
+
+It keeps real block contents: each position's slot holds a hash of all it depends on, and a token is a function of
+every slot its sequence reads through its block table. So a block or row that was reused too early, a token fed at
+the wrong position or a wrong prefix hit changes the tokens, and the oracle below, which has no blocks, tells.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from shoal.core.params import SamplingParams
+from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan, StepResult
+from shoal.core.request import Request
+from shoal.kv.manager import KVManager
+from shoal.sched.admission import Limits
+from shoal.sched.batching import Continuous
+from shoal.sched.memory import OnDemand
+from shoal.sched.ordering import Fcfs
+from shoal.sched.preempt import Recompute
+from shoal.sched.prefill import Chunked
+from shoal.sched.scheduler import Policies, Scheduler
+
+VOCAB = 50
+MASK = 2**61 - 1
+
+
+def fold(slots: Sequence[int], start: int = 7) -> int:
+    value = start
+    for slot in slots:
+        value = (value * 6364136223846793005 + slot + 1442695040888963407) & MASK
+    return value
+
+
+def draw(slots: Sequence[int], seed: int, sample: int, position: int) -> int:
+    return fold([seed, sample, position], fold(slots)) % VOCAB
+
+
+def oracle(prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], seed: int, sample: int) -> list[int]:
+    """The output tokens, computed with no batch, no blocks and no scheduler."""
+    slots: list[int] = []
+    for token in prompt:
+        slots.append(fold([token], fold(slots)))
+    output: list[int] = []
+    while True:
+        token = draw(slots, seed, sample, len(slots))
+        output.append(token)
+        if token in stop_ids or len(output) == max_tokens:
+            return output
+        slots.append(fold([token], fold(slots)))
+
+
+class FakeExecutor:
+    """Changes its row tables as soon as it is handed a plan, and computes it only when asked for the result."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.memory = [[-1] * block_size for _ in range(blocks)]
+        self.rows: dict[int, RowStart] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.last: dict[int, int] = {}
+        self.queue: deque[StepPlan] = deque()
+        self.computed_tokens = 0
+
+    def forward(self, plan: StepPlan) -> None:
+        for start in plan.starting:
+            self.rows[start.row] = start
+            self.tables[start.row] = list(start.blocks)
+        for row, index, block in plan.grown.tolist():
+            assert len(self.tables[row]) == index, "a block was added out of order"
+            self.tables[row].append(block)
+        self.queue.append(plan)
+
+    def sample(self, masks: object) -> None:
+        assert masks is None
+
+    def result(self) -> StepResult:
+        plan = self.queue.popleft()
+        tokens = []
+        offset = 0
+        for row, start, count, sampling in zip(
+            plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True
+        ):
+            ids = plan.tokens[offset : offset + count].tolist()
+            offset += count
+            slots = self._read(row, start)
+            for place, token in enumerate(ids):
+                slots.append(fold([self.last[row] if token == FROM_DEVICE else token], fold(slots)))
+                self._write(row, start + place, slots[-1])
+            self.computed_tokens += count
+            if sampling:
+                begun = self.rows[row]
+                self.last[row] = draw(slots, begun.seed, begun.sample, start + count)
+                tokens.append(self.last[row])
+        chosen = plan.samples
+        return StepResult(plan.step, plan.rows[chosen], plan.generations[chosen], np.array(tokens, dtype=np.int64))
+
+    def _read(self, row: int, count: int) -> list[int]:
+        size, table = self.block_size, self.tables[row]
+        return [self.memory[table[place // size]][place % size] for place in range(count)]
+
+    def _write(self, row: int, place: int, value: int) -> None:
+        self.memory[self.tables[row][place // self.block_size]][place % self.block_size] = value
+
+    def close(self) -> None:
+        pass
+
+
+def make_scheduler(
+    *,
+    blocks: int = 64,
+    block_size: int = 4,
+    keep: bool = True,
+    max_model_len: int = 200,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 16,
+    chunk_tokens: int = 0,
+    watermark: float = 0.01,
+    kind: type[Scheduler] = Scheduler,
+) -> Scheduler:
+    limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, VOCAB)
+    policies = Policies(Continuous(), Chunked(chunk_tokens), OnDemand(watermark), Fcfs(), Recompute())
+    return kind(limits, KVManager(blocks, block_size, keep), policies)
+
+
+def make_request(id: str, prompt: Sequence[int], max_tokens: int = 8, **more: object) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return Request(id, list(prompt), params, **more)  # type: ignore[arg-type]
