@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a figure, its floor and the fraction reached."""

@@ -1,0 +1,82 @@
+"""The floor: the time no engine passes on this machine, from what was measured on it in the same run.
+
+    floor = linear FLOP of the prompts, and their attention, over the matrix rate
+          + for each of the fewest possible decode passes: weight bytes over bandwidth, or its FLOP where that is longer
+          + every KV byte read once by every token that needs it, over bandwidth
+
+The fewest passes are the longest output, or all output tokens over the slots, whichever is more. Knows lengths and
+sizes, no engine.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from shoal.models.spec import ModelSpec
+from shoal.workload.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine can do, measured."""
+
+    bandwidth_gb_s: float
+    matrix_gflop_s: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds by cause."""
+
+    prompt_s: float
+    weights_s: float
+    kv_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.prompt_s + self.weights_s + self.kv_s
+
+    def as_dict(self) -> dict[str, float]:
+        return {**asdict(self), "total_s": self.total_s}
+
+
+def measure(dtype: torch.dtype, device: str = "cpu", weight_bytes: int = 2**28) -> Machine:
+    """Best of a few reads of a buffer as large as the weights, and of a few large products in this type."""
+    values = torch.ones(max(weight_bytes, 2**26) // 4, dtype=torch.float32, device=device)
+    read_s = _best(lambda: values.sum(), device)
+    side = 1024
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    multiply_s = _best(lambda: left @ right, device)
+    return Machine(values.numel() * 4 / read_s / 1e9, 2 * side**3 / multiply_s / 1e9)
+
+
+def _best(work: object, device: str, runs: int = 5) -> float:
+    times = []
+    for _ in range(runs + 1):
+        begun = time.perf_counter()
+        work()  # type: ignore[operator]
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return min(times[1:])
+
+
+def floor(lengths: Sequence[Lengths], spec: ModelSpec, dtype: torch.dtype, slots: int, machine: Machine) -> Floor:
+    """The floor for these requests, all there from the start."""
+    rate, bandwidth = machine.matrix_gflop_s * 1e9, machine.bandwidth_gb_s * 1e9
+    prompts = sum(one.prompt for one in lengths)
+    outputs = sum(one.output for one in lengths)
+    attention = sum(2 * one.prompt**2 for one in lengths) * spec.layers * spec.heads * spec.head_dim
+    prompt_flop = prompts * spec.linear_flop_per_token + len(lengths) * spec.head_flop + attention
+    passes = max(max(one.output for one in lengths) - 1, -(-(outputs - len(lengths)) // slots))
+    decode_flop = (outputs - len(lengths)) * (spec.linear_flop_per_token + spec.head_flop)
+    weight_bytes = spec.parameters * dtype.itemsize
+    kv_tokens = sum((one.output - 1) * one.prompt + one.output * (one.output - 1) // 2 for one in lengths)
+    kv_bytes = kv_tokens * spec.kv_values_per_token * dtype.itemsize
+    return Floor(
+        prompt_s=prompt_flop / rate,
+        weights_s=max(passes * weight_bytes / bandwidth, decode_flop / rate),
+        kv_s=kv_bytes / bandwidth,
+    )

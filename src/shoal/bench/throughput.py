@@ -1,0 +1,79 @@
+"""Offline throughput: all requests at once, random token ids, no early stop.
+
+Is handed a loop; knows how to fill it and what to count. The times are from the first submission to the last token.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from shoal.core.params import SamplingParams
+from shoal.core.request import Request
+from shoal.engine.loop import EngineLoop
+from shoal.errors import EngineError
+from shoal.workload.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What one run did."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    passes: int
+    computed_tokens: int
+    recomputed_tokens: int
+    preemptions: int
+    peak_kv_share: float
+    mean_batch: float
+
+    @property
+    def output_tok_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_tok_s(self) -> float:
+        return (self.prompt_tokens + self.output_tokens) / self.seconds
+
+
+def run_throughput(
+    loop: EngineLoop, lengths: Sequence[Lengths], prompts: Sequence[list[int]], progress: bool = True, name: str = ""
+) -> Throughput:
+    """Submit everything, turn until idle, count."""
+    outputs = sum(one.output for one in lengths)
+    passes = computed = recomputed = preemptions = scheduled = 0
+    peak = 0.0
+    begun = time.perf_counter()
+    for number, (one, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        params = SamplingParams(temperature=0.0, max_tokens=one.output, ignore_eos=True)
+        loop.submit(Request(f"{name}{number}", prompt, params, seed=number))
+    with tqdm(total=outputs, unit="tok", disable=not progress) as bar:
+        while not loop.idle:
+            events = loop.turn()
+            for end in events.finished:
+                if end.error:
+                    raise EngineError(f"request {end.id} failed: {end.error}")
+            passes += 1
+            computed += events.computed_tokens
+            recomputed += events.recomputed_tokens
+            preemptions += len(events.preempted)
+            scheduled += len(events.scheduled_ids)
+            peak = max(peak, events.blocks_held / max(events.blocks_total, 1))
+            bar.update(len(events.tokens))
+    seconds = time.perf_counter() - begun
+    return Throughput(
+        requests=len(lengths),
+        prompt_tokens=sum(one.prompt for one in lengths),
+        output_tokens=outputs,
+        seconds=seconds,
+        passes=passes,
+        computed_tokens=computed,
+        recomputed_tokens=recomputed,
+        preemptions=preemptions,
+        peak_kv_share=peak,
+        mean_batch=scheduled / max(passes, 1),
+    )

@@ -1,0 +1,185 @@
+"""Wiring: a config in, working objects out. The only room that knows everybody.
+
+config ─► files ─► spec ─► weights ─► model ─► runner ─► executor ─┐
+                      └──► KV size ─► scheduler ─► engine ─────────┴─► loop
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import kernels
+from shoal.config import EngineConfig
+from shoal.core.clock import Clock, WallClock
+from shoal.core.names import pick
+from shoal.engine.engine import Engine
+from shoal.engine.loop import EngineLoop
+from shoal.errors import BadConfig, ModelError
+from shoal.files.gguf import GgufFile
+from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.kv.manager import KVManager
+from shoal.models import Model, make_model
+from shoal.models.spec import ModelSpec, spec_from_config
+from shoal.runner.kvstore import KVStore, bytes_per_block
+from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype
+from shoal.runner.runner import Runner
+from shoal.runner.threaded import ThreadedExecutor
+from shoal.sched.admission import Limits
+from shoal.sched.batching import BATCHING
+from shoal.sched.memory import OnDemand
+from shoal.sched.ordering import ORDER
+from shoal.sched.preempt import PREEMPT
+from shoal.sched.prefill import Chunked
+from shoal.sched.scheduler import Policies, Scheduler
+from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A loop ready to turn, and what its users must know about the model."""
+
+    config: EngineConfig
+    files: ModelFiles
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: str
+    loop: EngineLoop
+    tokenizer: Tokenizer | None
+    eos: frozenset[int]
+    defaults: dict[str, Any]  # of sampling, from generation_config.json
+    limits: Limits
+    kv_blocks: int
+
+
+def build(config: EngineConfig, clock: Clock | None = None, progress: bool = False) -> Built:
+    """Everything that serves one model in this process."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = pick_device(config.device)
+    files = find_model(config.model)
+    spec = spec_from_config(files.config)
+    tokenizer = load_tokenizer(files, _template(config))
+    if tokenizer is not None:
+        check_vocabulary(tokenizer, spec.vocab_size)
+    dtype = pick_dtype(config.dtype, spec, device)
+    model = load_model(config, files, spec, dtype, device, progress)
+    blocks = kv_blocks(config, spec, dtype)
+    limits = make_limits(config, spec, blocks * config.block_size)
+    scheduler = make_scheduler(config, limits, blocks)
+    store = KVStore(spec, blocks, config.block_size, dtype, device)
+    runner = Runner(model, store, scheduler.rows.count, limits.max_model_len, device)
+    loop = EngineLoop(
+        Engine(scheduler), ThreadedExecutor(runner), clock or WallClock(), depth=config.depth, check=config.check
+    )
+    return Built(
+        config=config,
+        files=files,
+        spec=spec,
+        dtype=dtype,
+        device=device,
+        loop=loop,
+        tokenizer=tokenizer,
+        eos=frozenset(eos_ids(files)),
+        defaults=dict(sampling_defaults(files)),
+        limits=limits,
+        kv_blocks=blocks,
+    )
+
+
+def pick_device(name: str) -> str:
+    """auto is the CPU until the CUDA runner is there."""
+    return pick({"auto": "cpu", "cpu": "cpu"}, name, "device")
+
+
+def _template(config: EngineConfig) -> str | None:
+    if config.chat_template is None:
+        return None
+    try:
+        return Path(config.chat_template).read_text()
+    except OSError as error:
+        raise BadConfig(f"cannot read the chat template {config.chat_template}: {error.strerror}") from error
+
+
+def load_model(
+    config: EngineConfig, files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, device: str, progress: bool
+) -> Model:
+    """Weights from the files, or random ones."""
+    if config.load_format == "dummy":
+        params = dummy_weights(spec, dtype, device, seed=config.seed or 0)
+    else:
+        reader = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
+        params = load_weights(reader, spec, dtype, device, progress=progress)
+    return make_model(spec, params, kernels.pick(device))
+
+
+def free_memory() -> int:
+    """Bytes that can be taken without pushing others out."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no /proc: half of what there is
+
+
+def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """How many blocks fit; no more than all slots could ever fill at once."""
+    block_bytes = bytes_per_block(spec, config.block_size, dtype)
+    longest = config.max_model_len or spec.max_position
+    useful = config.max_num_seqs * -(-longest // config.block_size)
+    if config.kv_memory is not None:
+        blocks = config.kv_memory // block_bytes
+    else:
+        blocks = min(useful, int(free_memory() * config.kv_share) // block_bytes)
+    if blocks < 1:
+        raise BadConfig(
+            f"one KV block of {config.block_size} tokens takes {block_bytes:,} bytes and does not fit; "
+            f"raise --kv-memory or lower --block-size"
+        )
+    return blocks
+
+
+def make_limits(config: EngineConfig, spec: ModelSpec, kv_tokens: int) -> Limits:
+    """The context: as asked, at most the model's own, at most what the KV cache holds."""
+    asked = config.max_model_len
+    if asked is not None and asked > spec.max_position:
+        raise BadConfig(f"max_model_len {asked} is more than the model's own {spec.max_position}; lower it")
+    longest = asked or spec.max_position
+    if kv_tokens < longest:
+        if asked is not None:
+            raise BadConfig(
+                f"the KV cache holds {kv_tokens} tokens, fewer than max_model_len {asked}; "
+                f"raise --kv-memory or lower --max-model-len"
+            )
+        log.warning("the KV cache holds %d tokens, so sequences end there and not at %d", kv_tokens, longest)
+        longest = kv_tokens
+    return Limits(longest, config.max_num_seqs, config.max_num_batched_tokens, spec.vocab_size)
+
+
+def make_scheduler(config: EngineConfig, limits: Limits, blocks: int) -> Scheduler:
+    """The scheduler alone: no torch, so the simulator can have it too."""
+    policies = Policies(
+        batching=pick(BATCHING, config.batching, "batching")(),
+        prefill=Chunked(config.chunk_tokens),
+        memory=OnDemand(config.watermark),
+        order=pick(ORDER, config.order, "order")(),
+        preempt=pick(PREEMPT, config.when_short, "when_short")(),
+    )
+    return Scheduler(limits, KVManager(blocks, config.block_size, config.prefix_caching), policies)
+
+
+def need_tokenizer(built: Built) -> Tokenizer:
+    """The tokenizer, where text is to be read or written."""
+    if built.tokenizer is None:
+        raise ModelError(
+            f"{built.files.name} has no tokenizer (tokenizer.json); give token ids as prompts, or add that file"
+        )
+    return built.tokenizer

@@ -1,0 +1,152 @@
+"""Configuration: what the user asked for, parsed once into one frozen object.
+
+Owns names, defaults, help texts and limits of every engine option; flags and keyword arguments are both made from the
+same table below. Nothing writes to a config afterwards. Knows no policies' insides and no torch.
+"""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from shoal.core.names import pick
+from shoal.errors import BadConfig
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size in bytes from a number with a unit.
+
+    >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes(64)
+    (1610612736, 200000000, 64)
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2].upper() not in UNITS:
+        raise BadConfig(f"cannot read {text!r} as a size; write a number and a unit, such as 2GiB or 500MB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _option(default: Any, help: str, *, parse: Any = str, choices: tuple[str, ...] = (), group: str = "engine") -> Any:
+    return field(default=default, metadata={"help": help, "parse": parse, "choices": choices, "group": group})
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that shapes one engine. An option that does not exist is refused, never dropped.
+
+    >>> EngineConfig.from_mapping({"block_size": 32}).block_size
+    32
+    """
+
+    model: str | None = _option(None, "folder, .gguf file or hub name; default: SmolLM2-135M-Instruct", group="model")
+    load_format: str = _option(
+        "auto", "dummy: random weights from config.json alone", choices=("auto", "dummy"), group="model"
+    )
+    dtype: str = _option("auto", "type of weights and KV", choices=DTYPES, group="model")
+    device: str = _option("auto", "auto, cpu or cuda", group="model")
+    chat_template: str | None = _option(None, "file with a chat template instead of the model's own", group="model")
+    max_model_len: int | None = _option(None, "most tokens of one sequence; default: the model's own", parse=int)
+    max_num_seqs: int = _option(64, "most requests in one pass", parse=int)
+    max_num_batched_tokens: int = _option(512, "most tokens in one pass", parse=int)
+    block_size: int = _option(16, "tokens in one KV block", parse=int, group="memory")
+    kv_memory: int | None = _option(
+        None,
+        "memory for the KV cache, such as 2GiB; default: a share of what is free",
+        parse=parse_bytes,
+        group="memory",
+    )
+    kv_share: float = _option(0.5, "that share, between 0 and 1", parse=float, group="memory")
+    prefix_caching: bool = _option(True, "keep KV of finished requests for prompts that begin alike", group="memory")
+    watermark: float = _option(
+        0.01, "share of KV blocks kept free for those who run when another would start", parse=float, group="memory"
+    )
+    batching: str = _option("continuous", "who may join the batch", choices=("continuous",), group="policy")
+    layout: str = _option("ragged", "shape of a pass", choices=("ragged",), group="policy")
+    prefill: str = _option("chunked", "how much of a prompt per pass", choices=("chunked",), group="policy")
+    order: str = _option("fcfs", "who goes first", choices=("fcfs",), group="policy")
+    memory: str = _option("ondemand", "room set aside for a request", choices=("ondemand",), group="policy")
+    when_short: str = _option("recompute", "when KV memory runs out", choices=("recompute",), group="policy")
+    chunk_tokens: int = _option(0, "most tokens of one prompt per pass; 0: only the pass limits it", parse=int)
+    depth: int = _option(2, "passes in flight: 2 plans the next while one computes", parse=int)
+    threads: int | None = _option(None, "CPU threads for torch; default: torch's own choice", parse=int)
+    seed: int | None = _option(None, "makes the seeds of requests that bring none repeatable", parse=int)
+    check: bool = _option(False, "check every invariant after every pass (slow)")
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            self._check_type(item, getattr(self, item.name))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "depth"):
+            self._at_least(name, 1)
+        for name in ("max_model_len", "kv_memory", "threads"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        self._at_least("chunk_tokens", 0)
+        if not 0 < self.kv_share <= 1:
+            raise BadConfig(f"kv_share must be above 0 and at most 1, not {self.kv_share}")
+        if not 0 <= self.watermark < 1:
+            raise BadConfig(f"watermark must be at least 0 and below 1, not {self.watermark}")
+
+    def _check_type(self, item: "Field[Any]", value: Any) -> None:
+        choices = item.metadata["choices"]
+        if choices:
+            pick(dict.fromkeys(choices), value, item.name)
+        numbers = {int: (int,), float: (int, float), parse_bytes: (int,)}.get(item.metadata["parse"])
+        if numbers and value is not None and (isinstance(value, bool) or not isinstance(value, numbers)):
+            raise BadConfig(f"{item.name} must be a number, not {value!r}")
+
+    def _at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise BadConfig(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
+        """From keyword arguments or a file's keys."""
+        table = {item.name: item for item in fields(cls)}
+        parsed = {}
+        for name, value in values.items():
+            item = pick(table, name, "engine option")
+            parsed[name] = parse_bytes(value) if item.metadata["parse"] is parse_bytes and value is not None else value
+        return cls(**parsed)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "EngineConfig":
+        """From what add_flags() put into the parser."""
+        given = vars(args)
+        return cls.from_mapping({item.name: given[item.name] for item in fields(cls) if item.name in given})
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each option, except the model, which every command takes in its own way."""
+    groups: dict[str, Any] = {}
+    for item in fields(EngineConfig):
+        if item.name == "model":
+            continue
+        kind = item.metadata["group"]
+        if kind not in groups:
+            groups[kind] = parser.add_argument_group(f"{kind} options")
+        add_flag(groups[kind], item)
+
+
+def add_flag(group: Any, item: "Field[Any]") -> None:
+    flag = "--" + item.name.replace("_", "-")
+    assert item.default is not MISSING
+    if isinstance(item.default, bool):
+        action = argparse.BooleanOptionalAction
+        group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=f"{item.metadata['help']}")
+        return
+    shown = "" if item.default is None else f" (default: {item.default})"
+    group.add_argument(
+        flag,
+        type=item.metadata["parse"],
+        choices=item.metadata["choices"] or None,
+        default=argparse.SUPPRESS,
+        metavar=None if item.metadata["choices"] else item.name.upper(),
+        help=item.metadata["help"] + shown,
+    )

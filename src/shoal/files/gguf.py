@@ -1,0 +1,257 @@
+"""One GGUF file, read as if it were a Hugging Face folder: config keys, tensor names and float32 values.
+
+Owns the translation of names, shapes and the rotary order, and the dequantization. Does not know torch or devices.
+"""
+
+import math
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import BadWeights, UnsupportedModel
+from shoal.files.gguf_header import TensorInfo, map_file, read_header
+from shoal.files.rope import SCALING_KEYS, rope_scaling
+
+Floats = NDArray[np.float32]
+
+# general.architecture → (Hugging Face class, model_type, are q and k stored in interleaved rotary order?)
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama", True),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", False),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", False),
+}
+_WHOLE_MODEL = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROPE_FACTORS = "rope_freqs.weight"
+# Large enough that numpy releases the interpreter lock for most of the time, small enough for the processor's cache.
+_CHUNK = 4096 * 32
+
+
+class GgufFile:
+    """A memory-mapped GGUF file; tensors are read and dequantized one by one, from any thread."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._buffer = map_file(self.path)
+        header = read_header(self._buffer, self.path)
+        self.metadata: dict[str, Any] = header.metadata
+        self._data_start = header.data_start
+        self._stored = {tensor.name: tensor for tensor in header.tensors}
+        self.architecture = self._known_architecture()
+        self._by_hf_name = {
+            self._hf_name(name): tensor for name, tensor in self._stored.items() if name != _ROPE_FACTORS
+        }
+        for tensor in header.tensors:
+            self._span(tensor)
+
+    def config(self) -> dict[str, Any]:
+        """The model's shape in the keys of a Hugging Face config.json."""
+        class_name, model_type, _ = ARCHITECTURES[self.architecture]
+        window = self._get("attention.sliding_window", 0)
+        if model_type == "llama" and window:
+            class_name, model_type = "MistralForCausalLM", "mistral"
+        heads = self._integer("attention.head_count")
+        embedding = self._embedding_shape()
+        return {
+            "architectures": [class_name],
+            "model_type": model_type,
+            "hidden_act": "silu",
+            "hidden_size": embedding[1],
+            "vocab_size": embedding[0],
+            "num_hidden_layers": self._integer("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._integer("attention.head_count_kv", heads),
+            "head_dim": self._head_dim(),
+            "intermediate_size": self._integer("feed_forward_length"),
+            "max_position_embeddings": self._integer("context_length"),
+            "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon", 1e-5),
+            "rope_theta": self._get("rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(),
+            "sliding_window": window or None,
+            "tie_word_embeddings": "output.weight" not in self._stored,
+            "attention_bias": "blk.0.attn_q.bias" in self._stored,
+            "mlp_bias": "blk.0.ffn_up.bias" in self._stored,
+            "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._eos_ids(),
+        }
+
+    def tensor_names(self) -> list[str]:
+        """The Hugging Face names of all weights, in file order."""
+        return list(self._by_hf_name)
+
+    def shape(self, hf_name: str) -> tuple[int, ...]:
+        """The shape that `read` will return."""
+        return self._find(hf_name).shape
+
+    def read(self, hf_name: str) -> Floats:
+        """One weight as a fresh float32 array, rows in Hugging Face's rotary order."""
+        tensor = self._find(hf_name)
+        values = self._dequantize(tensor)
+        permuted = ARCHITECTURES[self.architecture][2]
+        if permuted and ".self_attn.q_proj." in hf_name:
+            return self._unpermute(values, self._integer("attention.head_count"))
+        if permuted and ".self_attn.k_proj." in hf_name:
+            heads = self._integer("attention.head_count")
+            return self._unpermute(values, self._integer("attention.head_count_kv", heads))
+        return values
+
+    def read_all(self, threads: int | None = None) -> Iterator[tuple[str, Floats]]:
+        """Every weight in file order, dequantized by several threads, only a few at a time in memory."""
+        threads = threads or min(8, os.cpu_count() or 1)
+        waiting: deque[tuple[str, Future[Floats]]] = deque()
+        with ThreadPoolExecutor(threads, thread_name_prefix="gguf") as pool:
+            for name in self.tensor_names():
+                waiting.append((name, pool.submit(self.read, name)))
+                if len(waiting) > 2 * threads:
+                    done, future = waiting.popleft()
+                    yield done, future.result()
+            while waiting:
+                done, future = waiting.popleft()
+                yield done, future.result()
+
+    def _known_architecture(self) -> str:
+        architecture = self.metadata.get("general.architecture")
+        if architecture not in ARCHITECTURES:
+            raise UnsupportedModel(
+                f"{self.path} has architecture {architecture!r}; known in GGUF files: {', '.join(ARCHITECTURES)}"
+            )
+        if self.metadata.get("split.count", 1) > 1:
+            raise UnsupportedModel(
+                f"{self.path} is one part of a split model; merge it with `llama-gguf-split --merge`"
+            )
+        if self.metadata.get(f"{architecture}.expert_count", 0) > 0:
+            raise UnsupportedModel(f"{self.path} is a mixture of experts; only dense models are read from GGUF files")
+        return str(architecture)
+
+    def _hf_name(self, name: str) -> str:
+        if name in _WHOLE_MODEL:
+            return _WHOLE_MODEL[name]
+        match = _LAYER_TENSOR.fullmatch(name)
+        if match is None or match[2] not in _IN_LAYER:
+            raise UnsupportedModel(
+                f"{self.path} has tensor {name!r}, which has no place in a {self.architecture} model"
+            )
+        return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
+
+    def _find(self, hf_name: str) -> TensorInfo:
+        if hf_name not in self._by_hf_name:
+            raise BadWeights(f"{self.path} has no tensor {hf_name}; the file does not fit its own config")
+        return self._by_hf_name[hf_name]
+
+    def _get(self, key: str, default: Any) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def _integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if not isinstance(value, int):
+            raise UnsupportedModel(f"{self.path}: {self.architecture}.{key} must be one integer, got {value!r}")
+        return value
+
+    def _embedding_shape(self) -> tuple[int, ...]:
+        shape = self._find("model.embed_tokens.weight").shape
+        if len(shape) != 2 or shape[1] != self._integer("embedding_length"):
+            raise BadWeights(f"{self.path}: token_embd.weight has shape {shape}, which does not fit embedding_length")
+        return shape
+
+    def _head_dim(self) -> int:
+        heads = self._integer("attention.head_count")
+        head_dim = self._integer("attention.key_length", self._integer("embedding_length") // max(heads, 1))
+        for key in ("attention.value_length", "rope.dimension_count"):
+            other = self._integer(key, head_dim)
+            if other != head_dim:
+                raise UnsupportedModel(f"{self.path}: {key} is {other} but a head has {head_dim}; they must be equal")
+        return head_dim
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        factors = self._stored.get(_ROPE_FACTORS)
+        return rope_scaling(
+            {key: self._get(f"rope.scaling.{key}", None) for key in SCALING_KEYS},
+            None if factors is None else self._dequantize(factors),
+            float(self._get("rope.freq_base", 10000.0)),
+            self._integer("context_length"),
+            self.path,
+        )
+
+    def _eos_ids(self) -> list[int]:
+        keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+        return sorted({self.metadata[key] for key in keys if key in self.metadata})
+
+    def _span(self, tensor: TensorInfo) -> tuple[int, int, int, int]:
+        """(first byte, blocks, elements a block, bytes a block), after checking that they lie in the file."""
+        elements, n_bytes = _block_sizes(tensor, self.path)
+        count = math.prod(tensor.shape)
+        if count % elements:
+            raise BadWeights(f"{self.path}: tensor {tensor.name} has {count} values, no multiple of {elements}")
+        start = self._data_start + tensor.offset
+        if start + count // elements * n_bytes > len(self._buffer):
+            raise BadWeights(f"{self.path} is truncated: tensor {tensor.name} ends after the file; download it again")
+        return start, count // elements, elements, n_bytes
+
+    def _dequantize(self, tensor: TensorInfo) -> Floats:
+        start, blocks, elements, n_bytes = self._span(tensor)
+        to_floats = _dequantizer(tensor, self.path)
+        raw = np.frombuffer(self._buffer, np.uint8, blocks * n_bytes, start)
+        values = np.empty(blocks * elements, np.float32)
+        step = max(1, _CHUNK // elements)
+        for first in range(0, blocks, step):
+            last = min(blocks, first + step)
+            piece = raw[first * n_bytes : last * n_bytes].reshape(1, -1)
+            values[first * elements : last * elements] = to_floats(piece)[0]
+        return values.reshape(tensor.shape)
+
+    def _unpermute(self, values: Floats, heads: int) -> Floats:
+        """Undo the interleaving: the file has rows (0, half, 1, half + 1, …) of each head, we want them in order."""
+        rows, rest = values.shape[0], values.shape[1:]
+        if rows % (2 * heads):
+            raise BadWeights(f"{self.path}: {rows} rows of q or k do not divide into {heads} heads")
+        pairs = values.reshape(heads, rows // heads // 2, 2, *rest)
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _block_sizes(tensor: TensorInfo, path: Path) -> tuple[int, int]:
+    import gguf
+
+    try:
+        sizes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type_code)]
+    except (KeyError, ValueError):
+        raise UnsupportedModel(f"{path}: tensor {tensor.name} has unknown type {tensor.type_code}") from None
+    return int(sizes[0]), int(sizes[1])
+
+
+def _dequantizer(tensor: TensorInfo, path: Path) -> Callable[[NDArray[np.uint8]], Floats]:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(tensor.type_code)
+
+    def to_floats(piece: NDArray[np.uint8]) -> Floats:
+        try:
+            values: Floats = gguf.dequantize(piece, kind)
+        except NotImplementedError:
+            raise UnsupportedModel(f"{path}: tensor {tensor.name} has type {kind.name}; quantize it as Q8_0") from None
+        return values
+
+    return to_floats

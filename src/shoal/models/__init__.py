@@ -1,0 +1,68 @@
+"""Models: a table family → class, and nothing loaded before it is needed.
+
+Owns which class computes which family. Does not know files, devices, scheduling or block ids.
+Importing this room does not load torch, so that a spec can be read where torch is not wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from shoal.errors import UnsupportedModel
+from shoal.models.spec import ModelSpec, RopeSpec, spec_from_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shoal.kernels import Batch, Ops
+    from shoal.models.layers import Place
+
+__all__ = ["MODELS", "Model", "ModelSpec", "RopeSpec", "make_model", "model_class", "spec_from_config"]
+
+MODELS = {
+    "llama": "shoal.models.llama:LlamaModel",
+    "mistral": "shoal.models.llama:LlamaModel",
+    "qwen2": "shoal.models.llama:LlamaModel",
+    "qwen3": "shoal.models.llama:LlamaModel",
+}
+
+
+class Model(Protocol):
+    """What the runner needs of any family."""
+
+    spec: ModelSpec
+
+    def __init__(self, spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> None: ...
+
+    @staticmethod
+    def parameter_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+        """Every fused parameter and its shape."""
+
+    @staticmethod
+    def sources(spec: ModelSpec) -> dict[str, Place]:
+        """Hugging Face tensor name → where it goes."""
+
+    def reserve_positions(self, count: int) -> None:
+        """Make the rope tables hold positions 0..count-1, so that no later pass of that length grows them."""
+
+    def forward(self, ids: Tensor, batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """ids [T] → hidden [T, hidden], before the final norm."""
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """Rows of what forward gave → float32 [rows, vocab]."""
+
+
+def model_class(spec: ModelSpec) -> type[Model]:
+    """The class that computes this family."""
+    if spec.family not in MODELS:
+        raise UnsupportedModel(f"family {spec.family!r} is not supported; known: {', '.join(MODELS)}")
+    module, _, name = MODELS[spec.family].partition(":")
+    found: type[Model] = getattr(import_module(module), name)
+    return found
+
+
+def make_model(spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> Model:
+    """The model over these parameters, computing with these kernels."""
+    return model_class(spec)(spec, params, ops)

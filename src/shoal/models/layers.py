@@ -1,0 +1,133 @@
+"""Pieces that models are made of: linear, norm, rope table, and where a checkpoint's tensor goes.
+
+Knows tensors and the kernels' Ops. Does not know families, files, sequences or block ids.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.kernels import Ops
+from shoal.models.spec import RopeSpec
+
+FIRST_POSITIONS = 4096
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows [first, first + rows) of a fused parameter; shape is the checkpoint tensor's."""
+
+    parameter: str
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+
+class Linear:
+    """x → x Wᵀ + b."""
+
+    def __init__(self, params: Mapping[str, Tensor], name: str, ops: Ops) -> None:
+        self.weight = params[f"{name}.weight"]
+        self.bias = params.get(f"{name}.bias")
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.linear(x, self.weight, self.bias)
+
+
+class Norm:
+    """Root mean square norm."""
+
+    def __init__(self, params: Mapping[str, Tensor], name: str, eps: float, ops: Ops) -> None:
+        self.weight = params[f"{name}.weight"]
+        self.eps = eps
+        self.ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual)."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class RopeTable:
+    """cos and sin of every position so far asked for, float32, grown by doubling."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
+        self.frequencies = rope_frequencies(spec, head_dim).to(device)
+        self.amplitude = rope_amplitude(spec)
+        self.cos = self.sin = self.frequencies.new_empty((0, head_dim // 2))
+
+    def reserve(self, count: int) -> None:
+        """Hold positions 0..count-1."""
+        have = self.cos.shape[0]
+        if count <= have:
+            return
+        count = max(count, 2 * have, FIRST_POSITIONS)
+        positions = torch.arange(count, device=self.frequencies.device, dtype=torch.float32)
+        angles = positions[:, None] * self.frequencies
+        self.cos, self.sin = angles.cos() * self.amplitude, angles.sin() * self.amplitude
+
+    def rows(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [T, head_dim / 2]; every position is below `longest`, a host number, so that nothing waits."""
+        self.reserve(longest)
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+
+def rope_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per position for each half-pair, float32 [head_dim / 2]."""
+    wavelengths = spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / wavelengths
+    if spec.kind == "linear":
+        return plain / spec.factor
+    if spec.kind == "llama3":
+        return _llama3_frequencies(spec, plain)
+    if spec.kind == "yarn":
+        stretched = 1.0 / (spec.factor * wavelengths)
+        keep = 1 - _yarn_ramp(spec, head_dim)
+        return stretched * (1 - keep) + plain * keep
+    return plain
+
+
+def rope_amplitude(spec: RopeSpec) -> float:
+    """What cos and sin are multiplied by; other than 1 only for yarn."""
+    if spec.kind != "yarn":
+        return 1.0
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+    if spec.mscale and spec.mscale_all_dim:
+        return _yarn_scale(spec.factor, spec.mscale) / _yarn_scale(spec.factor, spec.mscale_all_dim)
+    return _yarn_scale(spec.factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _llama3_frequencies(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Short waves stay, waves longer than the old context are stretched, those between are mixed."""
+    turns = spec.original_max_position * plain / (2 * math.pi)  # full turns within the old context
+    mix = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
+    return (1 - mix) * plain / spec.factor + mix * plain
+
+
+def _yarn_ramp(spec: RopeSpec, head_dim: int) -> Tensor:
+    """0 where a frequency stays as it is, 1 where it is stretched by the whole factor."""
+
+    def pair_turning(turns: float) -> float:
+        """Index (in values, not pairs) of the frequency that makes so many turns in the old context."""
+        return head_dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = pair_turning(spec.beta_fast), pair_turning(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)

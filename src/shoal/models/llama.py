@@ -1,0 +1,149 @@
+"""Llama and its relatives: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3. They differ only in their ModelSpec.
+
+Owns the order of operations in a layer and how a checkpoint's tensors are fused. Does not know files, devices,
+requests or how attention finds its blocks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from torch import Tensor, split
+from torch.nn.functional import embedding
+
+from shoal.kernels import Batch, Ops
+from shoal.models.layers import Linear, Norm, Place, RopeTable
+from shoal.models.spec import ModelSpec
+
+
+class Attention:
+    """Queries, keys and values in one product; keys and values go to the cache before anyone reads it."""
+
+    def __init__(self, spec: ModelSpec, layer: int, params: Mapping[str, Tensor], ops: Ops) -> None:
+        name = f"layers.{layer}"
+        self.spec, self.ops = spec, ops
+        self.window = spec.windows[layer]
+        self.scale = spec.head_dim**-0.5
+        self.qkv = Linear(params, f"{name}.qkv", ops)
+        self.out = Linear(params, f"{name}.out", ops)
+        self.q_norm = Norm(params, f"{name}.q_norm", spec.norm_eps, ops) if spec.qk_norm else None
+        self.k_norm = Norm(params, f"{name}.k_norm", spec.norm_eps, ops) if spec.qk_norm else None
+
+    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+        spec, ops = self.spec, self.ops
+        tokens = x.shape[0]
+        flat_q, flat_k, flat_v = split(self.qkv(x), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
+        q = flat_q.view(tokens, spec.heads, spec.head_dim)
+        k = flat_k.view(tokens, spec.kv_heads, spec.head_dim)
+        v = flat_v.view(tokens, spec.kv_heads, spec.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = ops.rotary(q, k, *turn)
+        ops.store_kv(k, v, *cache, batch.slots)
+        mixed = ops.attention(q, *cache, batch, self.scale, self.window)
+        return self.out(mixed.reshape(tokens, spec.q_size))
+
+
+class Layer:
+    """Attention, then the gated linear pair; the residual stream passes by and is added inside the norms."""
+
+    def __init__(self, spec: ModelSpec, layer: int, params: Mapping[str, Tensor], ops: Ops) -> None:
+        name = f"layers.{layer}"
+        self.ops = ops
+        self.attention_norm = Norm(params, f"{name}.attention_norm", spec.norm_eps, ops)
+        self.attention = Attention(spec, layer, params, ops)
+        self.mlp_norm = Norm(params, f"{name}.mlp_norm", spec.norm_eps, ops)
+        self.gate_up = Linear(params, f"{name}.gate_up", ops)
+        self.down = Linear(params, f"{name}.down", ops)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(self.ops.silu_mul(self.gate_up(x)))
+
+
+class LlamaModel:
+    """The decoder. Call it under torch.inference_mode.
+
+    forward gives the hidden rows before the final norm; logits applies that norm, so that only the rows which are
+    sampled pay for it.
+    """
+
+    def __init__(self, spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> None:
+        self.spec, self.ops = spec, ops
+        self.embedding = params["embedding.weight"]
+        self.layers = [Layer(spec, layer, params, ops) for layer in range(spec.layers)]
+        self.norm = Norm(params, "norm", spec.norm_eps, ops)
+        self.head = self.embedding if spec.tie_embeddings else params["head.weight"]
+        self.rope = RopeTable(spec.rope, spec.head_dim, self.embedding.device)
+
+    def reserve_positions(self, count: int) -> None:
+        """Make the rope tables hold positions 0..count-1."""
+        self.rope.reserve(count)
+
+    def forward(self, ids: Tensor, batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """ids [T] → hidden [T, hidden], before the final norm. Writes this pass's keys and values into kv."""
+        turn = self.rope.rows(batch.positions, max(batch.contexts))
+        residual = embedding(ids, self.embedding)
+        normed = self.layers[0].attention_norm(residual)
+        last = len(self.layers) - 1
+        for index, (layer, cache) in enumerate(zip(self.layers, kv, strict=True)):
+            mixed = layer.attention(normed, turn, batch, cache)
+            normed, residual = layer.mlp_norm.add(mixed, residual)
+            grown = layer.mlp(normed)
+            if index < last:
+                normed, residual = self.layers[index + 1].attention_norm.add(grown, residual)
+        return grown + residual
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """Final norm and lm_head: rows of forward's result → float32 [rows, vocab]."""
+        return self.ops.linear(self.norm(hidden_rows), self.head, None).float()
+
+    @staticmethod
+    def parameter_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+        """Every fused parameter and its shape."""
+        return [(name, (sum(part[1][0] for part in parts), *parts[0][1][1:])) for name, parts in _fused(spec)]
+
+    @staticmethod
+    def sources(spec: ModelSpec) -> dict[str, Place]:
+        """Hugging Face tensor name → the rows of the fused parameter it fills."""
+        places = {}
+        for parameter, parts in _fused(spec):
+            firsts = [0]
+            for _, shape in parts:
+                firsts.append(firsts[-1] + shape[0])
+            for (source, shape), (first, _) in zip(parts, pairwise(firsts), strict=True):
+                places[source] = Place(parameter, first, shape)
+        return places
+
+
+Part = tuple[str, tuple[int, ...]]
+
+
+def _fused(spec: ModelSpec) -> Iterator[tuple[str, list[Part]]]:
+    """(our name, the checkpoint's tensors stacked in it, with their shapes): the whole layout as data."""
+    yield "embedding.weight", [("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))]
+    for layer in range(spec.layers):
+        yield from _fused_layer(spec, f"layers.{layer}", f"model.layers.{layer}")
+    yield "norm.weight", [("model.norm.weight", (spec.hidden_size,))]
+    if not spec.tie_embeddings:
+        yield "head.weight", [("lm_head.weight", (spec.vocab_size, spec.hidden_size))]
+
+
+def _fused_layer(spec: ModelSpec, ours: str, theirs: str) -> Iterator[tuple[str, list[Part]]]:
+    hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+    qkv = [(f"{attention}.q_proj", q, hidden), (f"{attention}.k_proj", kv, hidden), (f"{attention}.v_proj", kv, hidden)]
+    gate_up = [(f"{mlp}.gate_proj", inner, hidden), (f"{mlp}.up_proj", inner, hidden)]
+    linears = [
+        ("qkv", qkv, spec.qkv_bias),
+        ("out", [(f"{attention}.o_proj", hidden, q)], spec.out_bias),
+        ("gate_up", gate_up, spec.mlp_bias),
+        ("down", [(f"{mlp}.down_proj", hidden, inner)], spec.mlp_bias),
+    ]
+    for name, parts, bias in linears:
+        yield f"{ours}.{name}.weight", [(f"{source}.weight", (rows, columns)) for source, rows, columns in parts]
+        if bias:
+            yield f"{ours}.{name}.bias", [(f"{source}.bias", (rows,)) for source, rows, _ in parts]
+    yield f"{ours}.attention_norm.weight", [(f"{theirs}.input_layernorm.weight", (hidden,))]
+    yield f"{ours}.mlp_norm.weight", [(f"{theirs}.post_attention_layernorm.weight", (hidden,))]
+    if spec.qk_norm:
+        yield f"{ours}.q_norm.weight", [(f"{attention}.q_norm.weight", (spec.head_dim,))]
+        yield f"{ours}.k_norm.weight", [(f"{attention}.k_norm.weight", (spec.head_dim,))]

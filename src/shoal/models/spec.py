@@ -1,0 +1,325 @@
+"""What a model is, read from a Hugging Face config.json: sizes, biases, rope and attention windows.
+
+Owns the meaning of the config's keys, old spelling and new, and refuses what Shoal cannot compute.
+Does not know torch, tensors, files or kernels.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import UnsupportedModel
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ACTIVATIONS = ("silu", "swish")
+DTYPES = ("float32", "bfloat16", "float16")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+DEFAULT_THETA = 10_000.0
+MISTRAL_WINDOW = 4096
+QWEN_WINDOW = 4096
+QWEN_FULL_LAYERS = 28
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding: which kind, and the numbers that kind reads."""
+
+    theta: float = DEFAULT_THETA
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of one decoder-only model. `windows` has one number per layer; 0 is full attention."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeSpec
+    max_position: int
+    windows: tuple[int, ...]
+    dtype_name: str
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+    @property
+    def q_size(self) -> int:
+        """Values in one token's queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Values in one token's keys (or values) of one layer."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights of all linear layers; neither biases, embedding nor lm_head."""
+        attention = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
+        return self.layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the model; a tied lm_head is counted once."""
+        tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        per_layer = 2 * self.hidden_size
+        per_layer += (self.q_size + 2 * self.kv_size) * self.qkv_bias + self.hidden_size * self.out_bias
+        per_layer += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        return tables + self.linear_weights + self.layers * per_layer + self.hidden_size
+
+    @property
+    def linear_flop_per_token(self) -> int:
+        """Multiplications and additions of the linear layers for one token, lm_head apart."""
+        return 2 * self.linear_weights
+
+    @property
+    def head_flop(self) -> int:
+        """The same for lm_head, for one sampled row."""
+        return 2 * self.hidden_size * self.vocab_size
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers the KV cache holds for one token, over all layers."""
+        return 2 * self.layers * self.kv_size
+
+
+@dataclass(frozen=True)
+class _Traits:
+    """How one family answers the questions its config.json leaves open."""
+
+    family: str
+    qkv_bias: Callable[[Mapping[str, Any]], bool]
+    out_bias: Callable[[Mapping[str, Any]], bool]
+    mlp_bias: Callable[[Mapping[str, Any]], bool]
+    windows: Callable[[Mapping[str, Any], int], tuple[int, ...]]
+    qk_norm: bool = False
+    head_dim: int | None = None  # None: hidden_size / heads
+
+
+def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Read a config.json mapping.
+
+    >>> spec = spec_from_config({
+    ...     "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
+    ...     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128,
+    ...     "max_position_embeddings": 512, "rope_theta": 10000.0})
+    >>> spec.head_dim, spec.kv_values_per_token, spec.windows
+    (16, 128, (0, 0))
+    """
+    traits = _traits_of(config)
+    _refuse_what_we_cannot_compute(config)
+    hidden_size, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    kv_heads = _positive(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedModel(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; correct config.json"
+        )
+    layers, max_position = _positive(config, "num_hidden_layers"), _positive(config, "max_position_embeddings")
+    return ModelSpec(
+        family=traits.family,
+        vocab_size=_positive(config, "vocab_size"),
+        hidden_size=hidden_size,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=_head_dim(config, traits, hidden_size, heads),
+        intermediate_size=_positive(config, "intermediate_size"),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=traits.qkv_bias(config),
+        out_bias=traits.out_bias(config),
+        mlp_bias=traits.mlp_bias(config),
+        qk_norm=traits.qk_norm,
+        rope=_rope(config, max_position),
+        max_position=max_position,
+        windows=traits.windows(config, layers),
+        dtype_name=_dtype_name(config),
+        eos_ids=_token_ids(config.get("eos_token_id")),
+        bos_id=_first(_token_ids(config.get("bos_token_id"))),
+    )
+
+
+def _traits_of(config: Mapping[str, Any]) -> _Traits:
+    architectures = config.get("architectures") or []
+    model_type = config.get("model_type")
+    name = architectures[0] if architectures else _FAMILY_OF_TYPE.get(str(model_type), model_type)
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UnsupportedModel(f"architecture {name!r} is not supported; choose a model that is one of: {known}")
+    return FAMILIES[name]
+
+
+def _refuse_what_we_cannot_compute(config: Mapping[str, Any]) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    quantized = config.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise UnsupportedModel(f"quantization {method!r} is not supported; use the unquantized weights or a GGUF file")
+
+
+def _head_dim(config: Mapping[str, Any], traits: _Traits, hidden_size: int, heads: int) -> int:
+    if config.get("head_dim") is None and traits.head_dim is None and hidden_size % heads:
+        raise UnsupportedModel(
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}; give head_dim in config.json"
+        )
+    head_dim = _positive(config, "head_dim", traits.head_dim or hidden_size // heads)
+    if head_dim % 2:
+        raise UnsupportedModel(f"head_dim {head_dim} is odd; rotary embedding needs an even number")
+    return head_dim
+
+
+def _rope(config: Mapping[str, Any], max_position: int) -> RopeSpec:
+    """Old style: rope_theta beside rope_scaling. New style: everything in rope_parameters."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+        raise UnsupportedModel("rope parameters per layer type are not supported; one set for all layers is needed")
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModel(f"rope kind {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
+    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial is not None and partial != 1:
+        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; only 1 is")
+    outer = {"rope_theta": config.get("rope_theta") or DEFAULT_THETA}
+    key = "original_max_position_embeddings"
+    original_max_position = _positive(config, key, _positive(given, key, max_position))
+    llama3 = kind == "llama3"
+    return RopeSpec(
+        theta=_number({**outer, **given}, "rope_theta"),
+        kind=kind,
+        factor=_rope_factor(given, kind, max_position / original_max_position),
+        original_max_position=original_max_position,
+        low_freq_factor=_number(given, "low_freq_factor") if llama3 else 1.0,
+        high_freq_factor=_number(given, "high_freq_factor") if llama3 else 4.0,
+        attention_factor=_maybe_number(given, "attention_factor"),
+        mscale=_maybe_number(given, "mscale"),
+        mscale_all_dim=_maybe_number(given, "mscale_all_dim"),
+        beta_fast=_maybe_number(given, "beta_fast") or 32.0,
+        beta_slow=_maybe_number(given, "beta_slow") or 1.0,
+        truncate=bool(given.get("truncate", True)),
+    )
+
+
+def _rope_factor(given: Mapping[str, Any], kind: str, yarn_default: float) -> float:
+    if kind == "default":
+        return 1.0
+    if kind == "yarn":
+        return _number(given, "factor", yarn_default)
+    return _number(given, "factor")
+
+
+def _no_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    return (0,) * layers
+
+
+def _mistral_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """A missing key means the family's default, null means full attention."""
+    if config.get("sliding_window", MISTRAL_WINDOW) is None:
+        return (0,) * layers
+    return (_positive(config, "sliding_window", MISTRAL_WINDOW),) * layers
+
+
+def _qwen_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """A window only where use_sliding_window is on, in the layers that layer_types or max_window_layers name."""
+    if not config.get("use_sliding_window", False) or config.get("sliding_window", QWEN_WINDOW) is None:
+        return (0,) * layers
+    window = _positive(config, "sliding_window", QWEN_WINDOW)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        full_layers = int(config.get("max_window_layers", QWEN_FULL_LAYERS))
+        return tuple(window if layer >= full_layers else 0 for layer in range(layers))
+    if len(kinds) != layers:
+        raise UnsupportedModel(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}; make them equal")
+    unknown = sorted(set(kinds) - set(LAYER_TYPES))
+    if unknown:
+        raise UnsupportedModel(f"layer type {unknown[0]!r} is not supported; known: {', '.join(LAYER_TYPES)}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _dtype_name(config: Mapping[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise UnsupportedModel(f"dtype {name!r} is not supported; known: {', '.join(DTYPES)}")
+    return name
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(token) for token in value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    number = _number(config, key, default)
+    if number != int(number):
+        raise UnsupportedModel(f"{key} is {number}; a whole number is needed in config.json")
+    return int(number)
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise UnsupportedModel(f"config.json has no {key!r}; add it or use the model's original config.json")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UnsupportedModel(f"{key} is {value!r}; a number above 0 is needed in config.json")
+    return value
+
+
+def _maybe_number(config: Mapping[str, Any], key: str) -> float | None:
+    """Null and 0 both mean that the kind's own default holds."""
+    return float(_number(config, key)) if config.get(key) else None
+
+
+def _never(config: Mapping[str, Any]) -> bool:
+    return False
+
+
+def _always(config: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _attention_bias(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("attention_bias", False))
+
+
+def _mlp_bias(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("mlp_bias", False))
+
+
+FAMILIES = {
+    "LlamaForCausalLM": _Traits("llama", _attention_bias, _attention_bias, _mlp_bias, _no_windows),
+    "MistralForCausalLM": _Traits("mistral", _never, _never, _never, _mistral_windows),
+    "Qwen2ForCausalLM": _Traits("qwen2", _always, _never, _never, _qwen_windows),
+    "Qwen3ForCausalLM": _Traits(
+        "qwen3", _attention_bias, _attention_bias, _never, _qwen_windows, qk_norm=True, head_dim=128
+    ),
+}
+_FAMILY_OF_TYPE = {traits.family: architecture for architecture, traits in FAMILIES.items()}

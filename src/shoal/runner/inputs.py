@@ -1,0 +1,73 @@
+"""Plan to tensors: the tables that persist between passes, and the ragged batch of one pass.
+
+A row's block table and last token stay here; a plan only says what changed. Knows no model and no sampling.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.plan import FROM_DEVICE, Ints, StepPlan
+from shoal.kernels import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class PassInputs:
+    """What the model needs for one pass, and which of its outputs are wanted."""
+
+    ids: Tensor
+    batch: Batch
+    sampling: Ints  # indexes of the flat positions whose logits choose a token
+    sampling_rows: Ints
+    sampling_positions: Ints  # the position each chosen token will have
+
+
+class RowTables:
+    """Block table and last token of every row."""
+
+    def __init__(self, rows: int, blocks_per_row: int, block_size: int, device: torch.device | str) -> None:
+        self.block_size = block_size
+        self.device = torch.device(device)
+        self.blocks = np.zeros((rows, blocks_per_row), dtype=np.int64)
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def update(self, plan: StepPlan) -> None:
+        """Take in what the plan changes."""
+        for start in plan.starting:
+            self.blocks[start.row, : len(start.blocks)] = start.blocks
+        if plan.grown.size:
+            self.blocks[plan.grown[:, 0], plan.grown[:, 1]] = plan.grown[:, 2]
+
+    def gather(self, plan: StepPlan) -> PassInputs:
+        """The ragged batch: rows end to end, no padding."""
+        counts, size = plan.counts, self.block_size
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        rows = np.repeat(plan.rows, counts)
+        positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - plan.starts, counts)
+        slots = self.blocks[rows, positions // size] * size + positions % size
+        contexts = plan.starts + counts
+        widest = -(-int(contexts.max()) // size)
+        batch = Batch(
+            positions=self._put(positions),
+            slots=self._put(slots),
+            starts=offsets.tolist(),
+            contexts=contexts.tolist(),
+            block_tables=self._put(self.blocks[plan.rows, :widest]),
+            block_size=size,
+        )
+        chosen = plan.samples
+        return PassInputs(self._ids(plan, rows), batch, offsets[1:][chosen] - 1, plan.rows[chosen], contexts[chosen])
+
+    def _ids(self, plan: StepPlan, rows: Ints) -> Tensor:
+        """Token ids; where the host does not know one yet, the row's last sample."""
+        ids = self._put(plan.tokens)
+        late = np.flatnonzero(plan.tokens == FROM_DEVICE)
+        if late.size:
+            ids = ids.clone()
+            ids[self._put(late)] = self.last_token[self._put(rows[late])]
+        return ids
+
+    def _put(self, array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,34 @@
+"""The KV tensors, and the copies between their blocks.
+
+Owns memory, not its use: which block belongs to whom is the KV manager's business.
+"""
+
+import torch
+from torch import Tensor
+
+from shoal.core.plan import BlockCopy
+from shoal.models.spec import ModelSpec
+
+
+def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """What one block costs over all layers."""
+    return spec.kv_values_per_token * block_size * dtype.itemsize
+
+
+class KVStore:
+    """Keys and values of all layers: per layer two tensors [blocks, block_size, kv_heads, head_dim]."""
+
+    def __init__(
+        self, spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        # zeros, not empty: 0 x garbage in a masked place would be NaN if the garbage is; untouched pages cost nothing
+        shape = (spec.layers, 2, blocks, block_size, spec.kv_heads, spec.head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.data]
+        self.block_size = block_size
+
+    def copy(self, order: BlockCopy) -> None:
+        """Perform a copy within the device."""
+        source = torch.tensor(order.source, device=self.data.device)
+        target = torch.tensor(order.target, device=self.data.device)
+        self.data[:, :, target] = self.data[:, :, source]

@@ -1,0 +1,214 @@
+"""Weights from files into parameters, each tensor straight into its place.
+
+Owns reading safetensors, fitting tensors to a ModelSpec, dummy weights and the choice of dtype. Never unpickles.
+Does not know layers' arithmetic, schedules or KV blocks.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights
+from shoal.models import ModelSpec, model_class
+from shoal.models.layers import Place
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+HARMLESS_ENDINGS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached")
+MOST_PROBLEMS = 5
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WeightReader(Protocol):
+    """A checkpoint: tensors under their Hugging Face names."""
+
+    def names(self) -> Iterable[str]:
+        """The tensors there are."""
+
+    def read(self, name: str) -> Tensor:
+        """One of them, in host memory."""
+
+
+class SafetensorsReader:
+    """A model folder: model.safetensors, or the shards that model.safetensors.index.json names."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._open_files: dict[str, Any] = {}
+        self._file_of = self._find()
+
+    def names(self) -> Iterable[str]:
+        """The tensors there are."""
+        return self._file_of.keys()
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, mapped from its file."""
+        file_name = self._file_of[name]
+        try:
+            tensor: Tensor = self._opened(file_name).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise BadWeights(f"cannot read {name} from {self.folder / file_name}: {error}; {_AGAIN}") from error
+        return tensor
+
+    def _find(self) -> dict[str, str]:
+        """Tensor name → file name."""
+        if not self.folder.is_dir():
+            raise ModelNotFound(f"no folder {self.folder}; give the folder that holds {SINGLE_FILE}")
+        if (self.folder / SINGLE_FILE).exists():
+            return dict.fromkeys(self._opened(SINGLE_FILE).keys(), SINGLE_FILE)
+        if (self.folder / INDEX_FILE).exists():
+            return self._find_shards()
+        pickles = sorted(path.name for path in self.folder.iterdir() if path.suffix in PICKLES)
+        if pickles:
+            raise UnsafeWeights(
+                f"{self.folder} holds only pickle files ({pickles[0]}), which can run code when read; "
+                f"convert them to {SINGLE_FILE}"
+            )
+        raise BadWeights(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; {_AGAIN}")
+
+    def _find_shards(self) -> dict[str, str]:
+        path = self.folder / INDEX_FILE
+        try:
+            file_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            file_of = {str(name): str(file_name) for name, file_name in file_of.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadWeights(f"{path} is not an index of shards ({error!r}); {_AGAIN}") from error
+        for file_name in sorted(set(file_of.values())):
+            if Path(file_name).name != file_name:
+                raise BadWeights(f"{path} names {file_name!r}, which is not a file of this folder; correct the index")
+            held = set(self._opened(file_name).keys())
+            absent = [name for name, place in file_of.items() if place == file_name and name not in held]
+            if absent:
+                raise BadWeights(f"{self.folder / file_name} lacks {absent[0]}, which the index puts there; {_AGAIN}")
+        return file_of
+
+    def _opened(self, file_name: str) -> Any:
+        if file_name not in self._open_files:
+            path = self.folder / file_name
+            try:
+                self._open_files[file_name] = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise BadWeights(f"{path} is missing; {_AGAIN}") from error
+            except (SafetensorError, OSError) as error:
+                raise BadWeights(f"{path} is truncated or not a safetensors file ({error}); {_AGAIN}") from error
+        return self._open_files[file_name]
+
+
+class ArrayFile(Protocol):
+    """A file that gives numpy arrays under Hugging Face names, as GGUF files do."""
+
+    def tensor_names(self) -> Iterable[str]:
+        """The tensors there are."""
+
+    def read(self, name: str, /) -> "np.ndarray[Any, Any]":
+        """One of them."""
+
+
+class ArrayReader:
+    """Any ArrayFile as a WeightReader."""
+
+    def __init__(self, file: ArrayFile) -> None:
+        self.file = file
+
+    def names(self) -> Iterable[str]:
+        """The tensors there are."""
+        return self.file.tensor_names()
+
+    def read(self, name: str) -> Tensor:
+        """One tensor; a read-only array is copied, as torch has no read-only tensors."""
+        array = np.ascontiguousarray(self.file.read(name))
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def load_weights(
+    reader: WeightReader, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, progress: bool = False
+) -> dict[str, Tensor]:
+    """Allocate every fused parameter once and copy each tensor, cast, into its rows."""
+    model = model_class(spec)
+    places = model.sources(spec)
+    _check_names(set(reader.names()), places, spec)
+    params = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in model.parameter_shapes(spec)}
+    problems = []
+    for name, place in tqdm(places.items(), desc="weights", unit="tensor", disable=not progress):
+        tensor = reader.read(name)
+        if tuple(tensor.shape) != place.shape:
+            problems.append(f"{name} is {_shape(tensor.shape)}, the config needs {_shape(place.shape)}")
+        elif not tensor.is_floating_point():
+            problems.append(f"{name} holds {tensor.dtype}, floating point is needed")
+        else:
+            params[place.parameter][place.first : place.first + place.rows].copy_(tensor)
+    _raise_if_any(problems)
+    return params
+
+
+def dummy_weights(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of the right shapes, for measuring speed without a download.
+
+    Normal with variance 1 / inputs, so that values and logits stay near 1; norms are 1. Large parameters repeat one
+    pool of numbers, for drawing billions of them would take minutes.
+    """
+    pool_size = 4_000_037  # prime, so that rows of one matrix do not coincide
+    source = torch.Generator().manual_seed(seed)
+    pool = torch.randn(pool_size, generator=source).to(device=device, dtype=dtype)
+    params = {}
+    for index, (name, shape) in enumerate(model_class(spec).parameter_shapes(spec)):
+        param = torch.ones(shape, dtype=dtype, device=device)
+        if not name.endswith("norm.weight"):
+            scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
+            _fill(param.view(-1), pool.roll(index * 7919)).mul_(scale)
+        params[name] = param
+    return params
+
+
+def pick_dtype(name: str, spec: ModelSpec, device_type: str) -> torch.dtype:
+    """auto: as the config says; on a CPU, bfloat16 only where the model has 16 bits and the CPU multiplies them."""
+    if name in DTYPES:
+        return DTYPES[name]
+    if name != "auto":
+        raise UnknownName(f"dtype {name!r} is unknown; known: auto, {', '.join(DTYPES)}")
+    if device_type != "cpu":
+        return DTYPES[spec.dtype_name]
+    from shoal.kernels.cpu import has_bfloat16_products
+
+    return torch.bfloat16 if spec.dtype_name != "float32" and has_bfloat16_products() else torch.float32
+
+
+def _check_names(have: set[str], places: Mapping[str, Place], spec: ModelSpec) -> None:
+    """Before anything is read: what is missing, and what nobody asked for."""
+    missing = [f"{name} {_shape(place.shape)} is missing" for name, place in places.items() if name not in have]
+    extra = [f"{name} is not part of this model" for name in sorted(have - places.keys()) if not _harmless(name, spec)]
+    _raise_if_any(missing + extra)
+
+
+def _harmless(name: str, spec: ModelSpec) -> bool:
+    return name.endswith(HARMLESS_ENDINGS) or (spec.tie_embeddings and name == "lm_head.weight")
+
+
+def _raise_if_any(problems: list[str]) -> None:
+    if problems:
+        rest = len(problems) - MOST_PROBLEMS
+        more = f"; and {rest} more" if rest > 0 else ""
+        shown = "; ".join(problems[:MOST_PROBLEMS])
+        raise BadWeights(f"the weights do not fit the config: {shown}{more}. Use the config.json of these weights")
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def _fill(flat: Tensor, pool: Tensor) -> Tensor:
+    for first in range(0, len(flat), len(pool)):
+        part = flat[first : first + len(pool)]
+        part.copy_(pool[: len(part)])
+    return flat
+
+
+_AGAIN = "download the model again"

@@ -1,0 +1,95 @@
+"""The runner: one StepPlan in, one StepResult out.
+
+One ragged forward per pass: linear layers over all tokens of all requests, attention per sequence over its blocks,
+logits only for the positions that choose a token. Knows rows, not requests; never sees the scheduler.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.plan import StepPlan, StepResult
+from shoal.core.ports import LateMasks
+from shoal.core.request import Logprobs
+from shoal.models import Model
+from shoal.runner.inputs import PassInputs, RowTables
+from shoal.runner.kvstore import KVStore
+from shoal.runner.sampler import Sampler, logprobs_of
+
+LOGITS_AT_ONCE = 64  # lines of logits held at a time for prompt logprobs
+
+PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
+
+
+class Runner:
+    """Computes passes one after the other, on the calling thread."""
+
+    def __init__(
+        self, model: Model, kv: KVStore, rows: int, max_model_len: int, device: torch.device | str
+    ) -> None:
+        self.model = model
+        self.kv = kv
+        blocks_per_row = -(-max_model_len // kv.block_size)
+        self.tables = RowTables(rows, blocks_per_row, kv.block_size, device)
+        self.sampler = Sampler(rows, model.spec.vocab_size, device)
+        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that want prompt logprobs: prompt, how many
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
+        """Hidden states of all positions of the pass."""
+        for order in plan.copies:
+            self.kv.copy(order)
+        self.tables.update(plan)
+        for start in plan.starting:
+            self.sampler.start(start)
+            self._prompts.pop(start.row, None)
+            if start.wants_prompt_logprobs:
+                self._prompts[start.row] = (start.tokens[: start.prompt_len], start.params.prompt_logprobs or 0)
+        inputs = self.tables.gather(plan)
+        return self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs
+
+    @torch.inference_mode()
+    def sample(self, plan: StepPlan, hidden: Tensor, inputs: PassInputs, masks: LateMasks | None) -> StepResult:
+        """Tokens for the rows that choose one."""
+        rows = inputs.sampling_rows
+        tokens = np.empty(0, dtype=np.int64)
+        logprobs: list[tuple[int, Logprobs]] = []
+        failures: list[tuple[int, str]] = []
+        if rows.size:
+            logits = self.model.logits(hidden[torch.from_numpy(inputs.sampling).to(hidden.device)])
+            chosen, logprobs = self.sampler.sample(logits, rows, inputs.sampling_positions)
+            self.tables.last_token[torch.from_numpy(rows).to(hidden.device)] = chosen
+            sound = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
+            failures = [(place, "the model's logits are not finite") for place, fine in enumerate(sound) if not fine]
+            tokens = chosen.cpu().numpy()
+        return StepResult(
+            plan.step,
+            rows,
+            plan.generations[plan.samples],
+            tokens,
+            tuple(logprobs),
+            self._prompt_logprobs(plan, hidden, inputs) if self._prompts else (),
+            tuple(failures),
+            tuple(order.id for order in plan.copies),
+        )
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, inputs: PassInputs) -> PromptLogprobs:
+        """What the model thought of each prompt token, given those before it."""
+        found = []
+        for place, (row, start, count) in enumerate(
+            zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
+        ):
+            if row not in self._prompts:
+                continue
+            prompt, top = self._prompts[row]
+            last = min(start + count, len(prompt) - 1)  # the last prompt token predicts output, not prompt
+            values: list[Logprobs] = []
+            for at in range(start, last, LOGITS_AT_ONCE):
+                until = min(at + LOGITS_AT_ONCE, last)
+                offset = inputs.batch.starts[place] - start
+                logits = self.model.logits(hidden[offset + at : offset + until])
+                targets = torch.tensor(prompt[at + 1 : until + 1], device=hidden.device)
+                values += logprobs_of(logits, targets, top)
+            if values:
+                found.append((place, start + 1, tuple(values)))
+        return tuple(found)

@@ -1,0 +1,253 @@
+"""Sampler: logits to tokens, for a whole batch at once.
+
+Owns the sampling state of every row: parameters, seeds, and for rows with penalties the counts of what was said.
+Bias, penalties and forbidden ends change the scores; then temperature, top_k, top_p and min_p; then one draw.
+Logprobs are the model's own, before any of that. Knows no plans beyond a row's start, and no blocks.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.plan import Ints, RowStart
+from shoal.core.request import Logprobs
+from shoal.runner.draws import draw_keys, gumbel
+
+FIRST_LOOK = 1024  # so many of the likeliest tokens usually hold the mass that top_p asks for
+
+
+class SamplerRows:
+    """Parameters of every row, as arrays."""
+
+    def __init__(self, rows: int) -> None:
+        self.temperature = np.ones(rows, dtype=np.float32)
+        self.top_k = np.zeros(rows, dtype=np.int64)
+        self.top_p = np.ones(rows, dtype=np.float32)
+        self.min_p = np.zeros(rows, dtype=np.float32)
+        self.seed = np.zeros(rows, dtype=np.int64)
+        self.sample = np.zeros(rows, dtype=np.int64)
+        self.logprobs = np.full(rows, -1, dtype=np.int64)
+        self.first_free_end = np.zeros(rows, dtype=np.int64)  # position from which on an end token may come
+        self.changes_scores = np.zeros(rows, dtype=np.bool_)  # has a bias, a penalty or a forbidden end
+        self.starts: dict[int, RowStart] = {}  # of the rows that change scores
+
+    def start(self, start: RowStart) -> None:
+        row, params = start.row, start.params
+        self.temperature[row] = params.temperature if params.temperature is not None else 1.0
+        self.top_k[row] = params.top_k or 0
+        self.top_p[row] = params.top_p if params.top_p is not None else 1.0
+        self.min_p[row] = params.min_p or 0.0
+        self.seed[row] = np.uint64(start.seed % 2**64).astype(np.int64)
+        self.sample[row] = start.sample
+        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.first_free_end[row] = start.prompt_len + params.min_tokens
+        changes = bool(params.logit_bias) or params.min_tokens > 0 or has_penalty(start)
+        self.changes_scores[row] = changes
+        if changes:
+            self.starts[row] = start
+        else:
+            self.starts.pop(row, None)
+
+
+def has_penalty(start: RowStart) -> bool:
+    params = start.params
+    repetition = params.repetition_penalty
+    return bool(params.presence_penalty or params.frequency_penalty or (repetition is not None and repetition != 1.0))
+
+
+class Counts:
+    """What rows with penalties have seen and said: one line of the vocabulary each, made when first needed."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.line_of: dict[int, int] = {}  # row → line
+        self._free: list[int] = []
+        self.seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # in the prompt or the output
+        self.said = torch.zeros((0, vocab_size), dtype=torch.float32, device=device)  # how often in the output
+
+    def start(self, start: RowStart) -> None:
+        line = self.line_of.pop(start.row, None)
+        if line is not None:
+            self._free.append(line)
+        if not has_penalty(start):
+            return
+        if not self._free:
+            self._grow()
+        line = self.line_of[start.row] = self._free.pop()
+        tokens = torch.tensor(start.tokens, dtype=torch.int64, device=self.seen.device)
+        self.seen[line] = False
+        self.seen[line, tokens] = True
+        self.said[line] = torch.bincount(tokens[start.prompt_len :], minlength=self.said.shape[1])
+
+    def _grow(self) -> None:
+        have, vocab = self.seen.shape
+        more = max(4, have)
+        self.seen = torch.cat([self.seen, self.seen.new_zeros((more, vocab))])
+        self.said = torch.cat([self.said, self.said.new_zeros((more, vocab))])
+        self._free += range(have, have + more)
+
+    def apply(self, scores: Tensor, places: list[int], starts: list[RowStart]) -> None:
+        """Lower the scores of what was said before."""
+        where = torch.tensor(places, device=scores.device)
+        lines = torch.tensor([self.line_of[start.row] for start in starts], device=scores.device)
+        params = [
+            (s.params.repetition_penalty or 1.0, s.params.frequency_penalty, s.params.presence_penalty) for s in starts
+        ]
+        repetition, frequency, presence = torch.tensor(params, device=scores.device).T.unsqueeze(2)
+        values, said = scores[where], self.said[lines]
+        penalised = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(self.seen[lines], penalised, values)
+        scores[where] = values - frequency * said - presence * (said > 0)
+
+    def note(self, rows: Ints, tokens: Tensor) -> None:
+        """These rows have just said these tokens."""
+        pairs = [(self.line_of[row], place) for place, row in enumerate(rows.tolist()) if row in self.line_of]
+        if pairs:
+            lines, places = torch.tensor(pairs, device=tokens.device).T
+            self.seen[lines, tokens[places]] = True
+            self.said[lines, tokens[places]] += 1
+
+
+class Sampler:
+    """Chooses one token for each line of logits."""
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+        self.rows = SamplerRows(rows)
+        self.counts = Counts(vocab_size, self.device)
+        self.all_ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)
+
+    def start(self, start: RowStart) -> None:
+        self.rows.start(start)
+        self.counts.start(start)
+
+    def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> tuple[Tensor, list[tuple[int, Logprobs]]]:
+        """Tokens [n] for float32 logits [n, vocab], and logprobs of those rows that want them."""
+        state = self.rows
+        scores = logits
+        if state.changes_scores[rows].any():
+            scores = self._changed(logits, rows, positions)
+        greedy = state.temperature[rows] == 0
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        if greedy.all():
+            tokens = scores.argmax(dim=-1)
+        else:
+            if greedy.any():
+                where = self._put(np.flatnonzero(greedy))
+                tokens[where] = scores[where].argmax(dim=-1)
+            drawn = np.flatnonzero(~greedy)
+            where = self._put(drawn)
+            whole = len(drawn) == len(rows)
+            tokens[where] = self._draw(scores if whole else scores[where], rows[drawn], positions[drawn])
+        if self.counts.line_of:
+            self.counts.note(rows, tokens)
+        return tokens, self._logprobs(logits, rows, tokens)
+
+    def _changed(self, logits: Tensor, rows: Ints, positions: Ints) -> Tensor:
+        """A copy of the logits with biases, penalties and forbidden ends."""
+        scores = logits.clone()
+        places: list[int] = []  # parallel: add amounts[i] to the score of ids[i] in line places[i]
+        ids: list[int] = []
+        amounts: list[float] = []
+        with_penalty: list[int] = []
+        for place in np.flatnonzero(self.rows.changes_scores[rows]).tolist():
+            start = self.rows.starts[int(rows[place])]
+            bias = start.params.logit_bias or {}
+            ends = start.stop_ids if positions[place] < self.rows.first_free_end[rows[place]] else frozenset()
+            places += [place] * (len(bias) + len(ends))
+            ids += [*bias, *ends]
+            amounts += [*bias.values(), *([-torch.inf] * len(ends))]
+            if has_penalty(start):
+                with_penalty.append(place)
+        if with_penalty:
+            self.counts.apply(scores, with_penalty, [self.rows.starts[int(rows[place])] for place in with_penalty])
+        if places:
+            at = (torch.tensor(places, device=self.device), torch.tensor(ids, device=self.device))
+            scores.index_put_(at, torch.tensor(amounts, dtype=torch.float32, device=self.device), accumulate=True)
+        return scores
+
+    def _draw(self, scores: Tensor, rows: Ints, positions: Ints) -> Tensor:
+        """One draw per line, after temperature and the filters."""
+        state = self.rows
+        scaled = scores / self._put(state.temperature[rows]).unsqueeze(1)
+        keys = self._put(draw_keys(state.seed[rows], state.sample[rows], positions))
+        ranked = (state.top_k[rows] > 0) | (state.top_p[rows] < 1)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        for chosen, pick in ((~ranked, self._from_all), (ranked, self._from_likeliest)):
+            if chosen.all():
+                return pick(scaled, keys, rows)
+            if chosen.any():
+                where = self._put(np.flatnonzero(chosen))
+                tokens[where] = pick(scaled[where], keys[where], rows[chosen])
+        return tokens
+
+    def _from_all(self, scaled: Tensor, keys: Tensor, rows: Ints) -> Tensor:
+        noisy = scaled + gumbel(keys, self.all_ids)
+        min_p = self.rows.min_p[rows]
+        if min_p.any():
+            least = scaled.max(dim=-1, keepdim=True).values + torch.log(self._put(min_p)).unsqueeze(1)
+            noisy = noisy.masked_fill(scaled < least, -torch.inf)
+        return noisy.argmax(dim=-1)
+
+    def _from_likeliest(self, scaled: Tensor, keys: Tensor, rows: Ints) -> Tensor:
+        """Filters by rank look at the likeliest tokens only, and at all of them where those do not suffice."""
+        vocab = scaled.shape[1]
+        top_k = self.rows.top_k[rows]
+        most = int(top_k.max()) if (top_k > 0).all() else max(FIRST_LOOK, int(top_k.max()))
+        most = min(most, vocab)
+        tokens, enough = self._from_top(scaled, keys, rows, most)
+        if most < vocab and not bool(enough.all()):
+            short = torch.nonzero(~enough).squeeze(1)
+            again, _ = self._from_top(scaled[short], keys[short], rows[short.cpu().numpy()], vocab)
+            tokens[short] = again
+        return tokens
+
+    def _from_top(self, scaled: Tensor, keys: Tensor, rows: Ints, most: int) -> tuple[Tensor, Tensor]:
+        """Draw among the `most` likeliest; also tells for which lines that was enough to find the top_p set."""
+        state = self.rows
+        values, ids = scaled.topk(most, dim=-1)
+        top_k, top_p = self._put(state.top_k[rows]).unsqueeze(1), self._put(state.top_p[rows]).unsqueeze(1)
+        inside = (torch.arange(most, device=self.device) < top_k) | (top_k == 0)
+        values = values.masked_fill(~inside, -torch.inf)
+        # the mass is that of the top_k set where there is one, else of the whole vocabulary
+        mass = torch.where(top_k > 0, values.logsumexp(-1, keepdim=True), scaled.logsumexp(-1, keepdim=True))
+        share = torch.exp(values - mass)
+        reached = share.cumsum(dim=-1)
+        keep = inside & (reached - share < top_p)
+        min_p = self._put(state.min_p[rows]).unsqueeze(1)
+        keep &= values >= values[:, :1] + torch.log(min_p)
+        keep[:, 0] = True
+        noisy = (values + gumbel(keys, ids.to(torch.int32))).masked_fill(~keep, -torch.inf)
+        tokens = ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
+        enough = (top_k > 0).squeeze(1) | (reached[:, -1:] >= top_p).squeeze(1)
+        return tokens, enough
+
+    def _logprobs(self, logits: Tensor, rows: Ints, tokens: Tensor) -> list[tuple[int, Logprobs]]:
+        wanted = np.flatnonzero(self.rows.logprobs[rows] >= 0)
+        if not wanted.size:
+            return []
+        where = self._put(wanted)
+        most = int(self.rows.logprobs[rows].max())
+        found = logprobs_of(logits[where], tokens[where], most)
+        out = []
+        for place, one in zip(wanted.tolist(), found, strict=True):
+            count = int(self.rows.logprobs[rows[place]])
+            out.append(
+                (place, Logprobs(one.token, one.logprob, one.rank, one.top_tokens[:count], one.top_logprobs[:count]))
+            )
+        return out
+
+    def _put(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> list[Logprobs]:
+    """What the model thought of each token, with the `top` likeliest beside it."""
+    logs = logits.log_softmax(dim=-1)
+    own = logs.gather(1, tokens.unsqueeze(1))
+    ranks = (logs > own).sum(dim=-1) + 1
+    values, ids = logs.topk(max(top, 1), dim=-1)
+    columns = (tokens.tolist(), own.squeeze(1).tolist(), ranks.tolist(), ids.tolist(), values.tolist())
+    return [
+        Logprobs(token, logprob, rank, tuple(top_ids[:top]), tuple(top_values[:top]))
+        for token, logprob, rank, top_ids, top_values in zip(*columns, strict=True)
+    ]

@@ -1,0 +1,44 @@
+"""An Executor that computes on a thread of its own, so that the next pass is planned meanwhile.
+
+torch lets go of the interpreter while it computes, so planning and computing do overlap. Passes run in the order
+they were handed over. Knows nothing of what a pass is.
+"""
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from shoal.core.plan import StepPlan, StepResult
+from shoal.core.ports import LateMasks
+from shoal.runner.inputs import PassInputs
+from shoal.runner.runner import Runner
+
+
+class ThreadedExecutor:
+    """One worker thread around one runner."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner")
+        self._begun: deque[tuple[StepPlan, Future[tuple[Tensor, PassInputs]]]] = deque()
+        self._results: deque[Future[StepResult]] = deque()
+
+    def forward(self, plan: StepPlan) -> None:
+        self._begun.append((plan, self._worker.submit(self.runner.forward, plan)))
+
+    def sample(self, masks: LateMasks | None) -> None:
+        plan, begun = self._begun.popleft()
+        self._results.append(self._worker.submit(self._sample, plan, begun, masks))
+
+    def _sample(
+        self, plan: StepPlan, begun: "Future[tuple[Tensor, PassInputs]]", masks: LateMasks | None
+    ) -> StepResult:
+        hidden, inputs = begun.result()  # done: this thread did it, or it raises what the forward raised
+        return self.runner.sample(plan, hidden, inputs, masks)
+
+    def result(self) -> StepResult:
+        return self._results.popleft().result()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)

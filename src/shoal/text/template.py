@@ -1,0 +1,131 @@
+"""The chat template: messages in, prompt text out, rendered in a sandbox because the template came with the model.
+
+Owns the jinja2 environment and the check of messages. Does not know token ids or where the template was found.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shoal.errors import BadChat
+
+Message = Mapping[str, Any]
+
+_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+
+
+class ChatTemplate:
+    """A template, compiled when it is first used.
+
+    >>> template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
+    >>> template.render([{"role": "user", "content": "Hi"}], {"eos_token": "</s>"})
+    'user: Hi</s>'
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """The prompt text; whatever goes wrong is a BadChat that says what."""
+        plain = check_messages(messages)
+        try:
+            return self.compiled.render({**variables, "messages": plain})
+        except BadChat:
+            raise
+        except Exception as error:  # the template is a stranger's program and may raise anything
+            raise BadChat(
+                f"the messages do not fit the model's chat template: {error}; change their roles or order"
+            ) from error
+
+    @cached_property
+    def compiled(self) -> Template:
+        try:
+            return _environment().from_string(self.source)
+        except TemplateError as error:
+            raise BadChat(f"the chat template is broken: {error}; supply another with --chat-template") from error
+
+
+def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages with their text parts joined; anything a template could stumble over silently is refused here."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise BadChat(f"messages must be a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise BadChat("messages is empty; give at least one message with a role and a content")
+    return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _check_message(message: Message, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadChat(f"{where} must be an object with role and content, got {type(message).__name__}")
+    for key in message:
+        if key not in _MESSAGE_KEYS:
+            raise BadChat(f"{where} has unknown key {key!r}; known: {', '.join(_MESSAGE_KEYS)}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise BadChat(f"{where}.role must be a name such as user, got {role!r}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return {**message, "content": None}
+    return {**message, "content": _text_of(content, f"{where}.content")}
+
+
+def _text_of(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise BadChat(f"{where} must be text or a list of text parts, got {type(content).__name__}")
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise BadChat(f"{where}[{i}] has type {kind!r}; only parts of type 'text' are understood")
+        if not isinstance(part.get("text"), str):
+            raise BadChat(f"{where}[{i}].text must be text, got {type(part.get('text')).__name__}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is its body alone."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes for HTML; templates expect plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
