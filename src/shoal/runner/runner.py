@@ -24,9 +24,7 @@ PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
 class Runner:
     """Computes passes one after the other, on the calling thread."""
 
-    def __init__(
-        self, model: Model, kv: KVStore, rows: int, max_model_len: int, device: torch.device | str
-    ) -> None:
+    def __init__(self, model: Model, kv: KVStore, rows: int, max_model_len: int, device: torch.device | str) -> None:
         self.model = model
         self.kv = kv
         blocks_per_row = -(-max_model_len // kv.block_size)

@@ -3,8 +3,8 @@
 Owns what is held back: half a character, and text that may still become a stop string. The sum of what it hands out is
 the tokenizer's decoding of the whole output, cut at the first stop string. Does not know requests or streams.
 
-tokenizers' own DecodeStream is not used: it stays silent from the first bytes that never become a character, and it
-takes back characters of a run of byte tokens that turns out invalid.
+tokenizers' own DecodeStream is not used: it fails on a run of byte tokens that turns invalid after it showed a part,
+decodes all it waits for again at each token while bytes fit no character, and cannot hand out the rest at the end.
 """
 
 import codecs
