@@ -23,7 +23,7 @@ def test_round_trip(tmp_path: Path, arch: str, kind: Q) -> None:
     weights = hf_weights(arch)
     file = GgufFile(write(tmp_path / "m.gguf", arch, weights, kind))
     assert sorted(file.tensor_names()) == sorted(weights)
-    for name, got in file.read_all(threads=2):
+    for name, got in ((name, file.read(name)) for name in file.tensor_names()):
         expected = weights[name]
         if expected.ndim == 2:
             expected = gguf.dequantize(gguf.quantize(expected, kind), kind)
@@ -232,7 +232,8 @@ def _same_as_transformers(path: Path) -> None:
     with torch.device("meta"):
         shell = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{key: config[key] for key in keys}))
     loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=shell)
-    ours = dict(GgufFile(path).read_all())
+    file = GgufFile(path)
+    ours = {name: file.read(name) for name in file.tensor_names()}
     assert set(ours) == set(loaded["tensors"])
     for name, value in ours.items():
         np.testing.assert_array_equal(value, loaded["tensors"][name].numpy(), err_msg=name)
@@ -262,5 +263,6 @@ def test_smollm2_equals_the_loader_of_transformers() -> None:
 @smollm2
 def test_smollm2_is_whole() -> None:
     file = GgufFile(find_model(None).path)
-    sizes = {name: value.size for name, value in file.read_all() if np.isfinite(value).all()}
+    arrays = {name: file.read(name) for name in file.tensor_names()}
+    sizes = {name: value.size for name, value in arrays.items() if np.isfinite(value).all()}
     assert (len(sizes), sum(sizes.values())) == (272, 134_515_008)

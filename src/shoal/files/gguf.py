@@ -4,11 +4,8 @@ Owns the translation of names, shapes and the rotary order, and the dequantizati
 """
 
 import math
-import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +115,6 @@ class GgufFile:
             heads = self._integer("attention.head_count")
             return self._unpermute(values, self._integer("attention.head_count_kv", heads))
         return values
-
-    def read_all(self, threads: int | None = None) -> Iterator[tuple[str, Floats]]:
-        """Every weight in file order, dequantized by several threads, only a few at a time in memory."""
-        threads = threads or min(8, os.cpu_count() or 1)
-        waiting: deque[tuple[str, Future[Floats]]] = deque()
-        with ThreadPoolExecutor(threads, thread_name_prefix="gguf") as pool:
-            for name in self.tensor_names():
-                waiting.append((name, pool.submit(self.read, name)))
-                if len(waiting) > 2 * threads:
-                    done, future = waiting.popleft()
-                    yield done, future.result()
-            while waiting:
-                done, future = waiting.popleft()
-                yield done, future.result()
 
     def _known_architecture(self) -> str:
         architecture = self.metadata.get("general.architecture")

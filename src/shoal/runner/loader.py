@@ -5,7 +5,9 @@ Does not know layers' arithmetic, schedules or KV blocks.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,16 +138,21 @@ def load_weights(
     places = model.sources(spec)
     _check_names(set(reader.names()), places, spec)
     params = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in model.parameter_shapes(spec)}
-    problems = []
-    for name, place in tqdm(places.items(), desc="weights", unit="tensor", disable=not progress):
+
+    def load(item: tuple[str, Place]) -> str:
+        """Put one tensor in its place; what is wrong with it, or nothing."""
+        name, place = item
         tensor = reader.read(name)
         if tuple(tensor.shape) != place.shape:
-            problems.append(f"{name} is {_shape(tensor.shape)}, the config needs {_shape(place.shape)}")
-        elif not tensor.is_floating_point():
-            problems.append(f"{name} holds {tensor.dtype}, floating point is needed")
-        else:
-            params[place.parameter][place.first : place.first + place.rows].copy_(tensor)
-    _raise_if_any(problems)
+            return f"{name} is {_shape(tensor.shape)}, the config needs {_shape(place.shape)}"
+        if not tensor.is_floating_point():
+            return f"{name} holds {tensor.dtype}, floating point is needed"
+        params[place.parameter][place.first : place.first + place.rows].copy_(tensor)
+        return ""
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="weights") as pool:
+        done = tqdm(pool.map(load, places.items()), "weights", len(places), unit="tensor", disable=not progress)
+        _raise_if_any([problem for problem in done if problem])
     return params
 
 

@@ -1,0 +1,117 @@
+"""The arrows of docs/architecture.md, enforced: who may import whom.
+
+Parses every file's imports, the lazy ones inside functions too. A wrong arrow fails with the file, the line and the
+import, so that the design cannot erode in silence.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "shoal"
+
+# room → rooms it may import. Everybody may import errors; rooms may import themselves.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "core": set(),
+    "config": {"core"},
+    "kv": {"core"},
+    "sched": {"kv", "core"},
+    "engine": {"sched", "core"},
+    "files": {"core"},
+    "text": {"files", "core"},
+    "kernels": {"core"},
+    "models": {"kernels", "core"},
+    "runner": {"models", "kernels", "core"},
+    "workload": {"core"},
+    "bench": {"engine", "workload", "models", "core"},
+    "build": {"config", "core", "kv", "sched", "engine", "files", "text", "kernels", "models", "runner", "workload"},
+    "llm": {"build", "config", "core", "text"},
+    "cli": {"build", "config", "core", "llm", "bench", "workload", ""},
+    "": {"config", "core", "llm"},
+}
+# library → rooms that may load it
+LIBRARIES: dict[str, set[str]] = {
+    "torch": {"kernels", "models", "runner", "bench", "build"},
+    "transformers": set(),
+    "triton": {"kernels"},
+    "ray": {"cluster"},
+    "gguf": {"files"},
+    "huggingface_hub": {"files"},
+    "safetensors": {"runner"},
+    "tokenizers": {"text"},
+    "jinja2": {"text"},
+}
+CLOCKS = {"time", "datetime"}
+WITHOUT_CLOCK = {"kv", "sched", "core", "config", "models", "kernels"}
+PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+
+def room_of(path: Path, source: Path = SOURCE) -> str:
+    parts = path.relative_to(source).with_suffix("").parts
+    return "" if parts == ("__init__",) else parts[0]
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
+            assert node.module is not None
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def wrong(path: Path, source: Path = SOURCE) -> Iterator[str]:
+    room = room_of(path, source)
+    for line, name in imports(path):
+        parts = name.split(".")
+        where = f"{path.relative_to(source.parent)}:{line} imports {name}"
+        if parts[0] == "shoal":
+            known = parts[1] in ARROWS
+            to = parts[1] if known else ""
+            if to not in {room, "errors"} | ARROWS[room]:
+                yield f"{where}; {room or 'shoal/__init__'} may import {sorted(ARROWS[room])}"
+        elif parts[0] in LIBRARIES and room not in LIBRARIES[parts[0]]:
+            yield f"{where}; only {sorted(LIBRARIES[parts[0]])} may load {parts[0]}"
+        elif parts[0] in CLOCKS and room in WITHOUT_CLOCK and path.name != "clock.py":
+            yield f"{where}; time is an argument in {room}"
+        elif parts[0] in CLOCKS and path.name == "engine.py":
+            yield f"{where}; time is an argument in the engine"
+        elif parts[0] in PICKLES:
+            yield f"{where}; nothing here is ever unpickled"
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(SOURCE)) for path in FILES])
+def test_every_import_follows_an_arrow(path: Path) -> None:
+    assert room_of(path) in ARROWS, f"{path} is in a room without arrows; add it to this test and to the docs"
+    assert not list(wrong(path))
+
+
+def test_a_wrong_arrow_is_noticed(tmp_path: Path) -> None:
+    bad = tmp_path / "sched" / "bad.py"
+    bad.parent.mkdir()
+    bad.write_text("def f():\n    import torch\n    import time\n    from shoal.runner.runner import Runner\n")
+    assert len(list(wrong(bad, tmp_path))) == 3
+
+
+@pytest.mark.parametrize("name", ["shoal", "shoal.sched.scheduler", "shoal.engine.loop", "shoal.config", "shoal.cli"])
+def test_no_torch_is_loaded_by(name: str) -> None:
+    """Seen from outside, in a fresh interpreter."""
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_file_opens_with_what_it_owns() -> None:
+    for path in FILES:
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
