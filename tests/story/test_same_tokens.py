@@ -1,0 +1,101 @@
+"""The same tokens come out, whatever the engine does around them.
+
+In float32, for greedy and seeded requests in one batch: any chunk size, any block size, prefix cache on or off, a
+roomy KV cache or one so small that most requests are preempted, one or two passes in flight, any order of arrival.
+"""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from shoal import LLM, SamplingParams
+from tests.models.test_families import SIZES, saved
+
+CHUNKS = [1, 7, 64, 0]
+BLOCKS = [1, 16, 32]
+COMBINATIONS = list(itertools.product(CHUNKS, BLOCKS, [True, False], ["roomy", "tiny"], [1, 2]))
+TINY_TOKENS = 96  # one or two of the requests below fit at the end, and all of them want to run
+BYTES_PER_TOKEN = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 16 * 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    saved("llama", path)
+    return path
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Short and long prompts, half of them with a common beginning; greedy, seeded, with penalties, n = 2."""
+    source = random.Random(7)
+    common = [source.randrange(SIZES["vocab_size"]) for _ in range(18)]
+    found = []
+    for number in range(10):
+        prompt = common[: 18 * (number % 2)] + [source.randrange(SIZES["vocab_size"]) for _ in range(1 + number)]
+        chance = {} if number % 3 else {"top_p": 0.9, "top_k": 50, "min_p": 0.01}
+        penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.3} if number % 4 == 1 else {}
+        params = SamplingParams(
+            temperature=0.0 if number % 2 else 1.0,
+            seed=number,
+            max_tokens=40 + 3 * (number % 5),
+            n=2 if number == 4 else 1,
+            ignore_eos=True,
+            **chance,
+            **penalties,  # type: ignore[arg-type]
+        )
+        found.append((prompt, params))
+    return found
+
+
+Answers = dict[tuple[int, int], list[int]]
+
+
+def run(folder: Path, order: list[int], **options: object) -> tuple[Answers, int, int]:
+    """Tokens by request and sample; how many sequences there were and how many of them were preempted."""
+    all_requests = requests()
+    with LLM(str(folder), dtype="float32", max_num_seqs=10, watermark=0.0, check=True, **options) as llm:
+        outputs = llm.generate([all_requests[i][0] for i in order], [all_requests[i][1] for i in order])
+        assert llm.loop.engine.scheduler.kv.pool.held == 0
+    answers: Answers = {}
+    preempted = 0
+    for place, output in zip(order, outputs, strict=True):
+        for one in output.outputs:
+            answers[place, one.index] = one.token_ids
+            preempted += one.metrics.preemptions > 0
+    return answers, len(answers), preempted
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Answers:
+    """Each request alone in the engine, everything at its simplest."""
+    answers: Answers = {}
+    for number in range(len(requests())):
+        alone, _, _ = run(folder, [number], depth=1, prefix_caching=False, kv_memory="16MiB")
+        answers |= alone
+    return answers
+
+
+@pytest.mark.parametrize(("chunk", "block", "caching", "memory", "depth"), COMBINATIONS)
+def test_same_tokens(
+    chunk: int, block: int, caching: bool, memory: str, depth: int, folder: Path, expected: Answers
+) -> None:
+    order = list(range(len(requests())))
+    random.Random(chunk * 100 + block + depth).shuffle(order)
+    size = TINY_TOKENS * BYTES_PER_TOKEN if memory == "tiny" else 16 * 2**20
+    answers, count, preempted = run(
+        folder,
+        order,
+        chunk_tokens=chunk,
+        block_size=block,
+        prefix_caching=caching,
+        kv_memory=size,
+        depth=depth,
+        max_num_batched_tokens=300,
+    )
+    assert answers == expected
+    if memory == "tiny":
+        assert preempted > count / 2, f"only {preempted} of {count} were preempted; the test has lost its point"
+    else:
+        assert preempted == 0
