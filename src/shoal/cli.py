@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shoal import __version__
 from shoal.config import EngineConfig, add_flags
 from shoal.core.params import SamplingParams
-from shoal.errors import BadConfig, ShoalError
+from shoal.errors import BadConfig, BadRequest, RequestFailed, ShoalError
 
 if TYPE_CHECKING:
     from shoal.llm import LLM
@@ -122,8 +122,15 @@ def open_llm(args: argparse.Namespace) -> "LLM":
     return LLM(**asdict(EngineConfig.from_args(args)), progress=sys.stderr.isatty())
 
 
+def read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"standard input is not UTF-8 text: {error}") from error
+
+
 def run_generate(args: argparse.Namespace) -> int:
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    text = read_stdin() if args.prompt == "-" else args.prompt
     with open_llm(args) as llm:
         ids = llm.encode([{"role": "user", "content": text}] if args.chat else text)
         params = sampling_from(args, llm, len(ids))
@@ -132,13 +139,26 @@ def run_generate(args: argparse.Namespace) -> int:
             print(json.dumps(asdict(output), ensure_ascii=False))
             return 1 if any(one.error for one in output.outputs) else 0
         if params.n > 1:
+            errors = []
             for one in llm.generate(ids, params)[0].outputs:
                 print(f"--- {one.index}\n{one.text}")
-            return 0
-        for chunk in llm.stream(ids, params):
-            print(chunk.text, end="", flush=True)
-        print()
-    return 0
+                errors.append(one.error)
+        else:
+            errors = print_stream(llm, ids, params)[1]
+    for error in filter(None, errors):
+        print(f"shoal: the request failed: {error}", file=sys.stderr)
+    return 1 if any(errors) else 0
+
+
+def print_stream(llm: "LLM", ids: list[int], params: SamplingParams) -> tuple[str, list[str]]:
+    """Print an answer as it comes; returns it, and what went wrong."""
+    said, errors = [], []
+    for chunk in llm.stream(ids, params):
+        print(chunk.text, end="", flush=True)
+        said.append(chunk.text)
+        errors.append(chunk.error)
+    print()
+    return "".join(said), errors
 
 
 # ---- chat -----------------------------------------------------------------------------------------------------------
@@ -182,20 +202,19 @@ def run_chat(args: argparse.Namespace) -> int:
 def answer(args: argparse.Namespace, llm: "LLM", messages: list[dict[str, str]], line: str) -> None:
     """One turn; if it fails, the conversation stays as it was."""
     messages.append({"role": "user", "content": line})
-    said: list[str] = []
     try:
         ids = llm.encode(messages)
-        for chunk in llm.stream(ids, sampling_from(args, llm, len(ids))):
-            said.append(chunk.text)
-            print(chunk.text, end="", flush=True)
-        print()
+        said, errors = print_stream(llm, ids, sampling_from(args, llm, len(ids)))
+        if any(errors):
+            raise RequestFailed(f"the request failed: {''.join(errors)}")
     except KeyboardInterrupt:
-        print("\n(stopped)", file=sys.stderr)
+        messages.pop()
+        print("\n(stopped; your message is forgotten)", file=sys.stderr)
     except ShoalError as error:
         messages.pop()
         print(f"shoal: {error} (/reset begins anew)", file=sys.stderr)
-        return
-    messages.append({"role": "assistant", "content": "".join(said)})
+    else:
+        messages.append({"role": "assistant", "content": said})
 
 
 # ---- bench ----------------------------------------------------------------------------------------------------------
@@ -223,6 +242,15 @@ def add_bench(commands: Any) -> None:
     add_flags(parser)
 
 
+def check_writable(path: str) -> None:
+    """Complain before the work, not after it."""
+    try:
+        with open(path, "a"):
+            pass
+    except OSError as error:
+        raise BadConfig(f"cannot write {path}: {error.strerror}; choose another --json file") from error
+
+
 def run_bench_throughput(args: argparse.Namespace) -> int:
     from shoal.bench.floor import floor, measure
     from shoal.bench.report import throughput_figures, throughput_table
@@ -230,6 +258,11 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
     from shoal.build import build
     from shoal.workload.lengths import random_prompts, read_lengths
 
+    for name in ("requests", "runs"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise BadConfig(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.json and args.json != "-":
+        check_writable(args.json)
     if args.config and getattr(args, "load_format", "auto") != "dummy":
         raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
     args.model = args.config or args.model

@@ -94,11 +94,19 @@ class EngineConfig:
             raise BadConfig(f"watermark must be at least 0 and below 1, not {self.watermark}")
 
     def _check_type(self, item: "Field[Any]", value: Any) -> None:
-        choices = item.metadata["choices"]
-        if choices:
-            pick(dict.fromkeys(choices), value, item.name)
+        if value is None and item.default is None:
+            return
+        if isinstance(item.default, bool):
+            if not isinstance(value, bool):
+                raise BadConfig(f"{item.name} must be true or false, not {value!r}")
+            return
         numbers = {int: (int,), float: (int, float), parse_bytes: (int,)}.get(item.metadata["parse"])
-        if numbers and value is not None and (isinstance(value, bool) or not isinstance(value, numbers)):
+        if numbers is None:
+            if not isinstance(value, str):
+                raise BadConfig(f"{item.name} must be a name, not {value!r}")
+            if item.metadata["choices"]:
+                pick(dict.fromkeys(item.metadata["choices"]), value, item.name)
+        elif isinstance(value, bool) or not isinstance(value, numbers):
             raise BadConfig(f"{item.name} must be a number, not {value!r}")
 
     def _at_least(self, name: str, least: int) -> None:
@@ -134,6 +142,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         add_flag(groups[kind], item)
 
 
+def _for_argparse(parse: Any) -> Any:
+    """argparse hides the message of a ValueError; this keeps it."""
+
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except BadConfig as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    parsed.__name__ = getattr(parse, "__name__", "value")
+    return parsed
+
+
 def add_flag(group: Any, item: "Field[Any]") -> None:
     flag = "--" + item.name.replace("_", "-")
     assert item.default is not MISSING
@@ -144,7 +165,7 @@ def add_flag(group: Any, item: "Field[Any]") -> None:
     shown = "" if item.default is None else f" (default: {item.default})"
     group.add_argument(
         flag,
-        type=item.metadata["parse"],
+        type=_for_argparse(item.metadata["parse"]),
         choices=item.metadata["choices"] or None,
         default=argparse.SUPPRESS,
         metavar=None if item.metadata["choices"] else item.name.upper(),

@@ -4,11 +4,12 @@ Owns prompts in every shape, and the answers: text, logprobs, reasons and times.
 be open at the same time, and whoever asks for the next piece turns the engine for all.
 """
 
+import os
 import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,11 +20,12 @@ from shoal.config import EngineConfig
 from shoal.core.events import Finished, PassEvents
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Reason, Request
-from shoal.errors import BadParameter, EmptyPrompt, ShoalError
+from shoal.errors import BadParameter, EmptyPrompt, EngineError, ShoalError
 from shoal.text.detok import Detokenizer
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 Prompt: TypeAlias = str | Sequence[int] | Chat
+WHAT_A_PROMPT_IS = "a prompt is a text, a list of token ids or a chat (a list of messages)"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Chunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    error: str = ""
 
 
 @dataclass
@@ -90,9 +93,43 @@ class Collector:
     done: Completion | None = None
     stopped: bool = False
 
-    def chunk(self, text: str, tokens: list[int], reason: str | None = None) -> None:
-        if self.chunks is not None and (text or tokens or reason):
-            self.chunks.append(Chunk(self.prompt_number, self.request.sample, text, tokens, reason))
+    def chunk(self, text: str, tokens: list[int], reason: str | None = None, error: str = "") -> None:
+        if self.chunks is not None:
+            self.chunks.append(Chunk(self.prompt_number, self.request.sample, text, tokens, reason, error))
+
+
+class Stream:
+    """An iterator over the pieces of some answers. Closed, dropped or left by an exception, it ends the requests."""
+
+    def __init__(self, llm: "LLM", everyone: list[Collector], chunks: deque[Chunk]) -> None:
+        self._llm = llm
+        self._everyone = everyone
+        self._chunks = chunks
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Chunk:
+        while not self._chunks:
+            if all(one.done for one in self._everyone):
+                self.close()
+                raise StopIteration
+            self._llm.turn()
+        return self._chunks.popleft()
+
+    def close(self) -> None:
+        """No more pieces are wanted."""
+        self._llm.forget(self._everyone)
+        self._everyone = []
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class LLM:
@@ -104,12 +141,14 @@ class LLM:
         print(llm.generate("Once upon a time", SamplingParams(max_tokens=20))[0].outputs[0].text)
     """
 
-    def __init__(self, model: str | None = None, *, progress: bool = False, **options: Any) -> None:
-        self._built: Built = build(EngineConfig.from_mapping({"model": model, **options}), progress=progress)
+    def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = False, **options: Any) -> None:
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self._built: Built = build(EngineConfig.from_mapping({"model": name, **options}), progress=progress)
         self.loop = self._built.loop
         self.tokenizer = self._built.tokenizer
         self._collectors: dict[str, Collector] = {}
         self._count = 0
+        self._closed = False
         seed = self._built.config.seed
         self._seeds = random.Random(secrets.randbits(64) if seed is None else seed)
 
@@ -131,55 +170,45 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answers to all prompts (texts, lists of token ids or chats), in their order."""
-        groups = self._submit(prompts, params, stream=False)
+        groups = self._submit(prompts, params)
         everyone = [one for group in groups for one in group]
         bar = tqdm(total=len(everyone), unit="seq", disable=not progress)
         done = 0
         try:
             while any(one.done is None for one in everyone[done:]):
-                self._turn()
+                self.turn()
                 now_done = sum(one.done is not None for one in everyone)
                 bar.update(now_done - bar.n)
                 while done < len(everyone) and everyone[done].done is not None:
                     done += 1
         finally:
             bar.close()
-            self._forget(everyone)
+            self.forget(everyone)
         return [self._output(group) for group in groups]
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> Iterator[Chunk]:
-        """Pieces of the answers as they come. Closing the iterator ends the requests."""
-        groups = self._submit(prompts, params, stream=True)
-        return self._pieces([one for group in groups for one in group])
-
-    def _pieces(self, everyone: list[Collector]) -> Iterator[Chunk]:
-        chunks = everyone[0].chunks if everyone else None
-        try:
-            while chunks is not None:
-                while chunks:
-                    yield chunks.popleft()
-                if all(one.done for one in everyone):
-                    return
-                self._turn()
-        finally:
-            self._forget(everyone)
+    ) -> Stream:
+        """Pieces of the answers as they come. Closing or dropping the iterator ends the requests."""
+        chunks: deque[Chunk] = deque()
+        groups = self._submit(prompts, params, chunks)
+        return Stream(self, [one for group in groups for one in group], chunks)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt in any shape."""
         if isinstance(prompt, str):
             return need_tokenizer(self._built).encode(prompt)
-        items: list[Any] = list(prompt)
+        items = as_list(prompt)
         if items and isinstance(items[0], Mapping):
             return need_tokenizer(self._built).chat(items)
         for token in items:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise BadParameter(f"a prompt is a text, a list of token ids or a chat; found {token!r} in a list")
+                raise BadParameter(f"{WHAT_A_PROMPT_IS}; found {token!r} in a list")
         return items
 
     def close(self) -> None:
         """Give the engine's thread and memory back."""
+        self._closed = True
         self.loop.close()
 
     def __enter__(self) -> "LLM":
@@ -191,14 +220,16 @@ class LLM:
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def _submit(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, stream: bool
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        chunks: deque[Chunk] | None = None,
     ) -> list[list[Collector]]:
         """All or none: a bad prompt is refused before any of them starts."""
+        if self._closed:
+            raise EngineError("this LLM was closed; make a new one")
         many = as_many(prompts)
-        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(many):
-            raise BadParameter(f"{len(many)} prompts but {len(each)} sampling parameters; give one, or one for each")
-        chunks: deque[Chunk] | None = deque() if stream else None
+        each = each_params(params, len(many))
         groups: list[list[Collector]] = []
         try:
             for number, (prompt, how) in enumerate(zip(many, each, strict=True)):
@@ -208,8 +239,8 @@ class LLM:
                     self.loop.submit(one.request)
                     self._collectors[one.request.id] = one
                     groups[-1].append(one)
-        except ShoalError:
-            self._forget([one for group in groups for one in group])
+        except BaseException:
+            self.forget([one for group in groups for one in group])
             raise
         return groups
 
@@ -243,10 +274,16 @@ class LLM:
         if self.tokenizer is None:
             return None
         return Detokenizer(
-            self.tokenizer, ids, tuple(params.stop), params.include_stop_str_in_output, params.skip_special_tokens
+            self.tokenizer,
+            ids,
+            tuple(params.stop),
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+            params.min_tokens,
         )
 
-    def _forget(self, everyone: list[Collector]) -> None:
+    def forget(self, everyone: list[Collector]) -> None:
+        """Nobody waits for these any more: end those that still run."""
         for one in everyone:
             self._collectors.pop(one.request.id, None)
             if one.done is None:
@@ -254,7 +291,8 @@ class LLM:
 
     # ---- what the engine tells ------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Let the engine compute until something has happened, and tell everybody who waits."""
         self._take(self.loop.turn())
 
     def _take(self, events: PassEvents) -> None:
@@ -317,7 +355,7 @@ class LLM:
             metrics,
             end.error,
         )
-        one.chunk(rest, [], reason.value)
+        one.chunk(rest, [], reason.value, end.error)
 
     def _output(self, group: list[Collector]) -> RequestOutput:
         first = group[0].request
@@ -336,7 +374,26 @@ def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    items: list[Any] = list(prompts)
+    items = as_list(prompts)
     if items and isinstance(items[0], (int, Mapping)):
         return [items]
     return items
+
+
+def as_list(value: Any) -> list[Any]:
+    """A list from anything that lists prompts, messages or token ids; arrays and tensors too."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
+        raise BadParameter(f"{WHAT_A_PROMPT_IS}, or a list of these; found {value!r}")
+    return list(value)
+
+
+def each_params(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for each prompt."""
+    each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * count
+    if len(each) != count:
+        raise BadParameter(f"{count} prompts but {len(each)} sampling parameters; give one, or one for each")
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise BadParameter(f"sampling parameters must be a SamplingParams, not {one!r}")
+    return each

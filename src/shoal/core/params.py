@@ -35,8 +35,8 @@ class SamplingParams:
     seed: int | None = None  # None: drawn once when the request is made
     n: int = 1
     max_tokens: int | None = None  # None: until the context is full
-    min_tokens: int = 0
-    stop: str | Sequence[str] = ()
+    min_tokens: int = 0  # neither end tokens nor stop strings end it before
+    stop: str | Sequence[str] = ()  # None is taken for none of them
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -45,11 +45,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise BadParameter(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
             object.__setattr__(self, "logit_bias", {_token_id(k): v for k, v in self.logit_bias.items()})
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise BadParameter(f"{name} must be true or false, not {getattr(self, name)!r}")
         _check_numbers(self)
         _check_counts(self)
         _check_stops(self)
@@ -69,17 +73,33 @@ class SamplingParams:
         return replace(self, **filled) if filled else self
 
 
+def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """A tuple of what was given; None is none of them."""
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence):
+        raise BadParameter(f"{name} must be a list, not {value!r}")
+    return tuple(value)
+
+
 def _token_id(value: Any) -> int:
-    try:
+    if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
         return int(value)  # JSON has only string keys
-    except (TypeError, ValueError):
-        raise BadParameter(f"logit_bias keys are token ids, not {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadParameter(f"logit_bias keys are token ids, not {value!r}")
+    return value
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise BadParameter(f"{name} must be a finite number, not {value!r}")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadParameter(f"{name} must be a number, not {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise BadParameter(f"{name} must be a finite number, not {value if isinstance(value, float) else 'that large'}")
+    return number
 
 
 def _between(name: str, value: Any, low: float, high: float) -> None:

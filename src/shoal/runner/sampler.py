@@ -168,7 +168,8 @@ class Sampler:
     def _draw(self, scores: Tensor, rows: Ints, positions: Ints) -> Tensor:
         """One draw per line, after temperature and the filters."""
         state = self.rows
-        scaled = scores / self._put(state.temperature[rows]).unsqueeze(1)
+        # relative to the best score, so that no temperature, however small, makes it infinite
+        scaled = (scores - scores.max(dim=-1, keepdim=True).values) / self._put(state.temperature[rows]).unsqueeze(1)
         keys = self._put(draw_keys(state.seed[rows], state.sample[rows], positions))
         ranked = (state.top_k[rows] > 0) | (state.top_p[rows] < 1)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
@@ -245,7 +246,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> list[Logprobs]:
     logs = logits.log_softmax(dim=-1)
     own = logs.gather(1, tokens.unsqueeze(1))
     ranks = (logs > own).sum(dim=-1) + 1
-    values, ids = logs.topk(max(top, 1), dim=-1)
+    values, ids = logs.topk(min(max(top, 1), logs.shape[1]), dim=-1)
     columns = (tokens.tolist(), own.squeeze(1).tolist(), ranks.tolist(), ids.tolist(), values.tolist())
     return [
         Logprobs(token, logprob, rank, tuple(top_ids[:top]), tuple(top_values[:top]))

@@ -23,7 +23,8 @@ class Detokenizer:
     """Turns one request's output tokens into text, piece by piece.
 
     `prompt_ids` matter only where a tokenizer drops the space before its first word: after a prompt it must stay.
-    Of several stop strings the one that is complete first counts; of two complete at once, the longer.
+    Of several stop strings the one that is complete first counts; of two complete at once, the longer. The text of the
+    first `min_tokens` tokens is not searched.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        self._min_tokens = min_tokens
         self._stream = _open_stream(tokenizer, prompt_ids, skip_special)
         self._stops = _StopFinder(stop)
         self._include_stop = include_stop
@@ -70,6 +73,9 @@ class Detokenizer:
     def _show(self, new: str) -> str:
         if not new:
             return ""
+        if self._tokens <= self._min_tokens:
+            self._shown.append(new)
+            return new
         found = self._stops.feed(new)
         text = self._held + new
         if found is None:

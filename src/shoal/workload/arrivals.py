@@ -1,0 +1,56 @@
+"""Arrivals: when each request comes.
+
+replay    as in the trace, time stretched or squeezed
+poisson   independent arrivals at a rate
+gamma     bursts: gaps with a coefficient of variation above 1 (below 1: more even than chance)
+closed    a fixed number of users, each asking again when answered (times are 0; the driver holds them back)
+"""
+
+import random
+from dataclasses import replace
+
+from shoal.errors import BadConfig
+from shoal.workload.traces import TraceRequest
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise BadConfig(f"{name} must be above 0, not {value}")
+
+
+def replay(requests: list[TraceRequest], time_scale: float = 1.0) -> list[TraceRequest]:
+    """The trace's own times; a scale of 0.5 makes everything come twice as fast."""
+    _positive("time scale", time_scale)
+    return [replace(request, at_s=request.at_s * time_scale) for request in requests]
+
+
+def replay_at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
+    """The trace's own pattern of arrivals, squeezed or stretched to a mean rate in requests per second."""
+    _positive("rate", rate)
+    span_s = requests[-1].at_s
+    if span_s <= 0:
+        raise BadConfig("this trace has no arrival times to replay; use Poisson arrivals")
+    return replay(requests, (len(requests) - 1) / rate / span_s)
+
+
+def poisson(requests: list[TraceRequest], rate: float, seed: int = 0) -> list[TraceRequest]:
+    """Independent arrivals, `rate` a second on average."""
+    return gamma(requests, rate, 1.0, seed)
+
+
+def gamma(requests: list[TraceRequest], rate: float, cv: float, seed: int = 0) -> list[TraceRequest]:
+    """Gaps from a Gamma distribution with this coefficient of variation; 1 is Poisson, 5 is very bursty."""
+    _positive("rate", rate)
+    _positive("coefficient of variation", cv)
+    source = random.Random(seed)
+    shape = 1 / cv**2
+    at_s, placed = 0.0, []
+    for request in requests:
+        placed.append(replace(request, at_s=at_s))
+        at_s += source.gammavariate(shape, 1 / (shape * rate))
+    return placed
+
+
+def at_once(requests: list[TraceRequest]) -> list[TraceRequest]:
+    """All at time 0: for a closed loop, or to see how fast it can go."""
+    return [replace(request, at_s=0.0) for request in requests]

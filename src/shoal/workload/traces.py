@@ -1,0 +1,152 @@
+"""Traces: real requests as arrival time, prompt length, output length and, where known, shared prefixes.
+
+Reads the Azure, Mooncake and BurstGPT formats and plain CSV or JSONL of one's own, gzipped or not; the format is told
+by its columns. Owns formats and their errors. Knows no engine.
+
+| format    | columns                                                                       |
+|-----------|-------------------------------------------------------------------------------|
+| own       | arrival_s, prompt_tokens, output_tokens                                       |
+| Azure     | TIMESTAMP, ContextTokens, GeneratedTokens                                     |
+| BurstGPT  | Timestamp, …, Request tokens, Response tokens, …                              |
+| Mooncake  | timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens)    |
+"""
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import BadConfig
+
+MOONCAKE_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace. Equal leading `prefix` ids mean equal leading blocks of `prefix_block` tokens."""
+
+    at_s: float
+    prompt: int
+    output: int
+    prefix: tuple[int, ...] = ()
+    prefix_block: int = 0
+
+
+Row = Mapping[str, Any]
+
+
+def _own(row: Row) -> TraceRequest:
+    return TraceRequest(float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["output_tokens"]))
+
+
+def _azure(row: Row) -> TraceRequest:
+    at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # seven digits of a second are one too many
+    return TraceRequest(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def _burstgpt(row: Row) -> TraceRequest:
+    return TraceRequest(float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]))
+
+
+def _mooncake(row: Row) -> TraceRequest:
+    ids = tuple(int(one) for one in row.get("hash_ids", ()))
+    return TraceRequest(
+        float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"]), ids, MOONCAKE_BLOCK
+    )
+
+
+FORMATS: dict[str, tuple[frozenset[str], Callable[[Row], TraceRequest]]] = {
+    "own": (frozenset({"arrival_s", "prompt_tokens", "output_tokens"}), _own),
+    "Azure": (frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}), _azure),
+    "BurstGPT": (frozenset({"Timestamp", "Request tokens", "Response tokens"}), _burstgpt),
+    "Mooncake": (frozenset({"timestamp", "input_length", "output_length"}), _mooncake),
+}
+
+
+def read_trace(path: str | Path, most: int | None = None) -> list[TraceRequest]:
+    """The first `most` requests with a prompt and an output, by arrival; the first arrives at 0."""
+    path = Path(path)
+    found: list[TraceRequest] = []
+    parse: Callable[[Row], TraceRequest] | None = None
+    for number, row in enumerate(_rows(path), start=1):
+        if parse is None:
+            parse = _format_of(path, row)
+        try:
+            request = parse(row)
+        except (ValueError, TypeError, KeyError) as error:
+            raise BadConfig(f"{path}: request {number} cannot be read: {error}") from error
+        if request.prompt > 0 and request.output > 0:  # BurstGPT marks failed requests with 0
+            found.append(request)
+    if not found:
+        raise BadConfig(f"{path} has no requests")
+    found.sort(key=lambda request: request.at_s)
+    return [replace(request, at_s=request.at_s - found[0].at_s) for request in found[:most]]
+
+
+def _format_of(path: Path, row: Row) -> Callable[[Row], TraceRequest]:
+    for needed, parse in FORMATS.values():
+        if needed <= row.keys():
+            return parse
+    known = "; ".join(f"{name}: {', '.join(sorted(needed))}" for name, (needed, _) in FORMATS.items())
+    raise BadConfig(f"{path} has columns {', '.join(map(str, row))}, which are no known trace format; known: {known}")
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    try:
+        opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig") as text:
+            if ".jsonl" in path.suffixes or ".json" in path.suffixes:
+                for number, line in enumerate(text, start=1):
+                    if line.strip():
+                        yield _json_row(path, number, line)
+            else:
+                yield from csv.DictReader(text)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise BadConfig(f"cannot read the trace {path}: {error}") from error
+
+
+def _json_row(path: Path, number: int, line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise BadConfig(f"{path}: line {number} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise BadConfig(f"{path}: line {number} must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A trace made to fit: the requests, and how much was changed to make them."""
+
+    requests: list[TraceRequest]
+    scaled_by: float
+    capped_share: float  # of requests whose prompt or output hit a cap
+
+
+def fit(
+    requests: list[TraceRequest], *, scale: float = 1.0, max_prompt: int | None = None, max_output: int | None = None
+) -> Fitted:
+    """Scale all lengths, then cap them; shared prefixes scale along.
+
+    >>> fit([TraceRequest(0, 1000, 100)], scale=0.1, max_prompt=64).requests[0]
+    TraceRequest(at_s=0, prompt=64, output=10, prefix=(), prefix_block=0)
+    """
+    fitted, capped = [], 0
+    for request in requests:
+        prompt, output = max(1, round(request.prompt * scale)), max(1, round(request.output * scale))
+        fits = (max_prompt is None or prompt <= max_prompt) and (max_output is None or output <= max_output)
+        capped += not fits
+        fitted.append(
+            replace(
+                request,
+                prompt=min(prompt, max_prompt or prompt),
+                output=min(output, max_output or output),
+                prefix_block=max(1, round(request.prefix_block * scale)) if request.prefix else 0,
+            )
+        )
+    return Fitted(fitted, scale, capped / max(len(requests), 1))

@@ -1,0 +1,365 @@
+"""The sampler on crafted logits, against transformers' own processors and against the arithmetic of the definitions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from shoal import SamplingParams
+from shoal.core.plan import RowStart
+from shoal.runner.sampler import Sampler, logprobs_of
+
+VOCAB = 60
+
+
+def start(row: int, params: SamplingParams, tokens: Sequence[int] = (0,), **more: Any) -> RowStart:
+    values: dict[str, Any] = {
+        "row": row,
+        "generation": 0,
+        "tokens": tuple(tokens),
+        "prompt_len": len(tokens),
+        "params": params.resolved({}),
+        "seed": 0,
+        "sample": 0,
+        "stop_ids": frozenset(),
+        "blocks": (),
+        "wants_prompt_logprobs": False,
+    }
+    return RowStart(**{**values, **more})
+
+
+def sampler(vocab: int = VOCAB, rows: int = 64) -> Sampler:
+    return Sampler(rows, vocab, "cpu")
+
+
+def draws(logits: Tensor, params: SamplingParams, count: int, seed: int = 0, **more: Any) -> list[int]:
+    """One draw at each of `count` positions of one request."""
+    made = sampler(len(logits))
+    made.start(start(0, params, seed=seed, **more))
+    found: list[int] = []
+    for first in range(1, count + 1, 1000):
+        positions = np.arange(first, min(first + 1000, count + 1))
+        rows = np.zeros(len(positions), dtype=np.int64)
+        tokens, _ = made.sample(logits.repeat(len(positions), 1), rows, positions)
+        found += tokens.tolist()
+    return found
+
+
+def crafted(vocab: int = VOCAB, spread: float = 2.0, seed: int = 0) -> Tensor:
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def theirs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """What transformers' warpers leave, in their order."""
+    scores = logits.unsqueeze(0)
+    ids = torch.zeros((1, 1), dtype=torch.long)
+    if params.temperature is not None:
+        scores = TemperatureLogitsWarper(float(params.temperature))(ids, scores)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(ids, scores)
+    if params.top_p is not None and params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
+    return scores[0]
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.5},
+    {"temperature": 1.7},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 10_000},
+    {"top_p": 0.5},
+    {"top_p": 0.9},
+    {"top_p": 0.01},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 12, "top_p": 0.7},
+    {"top_k": 12, "min_p": 0.05},
+    {"top_p": 0.8, "min_p": 0.2},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.5, "top_k": 20, "top_p": 0.6},
+]
+
+
+@pytest.mark.parametrize("values", FILTERS, ids=str)
+def test_filters_keep_what_transformers_keeps_in_the_same_shares(values: dict[str, Any]) -> None:
+    params = SamplingParams(**{"temperature": 1.0, **values})
+    logits = crafted()
+    want = theirs(logits, params).softmax(-1)
+    count = 20_000
+    found = torch.bincount(torch.tensor(draws(logits, params, count)), minlength=VOCAB).float()
+    assert not found[want == 0].any(), "a token was drawn that transformers never draws"
+    expected = want * count
+    assert found[expected > 20].all(), "a token that transformers draws was never drawn"
+    common = expected > 5
+    chi = float(((found - expected)[common] ** 2 / expected[common]).sum())
+    freedom = int(common.sum())
+    assert chi < freedom + 5 * (2 * freedom) ** 0.5 + 10
+
+
+def test_a_set_of_top_p_wider_than_the_first_look() -> None:
+    vocab, top_p, count = 2500, 0.6, 8000
+    logits = crafted(vocab, spread=0.01)
+    kept = theirs(logits, SamplingParams(top_p=top_p)) > -torch.inf
+    assert kept.sum() > 1200  # more than the sampler looks at first
+    found = torch.tensor(draws(logits, SamplingParams(temperature=1.0, top_p=top_p), count)).bincount(minlength=vocab)
+    border = (logits - logits[kept].min()).abs() < 1e-5  # the sum may round either way at the last token
+    assert not (found[~kept & ~border] > 0).any()
+    assert (found[kept] > 0).float().mean() > 0.98
+    chi = float(((found[kept] - count / kept.sum()) ** 2 / (count / kept.sum())).sum())
+    assert chi < 1.2 * int(kept.sum())
+
+
+def test_wide_and_narrow_rows_side_by_side_draw_as_alone() -> None:
+    vocab = 5000
+    made = sampler(vocab)
+    logits = torch.stack([crafted(vocab, spread, seed=i) for i, spread in enumerate([0.01, 5.0, 0.01, 3.0, 0.0])])
+    several = [
+        SamplingParams(temperature=1.0, top_p=0.6),
+        SamplingParams(temperature=1.0, top_p=0.6),
+        SamplingParams(temperature=1.0, top_p=0.99, top_k=3000),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=1.0, top_p=0.95, min_p=0.5),
+    ]
+    for row, params in enumerate(several):
+        made.start(start(row, params, seed=row))
+    positions = np.full(5, 9)
+    together, _ = made.sample(logits, np.arange(5), positions)
+    alone = [int(made.sample(logits[i : i + 1], np.array([i]), positions[:1])[0]) for i in range(5)]
+    assert together.tolist() == alone
+
+
+def test_top_k_does_not_keep_more_than_k_among_equals() -> None:
+    found = set(draws(torch.zeros(2000), SamplingParams(temperature=1.0, top_k=3), 2000))
+    assert 1 <= len(found) <= 3
+
+
+def test_greedy_is_the_argmax_whatever_else_is_set() -> None:
+    logits = crafted()
+    for values in ({}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.5}, {"seed": 7}):
+        assert set(draws(logits, SamplingParams(temperature=0, **values), 50)) == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-30, 1e-38, 1e-40, 1e-60])
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_a_temperature_close_to_nothing_is_greedy(temperature: float, more: dict[str, Any]) -> None:
+    logits = crafted() + 3
+    params = SamplingParams(temperature=temperature, **more)
+    assert set(draws(logits, params, 50)) == {int(logits.argmax())}
+
+
+def test_the_highest_temperature_is_nearly_even() -> None:
+    found = torch.tensor(draws(crafted(), SamplingParams(temperature=100.0), 20_000)).bincount(minlength=VOCAB)
+    assert int(found.min()) > 200
+
+
+def test_repetition_penalty_is_that_of_transformers() -> None:
+    logits = crafted()
+    tokens = [3, 5, 5, 9, 40]
+    made = sampler()
+    for penalty in (0.5, 1.2, 3.0):
+        made.start(start(0, SamplingParams(temperature=0, repetition_penalty=penalty), tokens, prompt_len=3))
+        want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits.unsqueeze(0).clone())
+        got = made._changed(logits.unsqueeze(0), np.array([0]), np.array([5]))
+        torch.testing.assert_close(got, want)
+
+
+def test_presence_and_frequency_count_the_output_alone() -> None:
+    logits = crafted()
+    prompt, output = [3, 5, 5], [5, 9, 9, 9, 40]
+    params = SamplingParams(temperature=0, presence_penalty=0.7, frequency_penalty=-0.3)
+    made = sampler()
+    made.start(start(0, params, prompt + output, prompt_len=3))
+    want = logits.clone()
+    for token, count in {5: 1, 9: 3, 40: 1}.items():
+        want[token] -= 0.7 + -0.3 * count
+    torch.testing.assert_close(made._changed(logits.unsqueeze(0), np.array([0]), np.array([8]))[0], want)
+
+
+def test_counts_go_on_with_what_is_drawn() -> None:
+    """A greedy row whose best tokens are nearly equal walks through them as the frequency penalty pushes it on."""
+    logits = torch.full((VOCAB,), -50.0)
+    logits[10:14] = torch.tensor([1.0, 0.9, 0.8, 0.7])
+    params = SamplingParams(temperature=0, frequency_penalty=2.0)
+    made = sampler()
+    made.start(start(4, params, [1, 2]))
+    said = [int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([p]))[0]) for p in range(2, 10)]
+    assert said == [10, 11, 12, 13, 10, 11, 12, 13]
+    made.start(start(4, params, [1, 2, *said[:6]], prompt_len=2))  # as after a preemption
+    assert [int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([p]))[0]) for p in (8, 9)] == said[6:]
+    made.start(start(4, params, [1, 2]))  # another request in the same row
+    assert int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([2]))[0]) == 10
+    made.start(start(4, SamplingParams(temperature=0), [1, 2]))  # … and one without penalties
+    assert [int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([p]))[0]) for p in (2, 3)] == [10, 10]
+
+
+def test_many_rows_with_penalties_keep_their_counts_apart() -> None:
+    made = sampler(rows=20)
+    logits = torch.zeros((20, VOCAB))
+    for row in range(20):
+        made.start(start(row, SamplingParams(temperature=0, frequency_penalty=1.0), range(row + 1), prompt_len=0))
+    got = made._changed(logits, np.arange(20), np.full(20, 30))
+    want = -(torch.arange(VOCAB) <= torch.arange(20).unsqueeze(1)).float()
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logit_bias_forces_and_forbids(temperature: float) -> None:
+    logits = crafted()
+    best = int(logits.argmax())
+    forced = SamplingParams(temperature=temperature, logit_bias={33: 100})
+    assert set(draws(logits, forced, 300)) == {33}
+    forbidden = SamplingParams(temperature=temperature, logit_bias={best: -100})
+    assert best not in draws(logits, forbidden, 300)
+
+
+def test_the_logits_that_come_in_are_not_changed() -> None:
+    logits = crafted().unsqueeze(0)
+    before = logits.clone()
+    made = sampler()
+    made.start(start(0, SamplingParams(temperature=1.0, logit_bias={1: 5}, min_p=0.1, top_p=0.5, presence_penalty=1)))
+    made.sample(logits, np.array([0]), np.array([1]))
+    assert torch.equal(logits, before)
+
+
+def test_ends_are_forbidden_until_min_tokens() -> None:
+    logits = torch.full((VOCAB,), -5.0)
+    logits[[7, 8]] = 100.0
+    logits[9] = 50.0
+    params = SamplingParams(temperature=0, min_tokens=3)
+    made = sampler()
+    made.start(start(0, params, [1, 2], stop_ids=frozenset({7, 8})))
+    said = [int(made.sample(logits.unsqueeze(0), np.array([0]), np.array([p]))[0]) for p in range(2, 6)]
+    assert said[:3] == [9, 9, 9]
+    assert said[3] in (7, 8)
+
+
+def test_draws_fit_the_softmax_over_seeds_samples_and_positions() -> None:
+    logits = crafted(8, 1.0)
+    want = logits.softmax(-1)
+    count = 8000
+    for what in ("seed", "sample", "position"):
+        made = sampler(8, rows=count)
+        for row in range(count):
+            values = {"seed": 3, "sample": 0, **({} if what == "position" else {what: row})}
+            made.start(start(row, SamplingParams(temperature=1.0), **values))
+        positions = np.arange(count) if what == "position" else np.full(count, 5)
+        tokens, _ = made.sample(logits.repeat(count, 1), np.arange(count), positions)
+        found = tokens.bincount(minlength=8).float()
+        chi = float(((found - want * count) ** 2 / (want * count)).sum())
+        assert chi < 30, f"over {what}: chi-square {chi:.1f} with 7 degrees of freedom"
+
+
+def test_two_draws_in_a_row_are_independent() -> None:
+    found = torch.tensor(draws(torch.zeros(6), SamplingParams(temperature=1.0), 30_000))
+    pairs = (found[:-1] * 6 + found[1:]).bincount(minlength=36).float()
+    expected = len(found) / 36
+    assert float(((pairs - expected) ** 2 / expected).sum()) < 80  # 35 degrees of freedom
+
+
+def mixed(row: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=[1.0, 0.7, 0.0, 1.3][row % 4],
+        top_k=[0, 5, 0, 20, 0][row % 5],
+        top_p=[1.0, 0.9, 0.5][row % 3],
+        min_p=[0.0, 0.05][row % 2],
+        presence_penalty=[0.0, 0.5][row // 3 % 2],
+        logit_bias={row: 2.0} if row % 7 == 0 else None,
+        logprobs=[None, 0, 3][row % 3],
+    )
+
+
+def test_a_draw_does_not_depend_on_neighbours_row_or_order() -> None:
+    logits = torch.stack([crafted(seed=i) for i in range(21)])
+    positions = np.arange(21) + 3
+
+    def run(order: list[int], rows: list[int]) -> dict[int, int]:
+        made = sampler()
+        for one, row in zip(order, rows, strict=True):
+            made.start(start(row, mixed(one), [1, one], seed=one, sample=one % 3))
+        tokens, _ = made.sample(logits[order], np.array(rows), positions[order])
+        return dict(zip(order, tokens.tolist(), strict=True))
+
+    everyone = list(range(21))
+    want = run(everyone, everyone)
+    assert run(everyone[::-1], everyone) == want
+    assert run(everyone, [63 - row for row in everyone]) == want
+    for one in everyone:
+        assert run([one], [5]) == {one: want[one]}
+
+
+def test_seed_sample_and_position_each_change_the_draws() -> None:
+    logits = torch.zeros(1000)
+    params = SamplingParams(temperature=1.0)
+    base = draws(logits, params, 100)
+    assert draws(logits, params, 100) == base
+    assert len(set(base)) > 80
+    for other in (draws(logits, params, 100, seed=1), draws(logits, params, 100, sample=1)):
+        assert sum(a == b for a, b in zip(base, other, strict=True)) < 5
+
+
+def test_the_largest_and_the_negative_seeds_work() -> None:
+    logits = torch.zeros(1000)
+    seeds = (0, 1, -1, 2**63 - 1, -(2**63), 2**64 - 2)
+    found = {tuple(draws(logits, SamplingParams(temperature=1.0), 5, seed=seed)) for seed in seeds}
+    assert len(found) == len(seeds)
+
+
+def test_logprobs_with_ranks_and_alternatives() -> None:
+    logits = torch.stack([crafted(seed=i) for i in range(3)])
+    tokens = torch.tensor([4, 5, int(logits[2].argmax())])
+    for one, token, row in zip(logprobs_of(logits, tokens, 5), tokens.tolist(), logits.log_softmax(-1), strict=True):
+        assert one.token == token
+        assert one.logprob == pytest.approx(float(row[token]), abs=1e-6)
+        assert one.rank == 1 + int((row > row[token]).sum())
+        assert list(one.top_tokens) == row.topk(5).indices.tolist()
+        assert list(one.top_logprobs) == pytest.approx(row.topk(5).values.tolist(), abs=1e-6)
+
+
+def test_more_logprobs_than_the_vocabulary_has() -> None:
+    found = logprobs_of(crafted(10).unsqueeze(0), torch.tensor([3]), 20)
+    assert len(found[0].top_tokens) == 10
+
+
+def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
+    made = sampler()
+    for row, count in enumerate([None, 0, 2, 5]):
+        made.start(start(row, SamplingParams(temperature=0, logprobs=count)))
+    _, found = made.sample(crafted().repeat(4, 1), np.arange(4), np.full(4, 1))
+    assert [(place, len(one.top_tokens)) for place, one in found] == [(1, 0), (2, 2), (3, 5)]
+
+
+def test_nan_logits_in_one_row_do_not_change_the_others() -> None:
+    logits = torch.stack([crafted(seed=i) for i in range(6)])
+    made = sampler()
+    several = [mixed(row) for row in range(6)]
+    for row, params in enumerate(several):
+        made.start(start(row, params, [1], seed=row))
+    want, _ = made.sample(logits, np.arange(6), np.full(6, 1))
+    for row, params in enumerate(several):
+        made.start(start(row, params, [1], seed=row))
+    broken = logits.clone()
+    broken[3] = torch.nan
+    got, _ = made.sample(broken, np.arange(6), np.full(6, 1))
+    others = [0, 1, 2, 4, 5]
+    assert got[others].tolist() == want[others].tolist()
+
+
+def test_minus_infinity_is_never_drawn() -> None:
+    logits = torch.full((VOCAB,), -torch.inf)
+    logits[[3, 4]] = 0.0
+    for values in ({}, {"top_k": 10}, {"top_p": 0.99}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 30}):
+        assert set(draws(logits, SamplingParams(temperature=1.0, **values), 200)) <= {3, 4}
