@@ -12,7 +12,7 @@ import numpy as np
 
 from shoal.core.params import SamplingParams
 from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan, StepResult
-from shoal.core.request import Request
+from shoal.core.request import Logprobs, Request
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits
 from shoal.sched.batching import Continuous
@@ -37,7 +37,9 @@ def draw(slots: Sequence[int], seed: int, sample: int, position: int) -> int:
     return fold([seed, sample, position], fold(slots)) % VOCAB
 
 
-def oracle(prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], seed: int, sample: int) -> list[int]:
+def oracle(
+    prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], seed: int, sample: int, min_tokens: int = 0
+) -> list[int]:
     """The output tokens, computed with no batch, no blocks and no scheduler."""
     slots: list[int] = []
     for token in prompt:
@@ -46,9 +48,14 @@ def oracle(prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], see
     while True:
         token = draw(slots, seed, sample, len(slots))
         output.append(token)
-        if token in stop_ids or len(output) == max_tokens:
+        if (token in stop_ids and len(output) > min_tokens) or len(output) == max_tokens:
             return output
         slots.append(fold([token], fold(slots)))
+
+
+def thought(token: int) -> Logprobs:
+    """What the fake model thinks of a token."""
+    return Logprobs(token, -float(token), 1, (), ())
 
 
 class FakeExecutor:
@@ -77,24 +84,37 @@ class FakeExecutor:
 
     def result(self) -> StepResult:
         plan = self.queue.popleft()
-        tokens = []
+        tokens: list[int] = []
+        logprobs, prompt_logprobs = [], []
         offset = 0
-        for row, start, count, sampling in zip(
-            plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True
+        for place, (row, start, count, sampling) in enumerate(
+            zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True)
         ):
             ids = plan.tokens[offset : offset + count].tolist()
             offset += count
+            begun = self.rows[row]
             slots = self._read(row, start)
-            for place, token in enumerate(ids):
+            for step, token in enumerate(ids):
                 slots.append(fold([self.last[row] if token == FROM_DEVICE else token], fold(slots)))
-                self._write(row, start + place, slots[-1])
+                self._write(row, start + step, slots[-1])
             self.computed_tokens += count
             if sampling:
-                begun = self.rows[row]
                 self.last[row] = draw(slots, begun.seed, begun.sample, start + count)
+                if begun.params.logprobs is not None:
+                    logprobs.append((len(tokens), thought(self.last[row])))
                 tokens.append(self.last[row])
+            if begun.wants_prompt_logprobs and start < begun.prompt_len - 1:
+                seen = begun.tokens[start + 1 : min(start + count + 1, begun.prompt_len)]
+                prompt_logprobs.append((place, start + 1, tuple(thought(token) for token in seen)))
         chosen = plan.samples
-        return StepResult(plan.step, plan.rows[chosen], plan.generations[chosen], np.array(tokens, dtype=np.int64))
+        return StepResult(
+            plan.step,
+            plan.rows[chosen],
+            plan.generations[chosen],
+            np.array(tokens, dtype=np.int64),
+            tuple(logprobs),
+            tuple(prompt_logprobs),
+        )
 
     def _read(self, row: int, count: int) -> list[int]:
         size, table = self.block_size, self.tables[row]
@@ -124,6 +144,8 @@ def make_scheduler(
     return kind(limits, KVManager(blocks, block_size, keep), policies)
 
 
-def make_request(id: str, prompt: Sequence[int], max_tokens: int = 8, **more: object) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+def make_request(
+    id: str, prompt: Sequence[int], max_tokens: int = 8, params: SamplingParams | None = None, **more: object
+) -> Request:
+    params = params or SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return Request(id, list(prompt), params, **more)  # type: ignore[arg-type]

@@ -7,10 +7,13 @@ be open at the same time, and whoever asks for the next piece turns the engine f
 import os
 import random
 import secrets
-import time
+import signal
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeAlias
 
 from tqdm import tqdm
@@ -87,40 +90,52 @@ class Collector:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
-    chunks: deque[Chunk] | None = None
+    batch: "Batch | None" = None
     queue_s: float | None = None
     first_token_s: float | None = None
     done: Completion | None = None
     stopped: bool = False
 
     def chunk(self, text: str, tokens: list[int], reason: str | None = None, error: str = "") -> None:
-        if self.chunks is not None:
-            self.chunks.append(Chunk(self.prompt_number, self.request.sample, text, tokens, reason, error))
+        if self.batch is not None and self.batch.streams:
+            self.batch.chunks.append(Chunk(self.prompt_number, self.request.sample, text, tokens, reason, error))
+
+
+@dataclass
+class Batch:
+    """The sequences of one call: how many are left, and the pieces nobody has taken yet."""
+
+    streams: bool
+    everyone: list[Collector] = field(default_factory=list)
+    left: int = 0
+    chunks: deque[Chunk] = field(default_factory=deque)
+
+    def add(self, one: Collector) -> None:
+        one.batch = self
+        self.everyone.append(one)
+        self.left += 1
 
 
 class Stream:
     """An iterator over the pieces of some answers. Closed, dropped or left by an exception, it ends the requests."""
 
-    def __init__(self, llm: "LLM", everyone: list[Collector], chunks: deque[Chunk]) -> None:
+    def __init__(self, llm: "LLM", batch: Batch) -> None:
         self._llm = llm
-        self._everyone = everyone
-        self._chunks = chunks
+        self._batch = batch
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> Chunk:
-        while not self._chunks:
-            if all(one.done for one in self._everyone):
-                self.close()
+        while not self._batch.chunks:
+            if not self._batch.left:
                 raise StopIteration
             self._llm.turn()
-        return self._chunks.popleft()
+        return self._batch.chunks.popleft()
 
     def close(self) -> None:
         """No more pieces are wanted."""
-        self._llm.forget(self._everyone)
-        self._everyone = []
+        self._llm.forget(self._batch)
 
     def __enter__(self) -> "Stream":
         return self
@@ -129,7 +144,7 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._llm.drop(self._batch)  # not close(): this may run in the middle of anything
 
 
 class LLM:
@@ -149,6 +164,7 @@ class LLM:
         self._collectors: dict[str, Collector] = {}
         self._count = 0
         self._closed = False
+        self._dropped: deque[Batch] = deque()
         seed = self._built.config.seed
         self._seeds = random.Random(secrets.randbits(64) if seed is None else seed)
 
@@ -168,31 +184,35 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
-        """Answers to all prompts (texts, lists of token ids or chats), in their order."""
-        groups = self._submit(prompts, params)
-        everyone = [one for group in groups for one in group]
-        bar = tqdm(total=len(everyone), unit="seq", disable=not progress)
-        done = 0
-        try:
-            while any(one.done is None for one in everyone[done:]):
-                self.turn()
-                now_done = sum(one.done is not None for one in everyone)
-                bar.update(now_done - bar.n)
-                while done < len(everyone) and everyone[done].done is not None:
-                    done += 1
-        finally:
-            bar.close()
-            self.forget(everyone)
+        """Answers to all prompts (texts, lists of token ids or chats), in their order.
+
+        Requests share cached prefixes only with those of the same `cache_salt`.
+        """
+        batch = Batch(streams=False)
+        groups = self._submit(prompts, params, batch, cache_salt)
+        total = batch.left
+        with tqdm(total=total, unit="seq", disable=not progress) as bar:
+            try:
+                while batch.left:
+                    self.turn()
+                    bar.update(total - batch.left - bar.n)
+            finally:
+                self.forget(batch)
         return [self._output(group) for group in groups]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
     ) -> Stream:
         """Pieces of the answers as they come. Closing or dropping the iterator ends the requests."""
-        chunks: deque[Chunk] = deque()
-        groups = self._submit(prompts, params, chunks)
-        return Stream(self, [one for group in groups for one in group], chunks)
+        batch = Batch(streams=True)
+        self._submit(prompts, params, batch, cache_salt)
+        return Stream(self, batch)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt in any shape."""
@@ -223,7 +243,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        chunks: deque[Chunk] | None = None,
+        batch: Batch,
+        salt: str,
     ) -> list[list[Collector]]:
         """All or none: a bad prompt is refused before any of them starts."""
         if self._closed:
@@ -235,12 +256,13 @@ class LLM:
             for number, (prompt, how) in enumerate(zip(many, each, strict=True)):
                 groups.append([])
                 for one in self._collect(number, prompt, how, len(many)):
-                    one.chunks = chunks
+                    one.request.salt = salt
                     self.loop.submit(one.request)
                     self._collectors[one.request.id] = one
+                    batch.add(one)
                     groups[-1].append(one)
         except BaseException:
-            self.forget([one for group in groups for one in group])
+            self.forget(batch)
             raise
         return groups
 
@@ -282,21 +304,31 @@ class LLM:
             params.min_tokens,
         )
 
-    def forget(self, everyone: list[Collector]) -> None:
+    def forget(self, batch: Batch) -> None:
         """Nobody waits for these any more: end those that still run."""
-        for one in everyone:
+        for one in batch.everyone:
             self._collectors.pop(one.request.id, None)
             if one.done is None:
                 self.loop.abort(one.request.id)
+        batch.left = 0
+        batch.chunks.clear()
+
+    def drop(self, batch: Batch) -> None:
+        """As forget(), but before the next turn."""
+        if batch.left:
+            self._dropped.append(batch)
 
     # ---- what the engine tells ------------------------------------------------------------------------------------
 
     def turn(self) -> None:
         """Let the engine compute until something has happened, and tell everybody who waits."""
-        self._take(self.loop.turn())
+        while self._dropped:
+            self.forget(self._dropped.popleft())
+        with uninterrupted():
+            self._take(self.loop.turn())
 
     def _take(self, events: PassEvents) -> None:
-        now_s = time.monotonic()
+        now_s = events.committed_s
         for admitted in events.admitted:
             one = self._collectors.get(admitted.id)
             if one and one.queue_s is None:
@@ -305,11 +337,11 @@ class LLM:
             one = self._collectors.get(id)
             if one:
                 one.prompt_logprobs += values[len(one.prompt_logprobs) - first :]
-        ended_by_token = {end.id: end.stop_token for end in events.finished if end.stop_token is not None}
-        for id, token in zip(events.owners, events.tokens, strict=True):
+        ended_by_token = {(end.id, end.outputs - 1) for end in events.finished if end.stop_token is not None}
+        for id, index, token in zip(events.owners, events.indexes, events.tokens, strict=True):
             one = self._collectors.get(id)
             if one and not one.stopped:
-                self._token(one, token, id in ended_by_token, now_s, events.logprobs.get(id))
+                self._token(one, token, (id, index) in ended_by_token, now_s, events.logprobs.get((id, index)))
         for end in events.finished:
             one = self._collectors.get(end.id)
             if one:
@@ -334,8 +366,10 @@ class LLM:
     def _finish(self, one: Collector, end: Finished, now_s: float) -> None:
         detok = one.detok
         rest = detok.finish() if detok is not None else ""
-        stopped = detok is not None and detok.stopped is not None
+        stopped = detok is not None and detok.stopped is not None and end.reason in (Reason.STOP, Reason.LENGTH)
         reason = Reason.STOP if stopped else end.reason
+        if detok is not None and detok.stop_at is not None:  # found only now, in text that was held back
+            del one.tokens[detok.stop_at :], one.logprobs[detok.stop_at :]
         metrics = Metrics(
             one.request.prompt_len,
             len(one.tokens),
@@ -356,6 +390,8 @@ class LLM:
             end.error,
         )
         one.chunk(rest, [], reason.value, end.error)
+        if one.batch is not None:
+            one.batch.left -= 1
 
     def _output(self, group: list[Collector]) -> RequestOutput:
         first = group[0].request
@@ -364,6 +400,22 @@ class LLM:
         completions = [one.done for one in group if one.done is not None]
         text = self.tokenizer.decode(prompt, skip_special=False) if self.tokenizer else None
         return RequestOutput(text, prompt, completions, group[0].prompt_logprobs if wanted else None)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the end: the engine must not be left in the middle of a pass."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if asked and callable(before):
+            before(*asked[0])
 
 
 def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

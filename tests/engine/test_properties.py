@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shoal.core.events import PassEvents
+from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Reason, Request, State
 from shoal.engine.engine import Engine
 from shoal.errors import PromptTooLong
@@ -32,6 +33,8 @@ class Run:
     passes: int = 0
     preemptions: int = 0
     cached: int = 0
+    prompts_seen: dict[str, list[int]] = field(default_factory=dict)  # tokens whose prompt logprobs were told
+    admitted: list[str] = field(default_factory=list)  # in the order of their first start
 
     def __post_init__(self) -> None:
         kv = self.scheduler.kv
@@ -70,12 +73,24 @@ class Run:
             assert id not in self.ended, "a token came after the end"
             assert index == len(self.told[id]), "a token was lost or doubled"
             self.told[id].append(token)
+            if self.requests[id].params.logprobs is not None:
+                assert events.logprobs[id, index].token == token, "logprobs of another token"
+        for id, (first, values) in events.prompt_logprobs.items():
+            seen = self.prompts_seen.setdefault(id, [])
+            assert first <= len(seen) + 1, "prompt logprobs have a gap"
+            seen += [value.token for value in values[len(seen) + 1 - first :]]
         for end in events.finished:
             assert end.id not in self.ended, "a request ended twice"
             self.ended[end.id] = end.reason
             assert self.requests[end.id].state is State.FINISHED
         self.preemptions += len(events.preempted)
         self.cached += sum(a.cached_tokens for a in events.admitted)
+        self.admitted += [a.id for a in events.admitted if not a.resumed]
+
+    def fail(self) -> None:
+        """The device breaks: all passes in flight are lost."""
+        self.executor.queue.clear()
+        self.note(self.engine.fail("broken", float(self.passes)))
 
     def drain(self) -> None:
         """To the end: everything admitted must be answered within a bound."""
@@ -90,11 +105,18 @@ class Run:
     def verify(self) -> None:
         assert self.ended.keys() == self.requests.keys(), "a request was never answered"
         assert self.scheduler.kv.pool.held == 0, "blocks are held by nobody"
+        assert self.preemptions == sum(request.preemptions for request in self.requests.values())
+        arrivals = [self.requests[id].order for id in self.admitted]
+        grouped = any(request.group for request in self.requests.values())
+        assert grouped or arrivals == sorted(arrivals), "somebody was overtaken"
         for id, request in self.requests.items():
+            prompt = request.tokens[: request.prompt_len]
             want = oracle(
-                request.tokens[: request.prompt_len], request.max_tokens, request.stop_ids, request.seed, request.sample
+                prompt, request.max_tokens, request.stop_ids, request.seed, request.sample, request.params.min_tokens
             )
-            if self.ended[id] is Reason.ABORT or id in self.cuts:
+            if request.wants_prompt_logprobs and self.ended[id] in (Reason.STOP, Reason.LENGTH):
+                assert self.prompts_seen.get(id, []) == prompt[1:]
+            if self.ended[id] in (Reason.ABORT, Reason.ERROR) or id in self.cuts:
                 assert self.told[id] == want[: len(self.told[id])], f"{id} got wrong tokens before it was cut"
             else:
                 assert self.told[id] == want, f"{id} got wrong tokens"
@@ -110,6 +132,7 @@ arrival = st.tuples(
     st.sampled_from([frozenset(), frozenset({1, 2, 3, 4, 5}), frozenset(range(0, 50, 3))]),
     st.integers(1, 3),  # n
     st.sampled_from(["", "other tenant"]),
+    st.sampled_from([0, 0, 0, 1, 2, 3]),  # 1: min_tokens, 2: logprobs, 3: both and prompt logprobs
 )
 moves = st.one_of(
     arrival,
@@ -118,6 +141,8 @@ moves = st.one_of(
     st.just(("finish",)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("cut"), st.integers(0, 30)),
+    st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.just(("fail",)),
 )
 configs = st.fixed_dictionaries(
     {
@@ -132,11 +157,26 @@ configs = st.fixed_dictionaries(
 )
 
 
-def arrive(run: Run, number: int, prompt: list[int], max_tokens: int, stop: frozenset[int], n: int, salt: str) -> None:
+def arrive(
+    run: Run, number: int, prompt: list[int], max_tokens: int, stop: frozenset[int], n: int, salt: str, extras: int
+) -> None:
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=max_tokens // 2 if extras % 2 else 0,
+        logprobs=1 if extras > 1 else None,
+        prompt_logprobs=1 if extras == 3 else None,
+    )
     group = Group(f"g{number}") if n > 1 else None
     for sample in range(n):
         request = make_request(
-            f"r{number}.{sample}", prompt, max_tokens, seed=number, sample=sample, stop_ids=stop, group=group, salt=salt
+            f"r{number}.{sample}",
+            prompt,
+            params=params,
+            seed=number,
+            sample=sample,
+            stop_ids=stop,
+            group=group,
+            salt=salt,
         )
         try:
             run.submit(request)
@@ -153,6 +193,8 @@ def play(run: Run, traffic: list[Move]) -> None:
         elif what == "finish":
             run.begin()
             run.finish()
+        elif what == "fail":
+            run.fail()
         else:
             end_one(run, str(what), int(how[0]))  # type: ignore[call-overload]
         run.scheduler.check()
@@ -191,7 +233,8 @@ def test_depth_changes_no_tokens(config: dict[str, int], traffic: list[Move]) ->
         run.verify()
     one, two = runs
     for id in one.told:
-        if one.ended[id] is not Reason.ABORT and two.ended[id] is not Reason.ABORT and id not in one.cuts | two.cuts:
+        cut = id in one.cuts or id in two.cuts or {one.ended[id], two.ended[id]} & {Reason.ABORT, Reason.ERROR}
+        if not cut:
             assert one.told[id] == two.told[id]
 
 

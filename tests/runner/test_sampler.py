@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
@@ -50,7 +51,7 @@ def draws(logits: Tensor, params: SamplingParams, count: int, seed: int = 0, **m
     for first in range(1, count + 1, 1000):
         positions = np.arange(first, min(first + 1000, count + 1))
         rows = np.zeros(len(positions), dtype=np.int64)
-        tokens, _ = made.sample(logits.repeat(len(positions), 1), rows, positions)
+        tokens, _, _ = made.sample(logits.repeat(len(positions), 1), rows, positions)
         found += tokens.tolist()
     return found
 
@@ -137,14 +138,29 @@ def test_wide_and_narrow_rows_side_by_side_draw_as_alone() -> None:
     for row, params in enumerate(several):
         made.start(start(row, params, seed=row))
     positions = np.full(5, 9)
-    together, _ = made.sample(logits, np.arange(5), positions)
+    together, _, _ = made.sample(logits, np.arange(5), positions)
     alone = [int(made.sample(logits[i : i + 1], np.array([i]), positions[:1])[0]) for i in range(5)]
     assert together.tolist() == alone
 
 
-def test_top_k_does_not_keep_more_than_k_among_equals() -> None:
-    found = set(draws(torch.zeros(2000), SamplingParams(temperature=1.0, top_k=3), 2000))
-    assert 1 <= len(found) <= 3
+def test_top_k_keeps_those_as_likely_as_the_last_as_transformers_does() -> None:
+    logits = torch.tensor([0.0, 3.0, 2.0, 1.0, 1.0, 1.0, 0.5])
+    kept = transformers.TopKLogitsWarper(3)(torch.zeros(1, 1), logits.unsqueeze(0))[0]
+    found = set(draws(logits, SamplingParams(temperature=1.0, top_k=3), 2000))
+    assert found == set(torch.nonzero(kept.isfinite()).squeeze(1).tolist()) == {1, 2, 3, 4, 5}
+
+
+def test_equal_scores_are_drawn_alike_beside_any_neighbour() -> None:
+    """A neighbour with a larger top_k makes the sampler look at more tokens; that must not change who is kept."""
+    made = sampler(500)
+    logits = (torch.randn(500, generator=torch.Generator().manual_seed(1)) * 2).to(torch.bfloat16).float()
+    made.start(start(0, SamplingParams(temperature=1.0, top_k=5, top_p=0.9)))
+    made.start(start(1, SamplingParams(temperature=1.0, top_k=200)))
+    for position in range(1, 300):
+        at = np.array([position])
+        alone, _, _ = made.sample(logits.unsqueeze(0), np.array([0]), at)
+        beside, _, _ = made.sample(logits.repeat(2, 1), np.array([0, 1]), np.repeat(at, 2))
+        assert alone[0] == beside[0]
 
 
 def test_greedy_is_the_argmax_whatever_else_is_set() -> None:
@@ -257,7 +273,7 @@ def test_draws_fit_the_softmax_over_seeds_samples_and_positions() -> None:
             values = {"seed": 3, "sample": 0, **({} if what == "position" else {what: row})}
             made.start(start(row, SamplingParams(temperature=1.0), **values))
         positions = np.arange(count) if what == "position" else np.full(count, 5)
-        tokens, _ = made.sample(logits.repeat(count, 1), np.arange(count), positions)
+        tokens, _, _ = made.sample(logits.repeat(count, 1), np.arange(count), positions)
         found = tokens.bincount(minlength=8).float()
         chi = float(((found - want * count) ** 2 / (want * count)).sum())
         assert chi < 30, f"over {what}: chi-square {chi:.1f} with 7 degrees of freedom"
@@ -290,7 +306,7 @@ def test_a_draw_does_not_depend_on_neighbours_row_or_order() -> None:
         made = sampler()
         for one, row in zip(order, rows, strict=True):
             made.start(start(row, mixed(one), [1, one], seed=one, sample=one % 3))
-        tokens, _ = made.sample(logits[order], np.array(rows), positions[order])
+        tokens, _, _ = made.sample(logits[order], np.array(rows), positions[order])
         return dict(zip(order, tokens.tolist(), strict=True))
 
     everyone = list(range(21))
@@ -338,7 +354,7 @@ def test_each_row_gets_as_many_logprobs_as_it_asked_for() -> None:
     made = sampler()
     for row, count in enumerate([None, 0, 2, 5]):
         made.start(start(row, SamplingParams(temperature=0, logprobs=count)))
-    _, found = made.sample(crafted().repeat(4, 1), np.arange(4), np.full(4, 1))
+    _, _, found = made.sample(crafted().repeat(4, 1), np.arange(4), np.full(4, 1))
     assert [(place, len(one.top_tokens)) for place, one in found] == [(1, 0), (2, 2), (3, 5)]
 
 
@@ -348,12 +364,12 @@ def test_nan_logits_in_one_row_do_not_change_the_others() -> None:
     several = [mixed(row) for row in range(6)]
     for row, params in enumerate(several):
         made.start(start(row, params, [1], seed=row))
-    want, _ = made.sample(logits, np.arange(6), np.full(6, 1))
+    want, _, _ = made.sample(logits, np.arange(6), np.full(6, 1))
     for row, params in enumerate(several):
         made.start(start(row, params, [1], seed=row))
     broken = logits.clone()
     broken[3] = torch.nan
-    got, _ = made.sample(broken, np.arange(6), np.full(6, 1))
+    got, _, _ = made.sample(broken, np.arange(6), np.full(6, 1))
     others = [0, 1, 2, 4, 5]
     assert got[others].tolist() == want[others].tolist()
 

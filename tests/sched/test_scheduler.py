@@ -6,7 +6,7 @@ import pytest
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Group, IllegalMove, Reason, State
 from shoal.errors import BadParameter, EmptyPrompt, EngineError, PromptTooLong
-from shoal.sched.scheduler import Scheduler
+from shoal.sched.scheduler import Draft, Scheduler
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 
 
@@ -38,11 +38,60 @@ def test_decodes_go_first_then_prompt_chunks() -> None:
     assert plan.samples.tolist() == [True, True]
 
 
+def test_decodes_go_first_also_when_a_prompt_came_first() -> None:
+    scheduler, executor = started(max_num_batched_tokens=6, chunk_tokens=4)
+    scheduler.submit(make_request("long", [1] * 20), 0.0)
+    scheduler.submit(make_request("short", [2]), 0.0)
+    assert step(scheduler, executor).counts.tolist() == [4, 1]
+    assert step(scheduler, executor).counts.tolist() == [1, 4]
+
+
+def test_a_prompt_as_large_as_the_cache_starts_when_nobody_runs() -> None:
+    scheduler, executor = started(blocks=10, block_size=4, watermark=0.2, max_num_batched_tokens=100)  # type: ignore[arg-type]
+    scheduler.submit(make_request("huge", [1] * 40, max_tokens=1), 0.0)
+    assert step(scheduler, executor).counts.tolist() == [40]
+
+
+def test_nobody_joins_in_the_pass_that_took_blocks_from_another() -> None:
+    scheduler, executor = started(blocks=4, block_size=4, max_num_batched_tokens=100, watermark=0)
+    for name, prompt in (("old", [1] * 8), ("victim", [2] * 8), ("small", [3])):
+        scheduler.submit(make_request(name, prompt, max_tokens=6), 0.0)
+    step(scheduler, executor)
+    plan = step(scheduler, executor)
+    assert plan.rows.size == 1
+    assert [r.id for r in scheduler.waiting] == ["victim", "small"]
+
+
+def test_a_victims_share_of_the_budget_goes_to_others() -> None:
+    """The victim stood in the draft already; what it would have computed is free again."""
+    scheduler, executor = started(blocks=6, block_size=4, max_num_batched_tokens=9, watermark=0, chunk_tokens=8)
+    scheduler.submit(make_request("old", [1] * 24, max_tokens=1), 0.0)
+    step(scheduler, executor)
+    draft = Draft(9)
+    request = next(iter(scheduler.running))
+    draft.add(request, 5)
+    draft.remove(request)
+    assert (draft.left, draft.takes) == (9, {})
+
+
+def test_a_new_leader_takes_over() -> None:
+    scheduler, executor = started(block_size=4, max_num_batched_tokens=5)
+    group = Group("g")
+    for number in range(3):
+        scheduler.submit(make_request(f"s{number}", [5] * 13, sample=number, group=group), 0.0)
+    step(scheduler, executor)
+    scheduler.finish("s0", Reason.ABORT)
+    assert step(scheduler, executor).rows.size == 1
+    assert group.leader is not None
+    assert group.leader.id == "s1"
+    assert step(scheduler, executor).rows.size == 1, "the third still waits for the second's blocks"
+
+
 def test_first_come_first_served_and_nobody_overtakes() -> None:
     scheduler, executor = started(blocks=6, block_size=4, max_num_batched_tokens=100)
     scheduler.submit(make_request("a", [1] * 16, max_tokens=4), 0.0)
     scheduler.submit(make_request("too large for now", [2] * 12, max_tokens=4), 0.0)
-    scheduler.submit(make_request("would fit", [3], max_tokens=1), 0.0)
+    scheduler.submit(make_request("would fit", [3], max_tokens=4), 0.0)
     step(scheduler, executor)
     assert [r.id for r in scheduler.running] == ["a"]
 
@@ -180,6 +229,20 @@ def test_an_answer_for_another_pass_is_noticed() -> None:
     wrong = StepResult(plan.step, plan.rows, plan.generations + 1, np.array([1]))
     with pytest.raises(EngineError, match="other rows"):
         scheduler.commit(wrong, 0.0)
+
+
+def test_nobody_hits_what_a_failed_request_computed() -> None:
+    scheduler, executor = started(block_size=4, max_num_batched_tokens=8)
+    scheduler.submit(make_request("bad", [7] * 13), 0.0)
+    step(scheduler, executor)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    executor.forward(plan)
+    result = executor.result()
+    broken = StepResult(result.step, result.rows, result.generations, result.tokens, failures=((0, "not finite"),))
+    scheduler.commit(broken, 0.0)
+    assert len(scheduler.kv.index) == 0
+    scheduler.check()
 
 
 def test_recomputed_tokens_are_counted() -> None:

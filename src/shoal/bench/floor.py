@@ -4,8 +4,9 @@
           + for each of the fewest possible decode passes: weight bytes over bandwidth, or its FLOP where that is longer
           + every KV byte read once by every token that needs it, over bandwidth
 
-The fewest passes are the longest output, or all output tokens over the slots, whichever is more. Knows lengths and
-sizes, no engine.
+The fewest passes are the longest output, or all output tokens over the slots, whichever is more. Prompts and decodes
+are counted one after the other; an engine that hides weight reads behind the prompts' products could come out a little
+lower. Knows lengths and sizes, no engine.
 """
 
 import time
@@ -72,7 +73,7 @@ def floor(lengths: Sequence[Lengths], spec: ModelSpec, dtype: torch.dtype, slots
     prompt_flop = prompts * spec.linear_flop_per_token + len(lengths) * spec.head_flop + attention
     passes = max(max(one.output for one in lengths) - 1, -(-(outputs - len(lengths)) // slots))
     decode_flop = (outputs - len(lengths)) * (spec.linear_flop_per_token + spec.head_flop)
-    weight_bytes = spec.parameters * dtype.itemsize
+    weight_bytes = (spec.linear_flop_per_token + spec.head_flop) // 2 * dtype.itemsize  # no pass reads all embeddings
     kv_tokens = sum((one.output - 1) * one.prompt + one.output * (one.output - 1) // 2 for one in lengths)
     kv_bytes = kv_tokens * spec.kv_values_per_token * dtype.itemsize
     return Floor(

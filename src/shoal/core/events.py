@@ -10,6 +10,15 @@ from shoal.core.request import Logprobs, Reason
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """A request was refused when it was submitted."""
+
+    id: str
+    kind: str  # name of the error's class
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """A request got a row."""
 
@@ -47,6 +56,9 @@ class PassEvents:
     step: int
     planned_s: float = 0.0
     committed_s: float = 0.0
+    # since the last record
+    arrived: list[str] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
     # from the plan
     admitted: list[Admitted] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)
@@ -60,7 +72,7 @@ class PassEvents:
     owners: list[str] = field(default_factory=list)  # owners[i] got tokens[i] as its output number indexes[i]
     tokens: list[int] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)
-    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    logprobs: dict[tuple[str, int], Logprobs] = field(default_factory=dict)  # by owner and index
     prompt_logprobs: dict[str, tuple[int, tuple[Logprobs, ...]]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
     # gauges at the commit

@@ -41,36 +41,40 @@ class EngineLoop:
 
     def turn(self) -> PassEvents:
         """Begin passes until `depth` are in flight, then wait for the oldest and commit it."""
-        try:
-            while self.engine.in_flight < self.depth:
-                plan = self.engine.begin(self.clock.now_s())
-                if plan is None:
-                    break
+        while self.engine.in_flight < self.depth:
+            plan = self.engine.begin(self.clock.now_s())
+            if plan is None:
+                break
+            try:
                 self.executor.forward(plan)
                 self.executor.sample(None)
-            if not self.engine.in_flight:
-                if self.engine.scheduler.requests:
-                    raise EngineError("requests wait but nothing can be planned; this is a bug in the scheduler")
-                return self.engine.rest(self.clock.now_s())
+            except Exception as error:
+                return self._fail(error, handed_over=self.engine.in_flight - 1)
+        if not self.engine.in_flight:
+            if self.engine.scheduler.requests:
+                raise EngineError("requests wait but nothing can be planned; this is a bug in the scheduler")
+            return self.engine.rest(self.clock.now_s())
+        try:
             result = self.executor.result()
-        except EngineError:
-            raise
-        except Exception as error:  # the executor's: whatever it was, it ends these requests and no others
-            log.exception("a pass failed")
-            self._drain()
-            return self.engine.fail(f"{type(error).__name__}: {error}", self.clock.now_s())
+        except Exception as error:
+            return self._fail(error, handed_over=self.engine.in_flight - 1)
         events = self.engine.finish(result, self.clock.now_s())
         if self.check:
             self.engine.scheduler.check()
         return events
 
-    def _drain(self) -> None:
-        """Let the other passes in flight come back, so that none of them writes into blocks given to others."""
-        for _ in range(self.engine.in_flight - 1):
+    def _fail(self, error: Exception, handed_over: int) -> PassEvents:
+        """Whatever the executor raised, it ends the requests of the passes in flight and no others.
+
+        Those passes come back first, so that none of them writes into blocks that were given to others.
+        """
+        log.error("a pass failed", exc_info=error)
+        for _ in range(handed_over):
             try:
                 self.executor.result()
             except Exception:
-                log.exception("a pass after the failed one failed too")
+                log.exception("a pass beside the failed one failed too")
+        return self.engine.fail(f"{type(error).__name__}: {error}", self.clock.now_s())
 
     def close(self) -> None:
         self.executor.close()

@@ -117,6 +117,15 @@ class KVManager:
         holding.blocks = []
         holding.capacity = 0
 
+    def discard(self, holding: Holding) -> None:
+        """Give all blocks back and let nobody hit what only this holding had: its content is not to be trusted."""
+        blocks = list(holding.blocks)
+        self.release(holding)
+        for block in blocks:
+            if self.pool.references[block] == 0 and self.index.named_block(block):
+                self.index.forget(block)
+                self.pool.unpublish(block)
+
     def forget_all(self) -> int:
         """Empty the cache of blocks nobody holds; returns how many there were."""
         count = 0
@@ -128,8 +137,10 @@ class KVManager:
         return count
 
     def check(self, holdings: Iterable[Holding]) -> None:
-        """No block lost, none owned twice by mistake, every name on a block that has that content."""
+        """No block lost, none owned twice by mistake, exactly the published blocks have names."""
         self.pool.check()
+        published = {block for block, known in enumerate(self.pool.published) if known}
+        assert published == set(self.index.named()), "the index and the pool disagree on what can be hit"
         held: Counter[int] = Counter()
         for holding in holdings:
             assert len(set(holding.blocks)) == len(holding.blocks), "one request holds a block twice"

@@ -28,7 +28,7 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, not {total}")
         self.total = total
         self.references = [0] * total
-        self._published = [False] * total
+        self.published = [False] * total
         self._clean = list(range(total - 1, -1, -1))  # a stack; block 0 is on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._forget = forget  # told when a cached block's content is about to be overwritten
@@ -57,7 +57,7 @@ class BlockPool:
                 block = self._clean.pop()
             else:
                 block, _ = self._cached.popitem(last=False)
-                self._published[block] = False
+                self.published[block] = False
                 self._forget(block)
             self.references[block] = 1
             taken.append(block)
@@ -76,7 +76,7 @@ class BlockPool:
             assert left >= 0, f"block {block} was dropped by somebody who does not hold it"
             self.references[block] = left
             if left == 0:
-                if self._published[block]:
+                if self.published[block]:
                     self._cached[block] = None
                 else:
                     self._clean.append(block)
@@ -84,11 +84,11 @@ class BlockPool:
     def publish(self, block: int) -> None:
         """From now on the block's content can be hit, also after its last reference is dropped."""
         assert self.references[block] > 0, f"block {block} is published by nobody"
-        self._published[block] = True
+        self.published[block] = True
 
     def unpublish(self, block: int) -> None:
         """Its content can no longer be hit."""
-        self._published[block] = False
+        self.published[block] = False
         if self.references[block] == 0:
             del self._cached[block]
             self._clean.append(block)
@@ -102,4 +102,4 @@ class BlockPool:
             listed = block in clean or block in cached
             assert (count == 0) == listed, f"block {block} has {count} references but is in the wrong place"
             if count == 0:
-                assert self._published[block] == (block in cached), f"free block {block} is in the wrong list"
+                assert self.published[block] == (block in cached), f"free block {block} is in the wrong list"

@@ -147,7 +147,8 @@ def load_weights(
             return f"{name} is {_shape(tensor.shape)}, the config needs {_shape(place.shape)}"
         if not tensor.is_floating_point():
             return f"{name} holds {tensor.dtype}, floating point is needed"
-        params[place.parameter][place.first : place.first + place.rows].copy_(tensor)
+        with torch.inference_mode():  # a mode of each thread, and the parameters may have been made in it
+            params[place.parameter][place.first : place.first + place.rows].copy_(tensor)
         return ""
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="weights") as pool:

@@ -16,6 +16,7 @@ from shoal.runner.inputs import PassInputs, RowTables
 from shoal.runner.kvstore import KVStore
 from shoal.runner.sampler import Sampler, logprobs_of
 
+NOT_FINITE = "the model's scores are not finite numbers; its weights may be damaged, or every token is forbidden"
 LOGITS_AT_ONCE = 64  # lines of logits held at a time for prompt logprobs
 
 PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
@@ -55,10 +56,10 @@ class Runner:
         failures: list[tuple[int, str]] = []
         if rows.size:
             logits = self.model.logits(hidden[torch.from_numpy(inputs.sampling).to(hidden.device)])
-            chosen, logprobs = self.sampler.sample(logits, rows, inputs.sampling_positions)
+            chosen, best, logprobs = self.sampler.sample(logits, rows, inputs.sampling_positions)
             self.tables.last_token[torch.from_numpy(rows).to(hidden.device)] = chosen
-            sound = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
-            failures = [(place, "the model's logits are not finite") for place, fine in enumerate(sound) if not fine]
+            sound = best.isfinite().tolist()
+            failures = [(place, NOT_FINITE) for place, fine in enumerate(sound) if not fine]
             tokens = chosen.cpu().numpy()
         return StepResult(
             plan.step,
@@ -90,4 +91,6 @@ class Runner:
                 values += logprobs_of(logits, targets, top)
             if values:
                 found.append((place, start + 1, tuple(values)))
+            if start + count >= len(prompt):
+                del self._prompts[row]
         return tuple(found)

@@ -120,27 +120,26 @@ class Sampler:
         self.rows.start(start)
         self.counts.start(start)
 
-    def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> tuple[Tensor, list[tuple[int, Logprobs]]]:
-        """Tokens [n] for float32 logits [n, vocab], and logprobs of those rows that want them."""
+    def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> tuple[Tensor, Tensor, list[tuple[int, Logprobs]]]:
+        """Tokens [n] for float32 logits [n, vocab]; the best score of each line; logprobs of the rows that want them.
+
+        A best score that is not finite means that the line has no meaning, and neither has its token.
+        """
         state = self.rows
         scores = logits
         if state.changes_scores[rows].any():
             scores = self._changed(logits, rows, positions)
-        greedy = state.temperature[rows] == 0
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
-        if greedy.all():
-            tokens = scores.argmax(dim=-1)
-        else:
-            if greedy.any():
-                where = self._put(np.flatnonzero(greedy))
-                tokens[where] = scores[where].argmax(dim=-1)
-            drawn = np.flatnonzero(~greedy)
+        best, tokens = scores.max(dim=-1)
+        drawn = np.flatnonzero(state.temperature[rows] > 0)
+        if drawn.size:
             where = self._put(drawn)
             whole = len(drawn) == len(rows)
-            tokens[where] = self._draw(scores if whole else scores[where], rows[drawn], positions[drawn])
+            # relative to the best, so that no temperature, however small, makes a score infinite
+            above = (scores if whole else scores[where]) - best[where].unsqueeze(1)
+            tokens[where] = self._draw(above, rows[drawn], positions[drawn])
         if self.counts.line_of:
             self.counts.note(rows, tokens)
-        return tokens, self._logprobs(logits, rows, tokens)
+        return tokens, best, self._logprobs(logits, rows, tokens)
 
     def _changed(self, logits: Tensor, rows: Ints, positions: Ints) -> Tensor:
         """A copy of the logits with biases, penalties and forbidden ends."""
@@ -158,6 +157,8 @@ class Sampler:
             amounts += [*bias.values(), *([-torch.inf] * len(ends))]
             if has_penalty(start):
                 with_penalty.append(place)
+            elif not bias and not ends:  # from now on nothing changes its scores
+                self.rows.changes_scores[rows[place]] = False
         if with_penalty:
             self.counts.apply(scores, with_penalty, [self.rows.starts[int(rows[place])] for place in with_penalty])
         if places:
@@ -168,8 +169,7 @@ class Sampler:
     def _draw(self, scores: Tensor, rows: Ints, positions: Ints) -> Tensor:
         """One draw per line, after temperature and the filters."""
         state = self.rows
-        # relative to the best score, so that no temperature, however small, makes it infinite
-        scaled = (scores - scores.max(dim=-1, keepdim=True).values) / self._put(state.temperature[rows]).unsqueeze(1)
+        scaled = scores / self._put(state.temperature[rows]).unsqueeze(1)
         keys = self._put(draw_keys(state.seed[rows], state.sample[rows], positions))
         ranked = (state.top_k[rows] > 0) | (state.top_p[rows] < 1)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
@@ -185,7 +185,7 @@ class Sampler:
         noisy = scaled + gumbel(keys, self.all_ids)
         min_p = self.rows.min_p[rows]
         if min_p.any():
-            least = scaled.max(dim=-1, keepdim=True).values + torch.log(self._put(min_p)).unsqueeze(1)
+            least = torch.log(self._put(min_p)).unsqueeze(1)  # the best is 0
             noisy = noisy.masked_fill(scaled < least, -torch.inf)
         return noisy.argmax(dim=-1)
 
@@ -193,7 +193,7 @@ class Sampler:
         """Filters by rank look at the likeliest tokens only, and at all of them where those do not suffice."""
         vocab = scaled.shape[1]
         top_k = self.rows.top_k[rows]
-        most = int(top_k.max()) if (top_k > 0).all() else max(FIRST_LOOK, int(top_k.max()))
+        most = int(top_k.max()) + 1 if (top_k > 0).all() else max(FIRST_LOOK, int(top_k.max()) + 1)
         most = min(most, vocab)
         tokens, enough = self._from_top(scaled, keys, rows, most)
         if most < vocab and not bool(enough.all()):
@@ -203,23 +203,28 @@ class Sampler:
         return tokens
 
     def _from_top(self, scaled: Tensor, keys: Tensor, rows: Ints, most: int) -> tuple[Tensor, Tensor]:
-        """Draw among the `most` likeliest; also tells for which lines that was enough to find the top_p set."""
+        """Draw among the `most` likeliest; also tells for which lines that was enough to see the whole set.
+
+        A set is bounded by a score, not by a rank: tokens as likely as the last one in it are in it too. Else equal
+        scores would be kept or lost by the order in which a sort happens to leave them.
+        """
         state = self.rows
         values, ids = scaled.topk(most, dim=-1)
         top_k, top_p = self._put(state.top_k[rows]).unsqueeze(1), self._put(state.top_p[rows]).unsqueeze(1)
-        inside = (torch.arange(most, device=self.device) < top_k) | (top_k == 0)
-        values = values.masked_fill(~inside, -torch.inf)
+        last = values.gather(1, (top_k - 1).clamp(0, most - 1))
+        least = torch.where(top_k > 0, last, -torch.inf)  # the smallest score that stays
+        inside = values.masked_fill(values < least, -torch.inf)
         # the mass is that of the top_k set where there is one, else of the whole vocabulary
-        mass = torch.where(top_k > 0, values.logsumexp(-1, keepdim=True), scaled.logsumexp(-1, keepdim=True))
-        share = torch.exp(values - mass)
+        mass = torch.where(top_k > 0, inside.logsumexp(-1, keepdim=True), scaled.logsumexp(-1, keepdim=True))
+        share = torch.exp(inside - mass)
         reached = share.cumsum(dim=-1)
-        keep = inside & (reached - share < top_p)
-        min_p = self._put(state.min_p[rows]).unsqueeze(1)
-        keep &= values >= values[:, :1] + torch.log(min_p)
-        keep[:, 0] = True
+        within = ((reached - share < top_p) & (share > 0)).sum(dim=-1, keepdim=True).clamp(min=1)
+        least = torch.maximum(least, torch.where(top_p < 1, values.gather(1, within - 1), -torch.inf))
+        least = torch.maximum(least, torch.log(self._put(state.min_p[rows])).unsqueeze(1))  # the best is 0
+        keep = (values >= least) | (values == values[:, :1])
         noisy = (values + gumbel(keys, ids.to(torch.int32))).masked_fill(~keep, -torch.inf)
         tokens = ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
-        enough = (top_k > 0).squeeze(1) | (reached[:, -1:] >= top_p).squeeze(1)
+        enough = (values[:, -1:] < least).squeeze(1)
         return tokens, enough
 
     def _logprobs(self, logits: Tensor, rows: Ints, tokens: Tensor) -> list[tuple[int, Logprobs]]:

@@ -5,7 +5,7 @@ they were handed over. Knows nothing of what a pass is.
 """
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ class ThreadedExecutor:
         return self.runner.sample(plan, hidden, inputs, masks)
 
     def result(self) -> StepResult:
+        wait([self._results[0]])  # interrupted here, the result is still the next one
         return self._results.popleft().result()
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Rows: the places that running requests have in the runner's tables.
 
 A row is handed out again only after the last pass that names it has been committed: until then the runner may still
-be reading it. Each life of a row has its own generation, so that a late result cannot be taken for the new owner's.
+be reading it. Each life of any row has a generation of its own, so that a late result cannot be taken for the new
+owner's, nor for the same request's next life elsewhere.
 Knows rows and pass numbers, no requests.
 """
 
@@ -26,7 +27,7 @@ class RowTable:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._leaving: deque[tuple[int, int]] = deque()  # (last pass that names it, row)
-        self._generations = [0] * count
+        self._lives = 0
         self._committed = -1
 
     @property
@@ -37,10 +38,8 @@ class RowTable:
         """A row and the generation of its new life; None if there is none."""
         if not self._free:
             return None
-        row = self._free.pop()
-        generation = self._generations[row]
-        self._generations[row] += 1
-        return row, generation
+        self._lives += 1
+        return self._free.pop(), self._lives - 1
 
     def give_back(self, row: int, last_step: int) -> None:
         """The row's owner is gone; pass `last_step` was the last to name it."""

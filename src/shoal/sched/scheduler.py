@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.core.events import Admitted, Finished, PassEvents, Preempted
-from shoal.core.plan import FROM_DEVICE, Ints, RowStart, StepPlan, StepResult
+from shoal.core.events import Admitted, Finished, PassEvents, Preempted, Rejected
+from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan, StepResult
 from shoal.core.request import Reason, Request, State
-from shoal.errors import EngineError
+from shoal.errors import BadRequest, EngineError
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Admission, Limits
 from shoal.sched.batching import Batching
@@ -59,13 +59,14 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What the scheduler remembers of a pass until it comes back."""
+    """What the scheduler remembers of a pass until it comes back: parallel lists, in the plan's order."""
 
-    step: int
-    entries: list[tuple[Request, int, int, bool]]  # request, its generation then, end position, samples
+    plan: StepPlan
+    requests: list[Request]
+    generations: list[int]  # of their rows, then
+    ends: list[int]  # how far each will have been computed
+    samples: list[bool]
     events: PassEvents
-    rows: Ints  # those that sample
-    generations: Ints
 
 
 class Scheduler:
@@ -92,7 +93,12 @@ class Scheduler:
         """Queue a request; raises BadRequest if it can never be served."""
         if request.id in self.requests:
             raise EngineError(f"request id {request.id!r} is in use; ids must be unique while a request runs")
-        self.admission.check(request)
+        try:
+            self.admission.check(request)
+        except BadRequest as error:
+            self._between.rejected.append(Rejected(request.id, type(error).__name__, str(error)))
+            raise
+        self._between.arrived.append(request.id)
         request.order = self._arrivals
         request.arrived_s = now_s
         self._arrivals += 1
@@ -128,18 +134,24 @@ class Scheduler:
         return self._freeze(draft, events)
 
     def _carry_on(self, draft: Draft, events: PassEvents) -> None:
-        """Those who run: decodes first, then more of the prompts."""
+        """Those who run: decodes first, then more of the prompts. Hot: once per running request and pass."""
         prompts = []
+        takes = draft.takes
         for request in list(self.running):
             need = request.need()
             if need == 1 and draft.left:
-                self._give(draft, events, request, 1)
+                if request.state is State.RUNNING and request.planned < request.holding.capacity:
+                    takes[request] = 1  # as draft.add, without the call
+                    draft.left -= 1
+                else:
+                    self._give(draft, events, request, 1)
             elif need:
                 prompts.append(request)
+        prompts.sort(key=self.policies.order.key)
         for request in prompts:
             if not draft.left:
                 break
-            if request.state is State.RUNNING and request not in draft.takes:
+            if request.state is State.RUNNING:
                 count = self.policies.prefill.take(request.need(), draft.left)
                 if count:
                     self._give(draft, events, request, count)
@@ -172,9 +184,8 @@ class Scheduler:
         for request in self.waiting.in_order():
             if len(chosen) >= room or not draft.left or not self.rows.free:
                 break
-            if request.pending:  # its last token is still on the way
-                continue
-            if request.group and request.group.must_wait(request, self.kv.block_size):
+            if request.pending or (request.group and request.group.must_wait(request, self.kv.block_size)):
+                room -= 1  # its last token, or its leader's blocks, are still on the way: keep its place
                 continue
             if not self._start(draft, request):
                 break
@@ -219,22 +230,16 @@ class Scheduler:
         return request.group.name if request.group else None
 
     def _freeze(self, draft: Draft, events: PassEvents) -> StepPlan:
-        """Turn the draft into arrays, and count on what they will do."""
+        """Turn the draft into arrays, and count on what they will do. Hot: once per scheduled request and pass."""
         step = self._step
         starting = tuple(self._row_start(request) for request in draft.starting)
-        rows, generations, starts, counts, samples = [], [], [], [], []
-        tokens: list[int] = []
-        grown: list[tuple[int, int, int]] = []
-        entries: list[tuple[Request, int, int, bool]] = []
-        for request, count in draft.takes.items():
-            start = request.planned
-            end = start + count
+        requests, counts = list(draft.takes), list(draft.takes.values())
+        starts = [request.planned for request in requests]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        samples, tokens, grown = [], [], []
+        for request, start, end in zip(requests, starts, ends, strict=True):
             known = len(request.tokens)
             sampling = end == known + request.pending
-            rows.append(request.row)
-            generations.append(request.generation)
-            starts.append(start)
-            counts.append(count)
             samples.append(sampling)
             if end <= known:
                 tokens += request.tokens[start:end]
@@ -242,30 +247,30 @@ class Scheduler:
                 tokens += request.tokens[start:known]
                 tokens += [FROM_DEVICE] * (end - max(start, known))
             blocks = request.holding.blocks
-            grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
-            request.blocks_sent = len(blocks)
+            if len(blocks) != request.blocks_sent:
+                grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
+                request.blocks_sent = len(blocks)
             if start < request.furthest:
                 events.recomputed_tokens += min(end, request.furthest) - start
             request.planned = end
             request.pending += sampling
             request.last_step = step
-            entries.append((request, request.generation, end, sampling))
-            events.scheduled_ids.append(request.id)
-        events.scheduled_starts, events.scheduled_counts = starts, counts
-        events.computed_tokens = len(tokens)
+        generations = [request.generation for request in requests]
         plan = StepPlan(
             step,
             starting,
             np.array(grown, dtype=np.int64).reshape(-1, 3),
-            np.array(rows, dtype=np.int64),
+            np.array([request.row for request in requests], dtype=np.int64),
             np.array(generations, dtype=np.int64),
             np.array(starts, dtype=np.int64),
             np.array(counts, dtype=np.int64),
             np.array(samples, dtype=np.bool_),
             np.array(tokens, dtype=np.int64),
         )
-        chosen = plan.samples
-        self.flights.append(Flight(step, entries, events, plan.rows[chosen], plan.generations[chosen]))
+        events.scheduled_ids = [request.id for request in requests]
+        events.scheduled_starts, events.scheduled_counts = starts, counts
+        events.computed_tokens = len(tokens)
+        self.flights.append(Flight(plan, requests, generations, ends, samples, events))
         self._step += 1
         return plan
 
@@ -287,14 +292,20 @@ class Scheduler:
     # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now_s: float) -> PassEvents:
-        """Take what came of the oldest pass in flight, and tell what happened."""
+        """Take what came of the oldest pass in flight, and tell what happened. Hot, as above."""
         flight = self.flights.popleft()
-        self._check_result(flight, result)
+        self._check_result(flight.plan, result)
         events = flight.events
-        failed = dict(result.failures)
+        failed, logprobs = dict(result.failures), dict(result.logprobs)
         tokens = result.tokens.tolist()
+        size = self.kv.block_size
+        for place, first, values in result.prompt_logprobs:
+            if flight.requests[place].state is not State.FINISHED:
+                events.prompt_logprobs[flight.requests[place].id] = (first, values)
         number = -1  # of the sampling row
-        for request, generation, end, sampling in flight.entries:
+        for request, generation, end, sampling in zip(
+            flight.requests, flight.generations, flight.ends, flight.samples, strict=True
+        ):
             number += sampling
             if request.state is State.FINISHED:
                 continue  # it ended while this pass computed: too late
@@ -306,11 +317,12 @@ class Scheduler:
                 if number in failed:
                     self._end(request, Reason.ERROR, events, error=failed[number])
                     continue
+                if number in logprobs:
+                    events.logprobs[request.id, request.outputs] = logprobs[number]
                 self._append(request, tokens[number], events)
-            if alive and request.state is State.RUNNING:
+            if alive and request.holding is not None and end // size > request.holding.published:
                 self.kv.publish(request.holding, request.tokens, end)
-        self._note_logprobs(flight, result, events)
-        self.rows.committed(flight.step)
+        self.rows.committed(flight.plan.step)
         return self._seal(events, now_s)
 
     def fail_flights(self, error: str, now_s: float) -> PassEvents:
@@ -318,11 +330,13 @@ class Scheduler:
         events = PassEvents(-1)
         while self.flights:
             flight = self.flights.popleft()
-            events.step = flight.step
-            for request, _, _, _ in flight.entries:
+            events.step = flight.plan.step
+            events.admitted += flight.events.admitted
+            events.preempted += flight.events.preempted
+            for request in flight.requests:
                 if request.state is not State.FINISHED:
                     self._end(request, Reason.ERROR, events, error=error)
-            self.rows.committed(flight.step)
+            self.rows.committed(flight.plan.step)
         return self._seal(events, now_s)
 
     def take_between(self, now_s: float) -> PassEvents:
@@ -330,11 +344,12 @@ class Scheduler:
         return self._seal(PassEvents(-1), now_s)
 
     def _append(self, request: Request, token: int, events: PassEvents) -> None:
+        outputs = len(request.tokens) - request.prompt_len
         events.owners.append(request.id)
         events.tokens.append(token)
-        events.indexes.append(request.outputs)
+        events.indexes.append(outputs)
         request.tokens.append(token)
-        outputs = len(request.tokens) - request.prompt_len
+        outputs += 1
         if token in request.stop_ids and outputs > request.params.min_tokens:
             self._end(request, Reason.STOP, events, stop_token=token)
         elif outputs >= request.max_tokens:
@@ -345,9 +360,11 @@ class Scheduler:
     ) -> None:
         """Finish it and give back all it holds."""
         if request.state is State.RUNNING:
-            known = min(request.computed, len(request.tokens))
-            self.kv.publish(request.holding, request.tokens, known)
-            self.kv.release(request.holding)
+            if reason is Reason.ERROR:
+                self.kv.discard(request.holding)  # nobody may hit what it computed
+            else:
+                self.kv.publish(request.holding, request.tokens, min(request.computed, len(request.tokens)))
+                self.kv.release(request.holding)
             request.holding = None
             del self.running[request]
             self._leave_row(request)
@@ -365,26 +382,19 @@ class Scheduler:
         request.row = request.generation = -1
         request.blocks_sent = 0
 
-    def _check_result(self, flight: Flight, result: StepResult) -> None:
+    def _check_result(self, plan: StepPlan, result: StepResult) -> None:
         if (
-            result.step != flight.step
-            or not np.array_equal(result.rows, flight.rows)
-            or not np.array_equal(result.generations, flight.generations)
+            result.step != plan.step
+            or not np.array_equal(result.rows, plan.rows[plan.samples])
+            or not np.array_equal(result.generations, plan.generations[plan.samples])
         ):
-            raise EngineError(f"asked for pass {flight.step}, the executor answered {result.step} or other rows")
-
-    def _note_logprobs(self, flight: Flight, result: StepResult, events: PassEvents) -> None:
-        if not result.logprobs and not result.prompt_logprobs:
-            return
-        sampled = [request.id for request, _, _, sampling in flight.entries if sampling]
-        for number, logprobs in result.logprobs:
-            events.logprobs[sampled[number]] = logprobs
-        for number, first, values in result.prompt_logprobs:
-            events.prompt_logprobs[flight.entries[number][0].id] = (first, values)
+            raise EngineError(f"asked for pass {plan.step}, the executor answered {result.step} or other rows")
 
     def _seal(self, events: PassEvents, now_s: float) -> PassEvents:
         """Add what happened between passes and the gauges."""
         between, self._between = self._between, PassEvents(step=-1)
+        events.arrived += between.arrived
+        events.rejected += between.rejected
         events.preempted += between.preempted
         events.finished += between.finished
         events.committed_s = now_s
@@ -404,7 +414,7 @@ class Scheduler:
         self.rows.check([request.row for request in self.running])
         under_way: dict[Request, int] = {}
         for flight in self.flights:
-            for request, _, _, sampling in flight.entries:
+            for request, sampling in zip(flight.requests, flight.samples, strict=True):
                 under_way[request] = under_way.get(request, 0) + sampling
         for request in self.requests.values():
             runs = request in self.running
