@@ -390,6 +390,7 @@ class LLM:
             end.error,
         )
         one.chunk(rest, [], reason.value, end.error)
+        del self._collectors[end.id]
         if one.batch is not None:
             one.batch.left -= 1
 
