@@ -16,6 +16,7 @@ from shoal.core.request import Logprobs, Request
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits
 from shoal.sched.batching import Continuous
+from shoal.sched.layout import Ragged
 from shoal.sched.memory import OnDemand
 from shoal.sched.ordering import Fcfs
 from shoal.sched.preempt import Recompute
@@ -140,7 +141,7 @@ def make_scheduler(
     kind: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, VOCAB)
-    policies = Policies(Continuous(), Chunked(chunk_tokens), OnDemand(watermark), Fcfs(), Recompute())
+    policies = Policies(Continuous(), Ragged(), Chunked(chunk_tokens), OnDemand(watermark), Fcfs(), Recompute())
     return kind(limits, KVManager(blocks, block_size, keep), policies)
 
 

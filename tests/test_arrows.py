@@ -18,7 +18,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "shoal"
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "core": set(),
-    "config": {"core"},
+    "presets": set(),
+    "config": {"presets", "core"},
     "kv": {"core"},
     "sched": {"kv", "core"},
     "engine": {"sched", "core"},

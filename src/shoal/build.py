@@ -29,11 +29,12 @@ from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, l
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.sched.admission import Limits
-from shoal.sched.batching import BATCHING
-from shoal.sched.memory import OnDemand
+from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
+from shoal.sched.layout import LAYOUT
+from shoal.sched.memory import MEMORY, Memory, OnDemand, Predict
 from shoal.sched.ordering import ORDER
 from shoal.sched.preempt import PREEMPT
-from shoal.sched.prefill import Chunked
+from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -164,12 +165,29 @@ def make_limits(config: EngineConfig, spec: ModelSpec, kv_tokens: int) -> Limits
     return Limits(longest, config.max_num_seqs, config.max_num_batched_tokens, spec.vocab_size)
 
 
+def make_batching(config: EngineConfig) -> Batching:
+    if config.batching == "static":
+        return Static(config.group_size)
+    if config.batching == "dynamic":
+        return Dynamic(config.group_size, config.window_ms / 1000)
+    return pick(BATCHING, config.batching, "batching")()
+
+
+def make_memory(config: EngineConfig) -> Memory:
+    if config.memory == "ondemand":
+        return OnDemand(config.watermark)
+    if config.memory == "predict":
+        return Predict(config.quantile)
+    return pick(MEMORY, config.memory, "memory")()
+
+
 def make_scheduler(config: EngineConfig, limits: Limits, blocks: int) -> Scheduler:
     """The scheduler alone: no torch, so the simulator can have it too."""
     policies = Policies(
-        batching=pick(BATCHING, config.batching, "batching")(),
-        prefill=Chunked(config.chunk_tokens),
-        memory=OnDemand(config.watermark),
+        batching=make_batching(config),
+        layout=pick(LAYOUT, config.layout, "layout")(),
+        prefill=pick(PREFILL, config.prefill, "prefill")(config.chunk_tokens),
+        memory=make_memory(config),
         order=pick(ORDER, config.order, "order")(),
         preempt=pick(PREEMPT, config.when_short, "when_short")(),
     )

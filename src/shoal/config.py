@@ -11,7 +11,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from shoal.core.names import pick
-from shoal.errors import BadConfig
+from shoal.errors import BadConfig, ImpossiblePair
+from shoal.presets import PRESETS
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -33,6 +34,15 @@ def parse_bytes(text: str | int) -> int:
 def _option(default: Any, help: str, *, parse: Any = str, choices: tuple[str, ...] = (), group: str = "engine") -> Any:
     return field(default=default, metadata={"help": help, "parse": parse, "choices": choices, "group": group})
 
+
+# choices that cannot work together, with the reason
+IMPOSSIBLE: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
+    (
+        {"memory": ("ondemand", "predict"), "when_short": ("wait",)},
+        "every running request may need a block that no one gives up, and all would wait for ever; "
+        "use memory=reserve, or when_short=recompute",
+    ),
+)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -67,12 +77,24 @@ class EngineConfig:
     watermark: float = _option(
         0.01, "share of KV blocks kept free for those who run when another would start", parse=float, group="memory"
     )
-    batching: str = _option("continuous", "who may join the batch", choices=("continuous",), group="policy")
-    layout: str = _option("ragged", "shape of a pass", choices=("ragged",), group="policy")
-    prefill: str = _option("chunked", "how much of a prompt per pass", choices=("chunked",), group="policy")
+    preset: str | None = _option(
+        None, "how a known system batches; other flags override it", choices=tuple(PRESETS), group="policy"
+    )
+    batching: str = _option(
+        "continuous", "who may join the batch", choices=("continuous", "static", "dynamic"), group="policy"
+    )
+    group_size: int = _option(16, "requests in a static or dynamic group", parse=int, group="policy")
+    window_ms: float = _option(50.0, "longest wait for a dynamic group to fill", parse=float, group="policy")
+    layout: str = _option("ragged", "shape of a pass", choices=("ragged", "padded", "shrink"), group="policy")
+    prefill: str = _option(
+        "chunked", "how much of a prompt per pass", choices=("chunked", "inline", "exclusive"), group="policy"
+    )
     order: str = _option("fcfs", "who goes first", choices=("fcfs",), group="policy")
-    memory: str = _option("ondemand", "room set aside for a request", choices=("ondemand",), group="policy")
-    when_short: str = _option("recompute", "when KV memory runs out", choices=("recompute",), group="policy")
+    memory: str = _option(
+        "ondemand", "room set aside for a request", choices=("ondemand", "reserve", "predict"), group="policy"
+    )
+    quantile: float = _option(0.9, "of output lengths, which predict sets aside", parse=float, group="policy")
+    when_short: str = _option("recompute", "when KV memory runs out", choices=("recompute", "wait"), group="policy")
     chunk_tokens: int = _option(0, "most tokens of one prompt per pass; 0: only the pass limits it", parse=int)
     depth: int = _option(2, "passes in flight: 2 plans the next while one computes", parse=int)
     threads: int | None = _option(None, "CPU threads for torch; default: torch's own choice", parse=int)
@@ -88,6 +110,18 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         self._at_least("chunk_tokens", 0)
+        self._at_least("group_size", 1)
+        self._at_least("window_ms", 0)
+        if not 0 < self.quantile <= 1:
+            raise BadConfig(f"quantile must be above 0 and at most 1, not {self.quantile}")
+        for impossible, reason in IMPOSSIBLE:
+            if all(getattr(self, name) in values for name, values in impossible.items()):
+                pair = " with ".join(f"{name}={getattr(self, name)}" for name in impossible)
+                raise ImpossiblePair(f"{pair}: {reason}")
+        if self.batching in ("static", "dynamic") and self.group_size > self.max_num_seqs:
+            raise ImpossiblePair(
+                f"group_size {self.group_size} is more than max_num_seqs {self.max_num_seqs}; such a group never fills"
+            )
         if not 0 < self.kv_share <= 1:
             raise BadConfig(f"kv_share must be above 0 and at most 1, not {self.kv_share}")
         if not 0 <= self.watermark < 1:
@@ -116,6 +150,8 @@ class EngineConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
         """From keyword arguments or a file's keys."""
+        if values.get("preset") is not None:
+            values = {**pick(PRESETS, values["preset"], "preset").settings, **values}
         table = {item.name: item for item in fields(cls)}
         parsed = {}
         for name, value in values.items():

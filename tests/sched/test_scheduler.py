@@ -69,7 +69,7 @@ def test_a_victims_share_of_the_budget_goes_to_others() -> None:
     step(scheduler, executor)
     draft = Draft(9)
     request = next(iter(scheduler.running))
-    draft.add(request, 5)
+    draft.add(request, 5, prompt=True)
     draft.remove(request)
     assert (draft.left, draft.takes) == (9, {})
 

@@ -12,12 +12,20 @@ class Clock(Protocol):
 
     def now_s(self) -> float: ...
 
+    def wait_until(self, at_s: float) -> None:
+        """Return when it is so late, at once if it is later."""
+
 
 class WallClock:
     """Seconds that pass by themselves; only differences mean anything."""
 
     def now_s(self) -> float:
         return time.monotonic()
+
+    def wait_until(self, at_s: float) -> None:
+        left_s = at_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
 
 
 class VirtualClock:
@@ -39,3 +47,6 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"time does not run backwards: {seconds} s")
         self._now_s += seconds
+
+    def wait_until(self, at_s: float) -> None:
+        self._now_s = max(self._now_s, at_s)

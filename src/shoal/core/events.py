@@ -68,7 +68,10 @@ class PassEvents:
     computed_tokens: int = 0
     recomputed_tokens: int = 0  # of those, computed before and lost to a preemption
     budget_tokens: int = 0
+    dead_rows: int = 0
     # from the commit
+    padded_tokens: int = 0  # computed for nobody, as counted where they were computed
+    busy_s: float = 0.0
     owners: list[str] = field(default_factory=list)  # owners[i] got tokens[i] as its output number indexes[i]
     tokens: list[int] = field(default_factory=list)
     indexes: list[int] = field(default_factory=list)
@@ -81,3 +84,17 @@ class PassEvents:
     blocks_held: int = 0
     blocks_cached: int = 0
     blocks_total: int = 0
+
+    def add(self, other: "PassEvents") -> None:
+        """Take in what another record tells about requests."""
+        self.arrived += other.arrived
+        self.rejected += other.rejected
+        self.preempted += other.preempted
+        self.owners += other.owners
+        self.tokens += other.tokens
+        self.indexes += other.indexes
+        self.logprobs |= other.logprobs
+        for id, (first, values) in other.prompt_logprobs.items():
+            before = self.prompt_logprobs.get(id)
+            self.prompt_logprobs[id] = (first, values) if before is None else (before[0], before[1] + values)
+        self.finished += other.finished

@@ -55,6 +55,8 @@ class StepPlan:
     samples      whether the last of them yields a token
     tokens       ids of all positions, row after row; FROM_DEVICE where the host does not know them yet
     grown        [k, 3]: (row, index in its block table, block id)
+    width        0: ragged; else compute a rectangle with so many columns, padding every row to it
+    dead         rows of padding in that rectangle besides
     """
 
     step: int
@@ -67,6 +69,8 @@ class StepPlan:
     samples: Flags
     tokens: Ints
     copies: tuple[BlockCopy, ...] = ()
+    width: int = 0
+    dead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +86,5 @@ class StepResult:
     prompt_logprobs: tuple[tuple[int, int, tuple[Logprobs, ...]], ...] = ()
     failures: tuple[tuple[int, str], ...] = ()  # (index into rows, what went wrong)
     copies_done: tuple[int, ...] = ()
+    padded: int = 0  # positions that were computed for nobody
+    busy_s: float = 0.0  # how long the device was busy with it

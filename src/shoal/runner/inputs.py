@@ -1,4 +1,4 @@
-"""Plan to tensors: the tables that persist between passes, and the ragged batch of one pass.
+"""Plan to tensors: the tables that persist between passes, and the batch of one pass, ragged or padded.
 
 A row's block table and last token stay here; a plan only says what changed. Knows no model and no sampling.
 """
@@ -27,8 +27,11 @@ class PassInputs:
 class RowTables:
     """Block table and last token of every row."""
 
-    def __init__(self, rows: int, blocks_per_row: int, block_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, rows: int, blocks_per_row: int, block_size: int, scratch: int, device: torch.device | str
+    ) -> None:
         self.block_size = block_size
+        self.scratch = scratch  # the block that padding writes to
         self.device = torch.device(device)
         self.blocks = np.zeros((rows, blocks_per_row), dtype=np.int64)
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -41,7 +44,11 @@ class RowTables:
             self.blocks[plan.grown[:, 0], plan.grown[:, 1]] = plan.grown[:, 2]
 
     def gather(self, plan: StepPlan) -> PassInputs:
-        """The ragged batch: rows end to end, no padding."""
+        """The batch in the shape that the plan asks for."""
+        return self._rectangle(plan) if plan.width else self._ragged(plan)
+
+    def _ragged(self, plan: StepPlan) -> PassInputs:
+        """Rows end to end, no padding."""
         counts, size = plan.counts, self.block_size
         offsets = np.concatenate(([0], np.cumsum(counts)))
         rows = np.repeat(plan.rows, counts)
@@ -59,6 +66,33 @@ class RowTables:
         )
         chosen = plan.samples
         return PassInputs(self._ids(plan, rows), batch, offsets[1:][chosen] - 1, plan.rows[chosen], contexts[chosen])
+
+    def _rectangle(self, plan: StepPlan) -> PassInputs:
+        """Every row padded to the width, and rows of padding alone; padding reads and writes the scratch block."""
+        rows, width, size = len(plan.rows) + plan.dead, plan.width, self.block_size
+        ragged = self._ragged(plan)
+        at = np.repeat(np.arange(len(plan.rows)) * width - np.array(ragged.batch.starts[:-1]), plan.counts)
+        places = at + np.arange(len(at))  # where each real position stands in the rectangle
+        positions = np.zeros(rows * width, dtype=np.int64)
+        slots = np.full(rows * width, self.scratch * size, dtype=np.int64)
+        positions[places] = ragged.batch.positions.cpu().numpy()
+        slots[places] = ragged.batch.slots.cpu().numpy()
+        ids = torch.zeros(rows * width, dtype=torch.int64, device=self.device)
+        ids[self._put(places)] = ragged.ids
+        contexts = plan.starts + plan.counts
+        tables = np.full((rows, ragged.batch.block_tables.shape[1]), self.scratch, dtype=np.int64)
+        filled = np.arange(tables.shape[1]) < -(-contexts // size)[:, None]
+        tables[: len(plan.rows)][filled] = ragged.batch.block_tables.cpu().numpy()[filled]
+        batch = Batch(
+            positions=self._put(positions),
+            slots=self._put(slots),
+            starts=list(range(0, rows * width + 1, width)),
+            contexts=[*contexts.tolist(), *([1] * plan.dead)],
+            block_tables=self._put(tables),
+            block_size=size,
+            width=width,
+        )
+        return PassInputs(ids, batch, places[ragged.sampling], ragged.sampling_rows, ragged.sampling_positions)
 
     def _ids(self, plan: StepPlan, rows: Ints) -> Tensor:
         """Token ids; where the host does not know one yet, the row's last sample."""

@@ -22,7 +22,8 @@ class KVStore:
         self, spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         # zeros, not empty: 0 x garbage in a masked place would be NaN if the garbage is; untouched pages cost nothing
-        shape = (spec.layers, 2, blocks, block_size, spec.kv_heads, spec.head_dim)
+        self.scratch = blocks  # one block more, for what padding writes
+        shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.data]
         self.block_size = block_size

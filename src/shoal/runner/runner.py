@@ -29,7 +29,7 @@ class Runner:
         self.model = model
         self.kv = kv
         blocks_per_row = -(-max_model_len // kv.block_size)
-        self.tables = RowTables(rows, blocks_per_row, kv.block_size, device)
+        self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device)
         self.sampler = Sampler(rows, model.spec.vocab_size, device)
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that want prompt logprobs: prompt, how many
 
@@ -70,6 +70,7 @@ class Runner:
             self._prompt_logprobs(plan, hidden, inputs) if self._prompts else (),
             tuple(failures),
             tuple(order.id for order in plan.copies),
+            padded=len(inputs.ids) - len(plan.tokens),
         )
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, inputs: PassInputs) -> PromptLogprobs:

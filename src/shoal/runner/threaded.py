@@ -4,8 +4,10 @@ torch lets go of the interpreter while it computes, so planning and computing do
 they were handed over. Knows nothing of what a pass is.
 """
 
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -21,21 +23,26 @@ class ThreadedExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner")
-        self._begun: deque[tuple[StepPlan, Future[tuple[Tensor, PassInputs]]]] = deque()
+        self._begun: deque[tuple[StepPlan, Future[tuple[float, Tensor, PassInputs]]]] = deque()
         self._results: deque[Future[StepResult]] = deque()
 
     def forward(self, plan: StepPlan) -> None:
-        self._begun.append((plan, self._worker.submit(self.runner.forward, plan)))
+        self._begun.append((plan, self._worker.submit(self._forward, plan)))
+
+    def _forward(self, plan: StepPlan) -> tuple[float, Tensor, PassInputs]:
+        begun_s = time.perf_counter()
+        return begun_s, *self.runner.forward(plan)
 
     def sample(self, masks: LateMasks | None) -> None:
         plan, begun = self._begun.popleft()
         self._results.append(self._worker.submit(self._sample, plan, begun, masks))
 
     def _sample(
-        self, plan: StepPlan, begun: "Future[tuple[Tensor, PassInputs]]", masks: LateMasks | None
+        self, plan: StepPlan, begun: "Future[tuple[float, Tensor, PassInputs]]", masks: LateMasks | None
     ) -> StepResult:
-        hidden, inputs = begun.result()  # done: this thread did it, or it raises what the forward raised
-        return self.runner.sample(plan, hidden, inputs, masks)
+        begun_s, hidden, inputs = begun.result()  # done: this thread did it, or it raises what the forward raised
+        result = self.runner.sample(plan, hidden, inputs, masks)
+        return replace(result, busy_s=time.perf_counter() - begun_s)
 
     def result(self) -> StepResult:
         wait([self._results[0]])  # interrupted here, the result is still the next one

@@ -1,6 +1,7 @@
 """When memory is short: what happens to the request that gives way.
 
 recompute   it gives up its blocks, waits in its old place and computes again what the prefix cache does not have
+wait        nobody gives way; only with `reserve`, where nobody ever runs short
 """
 
 from typing import Protocol
@@ -25,4 +26,11 @@ class Recompute:
         request.move(State.WAITING)
 
 
-PREEMPT: dict[str, type[Preempt]] = {"recompute": Recompute}
+class Wait:
+    """Nobody gives way."""
+
+    def evict(self, request: Request, kv: KVManager) -> None:
+        raise AssertionError(f"{request} ran out of blocks although its room was reserved")
+
+
+PREEMPT: dict[str, type[Preempt]] = {"recompute": Recompute, "wait": Wait}

@@ -1,6 +1,10 @@
 """Prefill: how many positions of a prompt to compute in this pass.
 
-chunked   as many as the pass has room for, beside the running decodes, at most `chunk_tokens` of one prompt
+chunked     as many as the pass has room for, beside the running decodes
+inline      the whole prompt in one pass, beside the running decodes, which take as long as it does
+exclusive   the whole prompt in a pass without decodes, which pause
+
+A cap of `chunk_tokens` on one prompt's share of a pass goes with chunked and exclusive.
 """
 
 from typing import Protocol
@@ -9,19 +13,61 @@ from typing import Protocol
 class Prefill(Protocol):
     """How much of a prompt now."""
 
-    def take(self, need: int, left: int) -> int:
-        """Positions to compute of a prompt that needs `need`, when the pass has room for `left` more; 0 is not now."""
+    alone: bool  # decodes pause while a prompt is computed
+
+    def take(self, need: int, left: int, first: bool) -> int:
+        """Positions to compute of a prompt that needs `need`, when the pass has room for `left` more; 0 is not now.
+
+        `first`: no other prompt is in this pass yet.
+        """
+
+
+def whole(need: int, left: int, first: bool) -> int:
+    """All of it or nothing; one prompt a pass may be larger than the budget, or it could never run."""
+    return need if need <= left or first else 0
 
 
 class Chunked:
     """A slice of the prompt per pass, so that no pass is much longer than another."""
 
+    alone = False
+
     def __init__(self, chunk_tokens: int = 0) -> None:
         self.chunk_tokens = chunk_tokens  # 0: only the pass's budget limits it
 
-    def take(self, need: int, left: int) -> int:
+    def take(self, need: int, left: int, first: bool) -> int:
         most = min(need, left)
         return min(most, self.chunk_tokens) if self.chunk_tokens else most
 
 
-PREFILL: dict[str, type[Prefill]] = {"chunked": Chunked}
+class Inline:
+    """The whole prompt at once, whoever else is in the pass."""
+
+    alone = False
+
+    def __init__(self, chunk_tokens: int = 0) -> None:
+        pass
+
+    def take(self, need: int, left: int, first: bool) -> int:
+        return whole(need, left, first)
+
+
+class Exclusive:
+    """Prompts in passes of their own."""
+
+    alone = True
+
+    def __init__(self, chunk_tokens: int = 0) -> None:
+        self.chunk_tokens = chunk_tokens
+
+    def take(self, need: int, left: int, first: bool) -> int:
+        if self.chunk_tokens:
+            return min(need, left, self.chunk_tokens)
+        return whole(need, left, first)
+
+
+PREFILL: dict[str, type[Chunked] | type[Inline] | type[Exclusive]] = {
+    "chunked": Chunked,
+    "inline": Inline,
+    "exclusive": Exclusive,
+}

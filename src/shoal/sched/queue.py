@@ -18,6 +18,9 @@ class WaitingLine:
     def __iter__(self) -> Iterator[Request]:
         return iter([request for _, _, request in self._line])
 
+    def first(self) -> Request | None:
+        return self._line[0][2] if self._line else None
+
     def in_order(self) -> Iterator[Request]:
         """The line as it stands, read lazily: stop before changing it."""
         return (request for _, _, request in self._line)

@@ -8,6 +8,7 @@ Two passes may be in flight: pass k+1 is planned while k computes. So a plan cou
 preempted meanwhile are still taken: they are right, only their KV is gone.
 """
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ from shoal.core.request import Reason, Request, State
 from shoal.errors import BadRequest, EngineError
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Admission, Limits
-from shoal.sched.batching import Batching
+from shoal.sched.batching import Batching, Door
+from shoal.sched.layout import Layout
 from shoal.sched.memory import Memory
 from shoal.sched.ordering import Order
 from shoal.sched.preempt import Preempt
@@ -33,6 +35,7 @@ class Policies:
     """One choice per axis."""
 
     batching: Batching
+    layout: Layout
     prefill: Prefill
     memory: Memory
     order: Order
@@ -43,13 +46,17 @@ class Draft:
     """A plan in the making: who computes how many positions, as long as things may still change."""
 
     def __init__(self, budget: int) -> None:
-        self.left = budget
+        self.left = budget  # below 0 if a prompt had to be taken whole
         self.takes: dict[Request, int] = {}
         self.starting: dict[Request, None] = {}
+        self.prompts = 0
+        self.decodes = 0
 
-    def add(self, request: Request, count: int) -> None:
+    def add(self, request: Request, count: int, prompt: bool) -> None:
         self.takes[request] = count
         self.left -= count
+        self.prompts += prompt
+        self.decodes += not prompt
 
     def remove(self, request: Request) -> None:
         """It lost its blocks after all."""
@@ -86,6 +93,10 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._between = PassEvents(step=-1)  # what happened since the last record was handed out
+        self.more_coming = False  # the driver knows of requests that are still to arrive
+        self._inside: set[Request] = set()  # grouped batching: members of the group that have not ended
+        self._held_back = PassEvents(step=-1)  # … and what they will be told when it ends
+        self._dead = 0  # rows of the rectangle whose request has ended
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -124,35 +135,59 @@ class Scheduler:
     def plan(self, now_s: float) -> StepPlan | None:
         """The next pass, or None if there is nothing to compute before another pass comes back."""
         events = PassEvents(self._step, planned_s=now_s, budget_tokens=self.limits.max_num_batched_tokens)
-        draft = Draft(self.limits.max_num_batched_tokens)
-        self._carry_on(draft, events)
-        if not events.preempted:  # who just lost blocks must not see newcomers take them
+        # a group is taken whole: the budget is for those who come one by one
+        draft = Draft(sys.maxsize if self.policies.batching.grouped else self.limits.max_num_batched_tokens)
+        if self.policies.prefill.alone:
+            self._more_of_prompts(draft, events)
             self._admit(draft, events, now_s)
+            if not draft.takes:
+                self._decode(draft, events)
+        else:
+            self._decode(draft, events)
+            self._more_of_prompts(draft, events)
+            if not events.preempted:  # who just lost blocks must not see newcomers take them
+                self._admit(draft, events, now_s)
         if not draft.takes:
             self._between.preempted += events.preempted
             return None
         return self._freeze(draft, events)
 
-    def _carry_on(self, draft: Draft, events: PassEvents) -> None:
-        """Those who run: decodes first, then more of the prompts. Hot: once per running request and pass."""
-        prompts = []
+    def wake_s(self, now_s: float) -> float | None:
+        """When to plan again although nothing has happened; None: not before something does."""
+        return self.policies.batching.wake_s(self._door(now_s))
+
+    def _door(self, now_s: float) -> Door:
+        first = self.waiting.first()
+        return Door(
+            now_s,
+            self.limits.max_num_seqs - len(self.running),
+            len(self._inside),
+            len(self.waiting),
+            first.arrived_s if first else now_s,
+            self.more_coming,
+        )
+
+    def _decode(self, draft: Draft, events: PassEvents) -> None:
+        """Those who run and need one position. Hot: once per running request and pass."""
         takes = draft.takes
         for request in list(self.running):
-            need = request.need()
-            if need == 1 and draft.left:
+            if request.need() == 1 and draft.left > 0:
                 if request.state is State.RUNNING and request.planned < request.holding.capacity:
                     takes[request] = 1  # as draft.add, without the call
                     draft.left -= 1
+                    draft.decodes += 1
                 else:
                     self._give(draft, events, request, 1)
-            elif need:
-                prompts.append(request)
+
+    def _more_of_prompts(self, draft: Draft, events: PassEvents) -> None:
+        """Those who run and need more than one."""
+        prompts = [request for request in self.running if request.need() > 1]
         prompts.sort(key=self.policies.order.key)
         for request in prompts:
-            if not draft.left:
+            if draft.left <= 0:
                 break
             if request.state is State.RUNNING:
-                count = self.policies.prefill.take(request.need(), draft.left)
+                count = self.policies.prefill.take(request.need(), draft.left, not draft.prompts)
                 if count:
                     self._give(draft, events, request, count)
 
@@ -165,7 +200,7 @@ class Scheduler:
             self._preempt(victim, draft, events)
             if victim is request:
                 return
-        draft.add(request, count)
+        draft.add(request, count, prompt=count > 1)
 
     def _preempt(self, victim: Request, draft: Draft, events: PassEvents) -> None:
         draft.remove(victim)
@@ -179,14 +214,17 @@ class Scheduler:
 
     def _admit(self, draft: Draft, events: PassEvents, now_s: float) -> None:
         """Those who wait, in order; when one does not fit, nobody overtakes it."""
-        room = self.policies.batching.may_join(len(self.running), self.limits.max_num_seqs)
+        free = self.limits.max_num_seqs - len(self.running)
+        room = self.policies.batching.may_join(self._door(now_s)) if self.waiting else 0
         chosen: list[Request] = []
         for request in self.waiting.in_order():
-            if len(chosen) >= room or not draft.left or not self.rows.free:
+            joins = request.preemptions > 0  # it was inside before: batching has nothing to say
+            if not free or not (room > 0 or joins) or draft.left <= 0 or not self.rows.free:
                 break
+            free -= 1
+            room -= not joins
             if request.pending or (request.group and request.group.must_wait(request, self.kv.block_size)):
-                room -= 1  # its last token, or its leader's blocks, are still on the way: keep its place
-                continue
+                continue  # its last token, or its leader's blocks, are still on the way: keep its place
             if not self._start(draft, request):
                 break
             chosen.append(request)
@@ -204,7 +242,7 @@ class Scheduler:
         if holding is None:
             return False
         hit = holding.published * self.kv.block_size
-        count = self.policies.prefill.take(len(request.tokens) - hit, draft.left)
+        count = self.policies.prefill.take(len(request.tokens) - hit, draft.left, not draft.prompts)
         if not count:
             self.kv.release(holding)
             return False
@@ -219,8 +257,11 @@ class Scheduler:
             request.group.leader = request
         request.move(State.RUNNING)
         self.running[request] = None
+        if self.policies.batching.grouped:
+            self._inside.add(request)
+        self._dead = max(0, self._dead - 1)  # it takes a dead row's place
         draft.starting[request] = None
-        draft.add(request, count)
+        draft.add(request, count, prompt=True)
         return True
 
     def _salt(self, request: Request) -> str | None:
@@ -256,6 +297,8 @@ class Scheduler:
             request.pending += sampling
             request.last_step = step
         generations = [request.generation for request in requests]
+        width = self.policies.layout.width(counts)
+        dead = self._dead_rows(draft) if width and draft.decodes else 0
         plan = StepPlan(
             step,
             starting,
@@ -266,13 +309,22 @@ class Scheduler:
             np.array(counts, dtype=np.int64),
             np.array(samples, dtype=np.bool_),
             np.array(tokens, dtype=np.int64),
+            width=width,
+            dead=dead,
         )
+        events.dead_rows = dead
         events.scheduled_ids = [request.id for request in requests]
         events.scheduled_starts, events.scheduled_counts = starts, counts
         events.computed_tokens = len(tokens)
         self.flights.append(Flight(plan, requests, generations, ends, samples, events))
         self._step += 1
         return plan
+
+    def _dead_rows(self, draft: Draft) -> int:
+        """Rows that are computed for nobody: of those who have ended, or whose last token is on the way."""
+        if not self.policies.layout.keeps_dead:
+            return 0
+        return self._dead + sum(request not in draft.takes and request.need() == 0 for request in self.running)
 
     def _row_start(self, request: Request) -> RowStart:
         request.blocks_sent = len(request.holding.blocks)
@@ -296,12 +348,14 @@ class Scheduler:
         flight = self.flights.popleft()
         self._check_result(flight.plan, result)
         events = flight.events
+        events.padded_tokens, events.busy_s = result.padded, result.busy_s
+        out = self._held_back if self.policies.batching.grouped else events
         failed, logprobs = dict(result.failures), dict(result.logprobs)
         tokens = result.tokens.tolist()
         size = self.kv.block_size
         for place, first, values in result.prompt_logprobs:
             if flight.requests[place].state is not State.FINISHED:
-                events.prompt_logprobs[flight.requests[place].id] = (first, values)
+                out.prompt_logprobs[flight.requests[place].id] = (first, values)
         number = -1  # of the sampling row
         for request, generation, end, sampling in zip(
             flight.requests, flight.generations, flight.ends, flight.samples, strict=True
@@ -315,11 +369,11 @@ class Scheduler:
             if sampling:
                 request.pending -= 1
                 if number in failed:
-                    self._end(request, Reason.ERROR, events, error=failed[number])
+                    self._end(request, Reason.ERROR, out, error=failed[number])
                     continue
                 if number in logprobs:
-                    events.logprobs[request.id, request.outputs] = logprobs[number]
-                self._append(request, tokens[number], events)
+                    out.logprobs[request.id, request.outputs] = logprobs[number]
+                self._append(request, tokens[number], out)
             if alive and request.holding is not None and end // size > request.holding.published:
                 self.kv.publish(request.holding, request.tokens, end)
         self.rows.committed(flight.plan.step)
@@ -368,9 +422,13 @@ class Scheduler:
             request.holding = None
             del self.running[request]
             self._leave_row(request)
+            self._dead = self._dead + 1 if self.running else 0
         else:
             self.waiting.remove(request, self.policies.order.key(request))
         request.move(State.FINISHED)
+        self._inside.discard(request)
+        if reason in (Reason.STOP, Reason.LENGTH):
+            self.policies.memory.learn(request)
         request.reason, request.error = reason, error
         del self.requests[request.id]
         events.finished.append(
@@ -393,10 +451,10 @@ class Scheduler:
     def _seal(self, events: PassEvents, now_s: float) -> PassEvents:
         """Add what happened between passes and the gauges."""
         between, self._between = self._between, PassEvents(step=-1)
-        events.arrived += between.arrived
-        events.rejected += between.rejected
-        events.preempted += between.preempted
-        events.finished += between.finished
+        events.add(between)
+        if not self._inside and (self._held_back.owners or self._held_back.finished):  # the group has ended
+            held, self._held_back = self._held_back, PassEvents(step=-1)
+            events.add(held)
         events.committed_s = now_s
         events.running, events.waiting = len(self.running), len(self.waiting)
         pool = self.kv.pool

@@ -6,6 +6,7 @@ gamma     bursts: gaps with a coefficient of variation above 1 (below 1: more ev
 closed    a fixed number of users, each asking again when answered (times are 0; the driver holds them back)
 """
 
+import math
 import random
 from dataclasses import replace
 
@@ -14,8 +15,8 @@ from shoal.workload.traces import TraceRequest
 
 
 def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise BadConfig(f"{name} must be above 0, not {value}")
+    if not 0 < value < math.inf:
+        raise BadConfig(f"{name} must be a number above 0, not {value}")
 
 
 def replay(requests: list[TraceRequest], time_scale: float = 1.0) -> list[TraceRequest]:
@@ -27,7 +28,7 @@ def replay(requests: list[TraceRequest], time_scale: float = 1.0) -> list[TraceR
 def replay_at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
     """The trace's own pattern of arrivals, squeezed or stretched to a mean rate in requests per second."""
     _positive("rate", rate)
-    span_s = requests[-1].at_s
+    span_s = max((request.at_s for request in requests), default=0.0)
     if span_s <= 0:
         raise BadConfig("this trace has no arrival times to replay; use Poisson arrivals")
     return replay(requests, (len(requests) - 1) / rate / span_s)

@@ -22,7 +22,7 @@ class Lengths:
 def read_lengths(path: str | Path) -> list[Lengths]:
     """A JSON list of [prompt, output] pairs, or an object that has one under "requests" or "lengths"."""
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise BadConfig(f"cannot read the workload {path}: {error.strerror}") from error
     except ValueError as error:

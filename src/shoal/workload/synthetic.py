@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.core.names import pick
 from shoal.workload.traces import TraceRequest
 
 QUANTILES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
@@ -52,7 +53,7 @@ def at_quantile(table: Sequence[int], u: float) -> int:
 
 def draw_lengths(name: str, count: int, seed: int = 0) -> list[TraceRequest]:
     """So many requests with lengths like the trace's, all arriving at 0."""
-    table, source = TABLES[name], random.Random(seed)
+    table, source = pick(TABLES, name, "length table"), random.Random(seed)
     return [
         TraceRequest(0.0, at_quantile(table.prompt, source.random()), at_quantile(table.output, source.random()))
         for _ in range(count)

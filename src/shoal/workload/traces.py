@@ -14,9 +14,11 @@ by its columns. Owns formats and their errors. Knows no engine.
 import csv
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +29,59 @@ MOONCAKE_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. Equal leading `prefix` ids mean equal leading blocks of `prefix_block` tokens."""
+    """One request of a trace. Equal leading `prefix` ids mean equal leading blocks of `prefix_block` tokens.
+
+    Scaling may leave a fraction of a token in a block; then block k ends at round((k + 1) * prefix_block).
+    """
 
     at_s: float
     prompt: int
     output: int
     prefix: tuple[int, ...] = ()
-    prefix_block: int = 0
+    prefix_block: float = 0
 
 
 Row = Mapping[str, Any]
 
 
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"{value!r} is not a time")
+    return seconds
+
+
+def _tokens(value: Any) -> int:
+    tokens = float(value)
+    if not tokens.is_integer() or tokens < 0:
+        raise ValueError(f"{value!r} is not a number of tokens")
+    return int(tokens)
+
+
 def _own(row: Row) -> TraceRequest:
-    return TraceRequest(float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["output_tokens"]))
+    return TraceRequest(_seconds(row["arrival_s"]), _tokens(row["prompt_tokens"]), _tokens(row["output_tokens"]))
 
 
 def _azure(row: Row) -> TraceRequest:
-    at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # seven digits of a second are one too many
-    return TraceRequest(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+    at = datetime.fromisoformat(row["TIMESTAMP"])  # drops the seventh digit of a second by itself
+    at = at.replace(tzinfo=at.tzinfo or UTC)  # not the reader's zone: a trace has no clock changes
+    return TraceRequest(at.timestamp(), _tokens(row["ContextTokens"]), _tokens(row["GeneratedTokens"]))
 
 
 def _burstgpt(row: Row) -> TraceRequest:
-    return TraceRequest(float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]))
+    return TraceRequest(_seconds(row["Timestamp"]), _tokens(row["Request tokens"]), _tokens(row["Response tokens"]))
 
 
 def _mooncake(row: Row) -> TraceRequest:
-    ids = tuple(int(one) for one in row.get("hash_ids", ()))
-    return TraceRequest(
-        float(row["timestamp"]) / 1000, int(row["input_length"]), int(row["output_length"]), ids, MOONCAKE_BLOCK
+    ids = row.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise ValueError("hash_ids must be a list of whole numbers")
+    at_s, prompt, output = (
+        _seconds(row["timestamp"]) / 1000,
+        _tokens(row["input_length"]),
+        _tokens(row["output_length"]),
     )
+    return TraceRequest(at_s, prompt, output, tuple(ids), MOONCAKE_BLOCK if ids else 0)
 
 
 FORMATS: dict[str, tuple[frozenset[str], Callable[[Row], TraceRequest]]] = {
@@ -72,13 +97,15 @@ def read_trace(path: str | Path, most: int | None = None) -> list[TraceRequest]:
     path = Path(path)
     found: list[TraceRequest] = []
     parse: Callable[[Row], TraceRequest] | None = None
-    for number, row in enumerate(_rows(path), start=1):
+    for line, row in _rows(path):
         if parse is None:
             parse = _format_of(path, row)
         try:
             request = parse(row)
-        except (ValueError, TypeError, KeyError) as error:
-            raise BadConfig(f"{path}: request {number} cannot be read: {error}") from error
+        except KeyError as error:
+            raise BadConfig(f"{path}: line {line} has no {error}") from error
+        except (ValueError, TypeError) as error:
+            raise BadConfig(f"{path}: line {line} cannot be read: {error}") from error
         if request.prompt > 0 and request.output > 0:  # BurstGPT marks failed requests with 0
             found.append(request)
     if not found:
@@ -95,18 +122,34 @@ def _format_of(path: Path, row: Row) -> Callable[[Row], TraceRequest]:
     raise BadConfig(f"{path} has columns {', '.join(map(str, row))}, which are no known trace format; known: {known}")
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """(line, row) of every row."""
+    if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
+        for number, line in enumerate(_lines(path), start=1):
+            if line.strip():
+                yield number, _json_row(path, number, line)
+        return
+    table = csv.DictReader(_lines(path))
+    try:
+        for row in table:
+            if None in row:
+                raise BadConfig(f"{path}: line {table.line_num} has more fields than the first line has names")
+            yield table.line_num, row
+    except csv.Error as error:
+        raise BadConfig(f"{path}: line {table.line_num} is not CSV: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    number = 0
     try:
         opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8-sig") as text:
-            if ".jsonl" in path.suffixes or ".json" in path.suffixes:
-                for number, line in enumerate(text, start=1):
-                    if line.strip():
-                        yield _json_row(path, number, line)
-            else:
-                yield from csv.DictReader(text)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise BadConfig(f"cannot read the trace {path}: {error}") from error
+        with opened(path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise BadConfig(f"{path}: line {number} is not UTF-8: {error.reason}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadConfig(f"cannot read the trace {path} after line {number}: {error}") from error
 
 
 def _json_row(path: Path, number: int, line: str) -> Row:
@@ -136,6 +179,9 @@ def fit(
     >>> fit([TraceRequest(0, 1000, 100)], scale=0.1, max_prompt=64).requests[0]
     TraceRequest(at_s=0, prompt=64, output=10, prefix=(), prefix_block=0)
     """
+    for name, value in (("scale", scale), ("max_prompt", max_prompt), ("max_output", max_output)):
+        if value is not None and not 0 < value < math.inf:
+            raise BadConfig(f"{name} must be above 0, not {value}")
     fitted, capped = [], 0
     for request in requests:
         prompt, output = max(1, round(request.prompt * scale)), max(1, round(request.output * scale))
@@ -146,7 +192,7 @@ def fit(
                 request,
                 prompt=min(prompt, max_prompt or prompt),
                 output=min(output, max_output or output),
-                prefix_block=max(1, round(request.prefix_block * scale)) if request.prefix else 0,
+                prefix_block=request.prefix_block * scale if request.prefix else 0,
             )
         )
     return Fitted(fitted, scale, capped / max(len(requests), 1))

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from shoal.kernels import Batch
+from shoal.kernels.padded import padded_attention
 
 PIECE_TOKENS = 64
 IS_ARM = platform.machine() in ("aarch64", "arm64")
@@ -105,6 +106,8 @@ class CpuOps:
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """All decode rows together, then each longer stretch of queries by itself."""
+        if batch.width:
+            return padded_attention(q, k_cache, v_cache, batch, scale, window)
         cut = self._cut_for(batch, window)
         if not cut.stretches and len(cut.decode_rows) == q.shape[0]:
             return _attend_pieces(q, k_cache, v_cache, cut, scale).to(q.dtype)

@@ -1,0 +1,165 @@
+"""Ink: the colours, labels and frames that all plots share, and how a figure becomes a file.
+
+Knows matplotlib and the looks of things. Does not know what the numbers mean. Nothing here touches pyplot or changes a
+global setting for longer than one save; matplotlib is loaded by the first figure, not by the import.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#404040")
+LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)))
+MARKERS = "osD^vPX"
+# Known presets have their ink for good, so that two reports can be laid side by side. Group batching comes out dashed.
+KNOWN = ("shoal", "vllm", "sglang", "sarathi", "tgi", "orca", "lmdeploy")
+KNOWN_DASHED = ("transformers", "fastertransformer", "classic-dynamic", "trtllm-no-evict", "trtllm-max-utilization")
+
+PROMPT_INK, DECODE_INK, AGAIN_INK, WASTE_INK = "#E69F00", "#0072B2", "#CC3311", "#8C8C8C"
+TEXT, SOFT, PALE = "#262626", "#6B6B6B", "#E3E8EE"
+WIDE_IN = 12.0
+LONGEST_LABEL = 26
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one preset is drawn, in every plot."""
+
+    colour: str
+    line: Any
+    marker: str
+
+    def as_line(self) -> dict[str, Any]:
+        return {"color": self.colour, "linestyle": self.line, "linewidth": 1.7}
+
+    def as_points(self) -> dict[str, Any]:
+        return {**self.as_line(), "marker": self.marker, "markersize": 5.5, "markeredgecolor": "white"}
+
+
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """A style for each name: its own if the name is known, else the next one free.
+
+    >>> styles(["mine", "vllm"])["vllm"].colour
+    '#0072B2'
+    """
+    table = [Style(colour, line, mark) for line in LINES for colour, mark in zip(COLOURS, MARKERS, strict=True)]
+    known = dict(zip(KNOWN + KNOWN_DASHED, table, strict=False))
+    wanted = list(dict.fromkeys(names))
+    free = [style for name, style in known.items() if name not in wanted]
+    spare = table[len(known) :] + free
+    strangers = [name for name in wanted if name not in known]
+    return {name: known[name] if name in known else spare[strangers.index(name) % len(spare)] for name in wanted}
+
+
+def words(text: object, longest: int = LONGEST_LABEL) -> str:
+    """Text that no plot trips over: nothing unprintable, no mathematics, not too long, not hidden from the legend.
+
+    >>> words("a$b$" + "c" * 99, longest=8)
+    'a\\\\$b\\\\$ccc…'
+    """
+    plain = "".join(one if one.isprintable() and ord(one) < 0x250 else "?" for one in str(text))
+    cut = plain if len(plain) <= longest else plain[: longest - 1] + "…"
+    return (" " if cut.startswith("_") else "") + cut.replace("$", r"\$")
+
+
+def sheet(title: str, tall_in: float) -> "Figure":
+    """An empty figure under a title that says what to see."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDE_IN, tall_in), layout="constrained", facecolor="white")
+    figure.suptitle(title, x=0.008, ha="left", fontsize=13, fontweight="bold", color=TEXT)
+    return figure
+
+
+def panels(figure: "Figure", rows: int, columns: int, **share: Any) -> "list[Axes]":
+    """Its axes, row by row, in the house style."""
+    axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.spines[["left", "bottom"]].set_color("#B0B0B0")
+        one.tick_params(labelsize=8.5, labelcolor=TEXT, color="#B0B0B0")
+        one.grid(color="#E6E6E6", linewidth=0.7)
+        one.set_axisbelow(True)
+    return axes
+
+
+def small_multiples(figure: "Figure", count: int, **share: Any) -> "list[Axes]":
+    """One panel for each of `count`, in one column or two, the same axes for all; those left over are taken away."""
+    columns = 1 if count <= 3 else 2
+    axes = panels(figure, math.ceil(max(count, 1) / columns), columns, sharex=True, **share)
+    for one in axes[max(count, 1) :]:
+        one.set_axis_off()
+    if len(axes) > count > 1:  # the panel above the gap has to carry the numbers of its column
+        axes[count - columns].tick_params(labelbottom=True)
+    return axes[: max(count, 1)]
+
+
+def label(axes: "Axes", x: str, y: str, title: str = "") -> None:
+    axes.set_xlabel(x, fontsize=9.5, color=TEXT)
+    axes.set_ylabel(y, fontsize=9.5, color=TEXT)
+    if title:
+        axes.set_title(title, fontsize=10.5, loc="left", color=TEXT)
+
+
+def head(axes: "Axes", name: str, remark: str) -> None:
+    """Title of a small panel: the name at the left, what to know about it at the right."""
+    axes.set_title(name, fontsize=9.5, fontweight="bold", loc="left", color=TEXT, pad=4)
+    axes.set_title(remark, fontsize=8.5, loc="right", color=SOFT, pad=4)
+
+
+def say(axes: "Axes", text: str) -> None:
+    """Instead of a plot without data."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9.5, color=SOFT)
+
+
+def legend(figure: "Figure", handles: Sequence[Any], names: Sequence[str]) -> None:
+    """Below everything, in as many columns as the longest name allows."""
+    if not handles:
+        return
+    columns = max(1, min(len(handles), 7, 120 // (max(len(name) for name in names) + 6)))
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=columns, fontsize=9, frameon=False, handlelength=2.8
+    )
+
+
+def swatches(kinds: Iterable[tuple[str, str, bool]]) -> tuple[list[Any], list[str]]:
+    """Handles and names for a legend of areas: (name, colour, whether hatched)."""
+    from matplotlib.patches import Patch
+
+    wanted = list(kinds)
+    return [Patch(**area(colour, waste)) for _, colour, waste in wanted], [name for name, _, _ in wanted]
+
+
+def area(colour: str, waste: bool) -> dict[str, Any]:
+    """How an area is filled. Hatched grey is waste, in every plot."""
+    if not waste:
+        return {"facecolor": colour, "edgecolor": "none", "linewidth": 0}
+    return {"facecolor": "#EDEDED", "edgecolor": WASTE_INK, "hatch": "//////", "linewidth": 0}
+
+
+def boxes(axes: "Axes", where: Sequence[tuple[float, float, float, float]], **looks: Any) -> None:
+    """Many rectangles at once: (left, bottom, width, height)."""
+    from matplotlib.collections import PolyCollection
+
+    corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in where]
+    if corners:
+        axes.add_collection(PolyCollection(corners, **looks))
+
+
+def save(figure: "Figure", folder: Path, name: str) -> Path:
+    """Write name.svg and name.png; answer where the SVG is. The same figure gives the same bytes."""
+    import matplotlib
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shoal", "hatch.linewidth": 0.6}):
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(path.with_suffix(".png"), format="png", dpi=110, metadata={"Software": None})
+    return path

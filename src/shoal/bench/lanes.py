@@ -1,0 +1,87 @@
+"""The batch as lanes: for each request, what was computed for it and when, and what was computed for nobody.
+
+Knows records only. Does not know how lanes are painted.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shoal.bench.record import PassRecord, RequestRecord, RunRecord
+
+PROMPT, DECODE, AGAIN, PAD = "prompt", "decode", "again", "pad"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of time in one lane. Its length is the work: a row with 1 of 100 columns is busy for 1% of its pass."""
+
+    kind: str
+    from_s: float
+    to_s: float
+
+
+@dataclass(slots=True)
+class Lane:
+    """One request, from its arrival to the moment its reader had everything."""
+
+    request: RequestRecord
+    pieces: list[Piece] = field(default_factory=list)
+
+    def add(self, kind: str, from_s: float, to_s: float, near_s: float) -> None:
+        """Append, or lengthen the last piece if it is of this kind and ended just now."""
+        if to_s <= from_s:
+            return
+        last = self.pieces[-1] if self.pieces else None
+        if last is not None and last.kind == kind and from_s - last.to_s <= near_s:
+            self.pieces[-1] = Piece(kind, last.from_s, to_s)
+        else:
+            self.pieces.append(Piece(kind, from_s, to_s))
+
+
+def spans(passes: Sequence[PassRecord]) -> Iterator[tuple[float, float, PassRecord]]:
+    """(from, to, pass): with two passes in flight one is planned while the last computes, so it starts when that ends."""
+    before_s = 0.0
+    for one in passes:
+        yield max(one.planned_s, min(before_s, one.committed_s)), one.committed_s, one
+        before_s = one.committed_s
+
+
+def rectangle_width(one: PassRecord) -> int:
+    """Columns of the pass's rectangle; 0 if the padding counted is too little for there to be one."""
+    width = max((count for _, _, count in one.rows), default=0)
+    missing = sum(width - count for _, _, count in one.rows)
+    return width if one.padded and one.padded >= missing else 0
+
+
+def lanes(run: RunRecord, count: int, near_s: float = 0.0) -> list[Lane]:
+    """Lanes of the first `count` requests to arrive. Pieces of a kind less than near_s apart become one.
+
+    A pass tells how many rows of its rectangle were dead, not whose: here they are those of the last who ended.
+    """
+    first = sorted(range(len(run.requests)), key=lambda number: run.requests[number].arrived_s)[:count]
+    shown = {number: Lane(run.requests[number]) for number in first}
+    last_pass = {number: index for index, one in enumerate(run.passes) for number, _, _ in one.rows}
+    computed: dict[int, int] = defaultdict(int)
+    ended: list[int] = []
+    for index, (from_s, to_s, one) in enumerate(spans(run.passes)):
+        for number in ended[len(ended) - one.dead_rows :] if one.dead_rows else ():
+            if number in shown:
+                shown[number].add(PAD, from_s, to_s, near_s)
+        width = rectangle_width(one)
+        for number, position, positions in one.rows:
+            if number in shown:
+                kind = kind_of(run.requests[number], position, computed[number])
+                until_s = from_s + (to_s - from_s) * (positions / width if width else 1)
+                shown[number].add(kind, from_s, until_s, near_s)
+                shown[number].add(PAD, until_s, to_s, near_s)
+            computed[number] = max(computed[number], position + positions)
+        ended += [number for number, _, _ in one.rows if last_pass[number] == index]
+    return list(shown.values())
+
+
+def kind_of(request: RequestRecord, position: int, computed: int) -> str:
+    """What it means to compute this request from `position` on."""
+    if position < computed:
+        return AGAIN
+    return PROMPT if position < request.prompt else DECODE

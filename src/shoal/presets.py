@@ -1,0 +1,97 @@
+"""Presets: how known systems batch, as settings of this engine.
+
+Each sets axes only, so that all run on the same model code, kernels and hardware: what differs is what is scheduled.
+`differs` says in one line where the preset is not the original. Knows names and values, nothing else.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings of EngineConfig by name."""
+
+    settings: dict[str, Any]
+    does: str
+    differs: str
+
+
+def _preset(does: str, differs: str, **settings: Any) -> Preset:
+    return Preset(settings, does, differs)
+
+
+PRESETS: dict[str, Preset] = {
+    "transformers": _preset(
+        "plain padded generate: a fixed group, padded to the longest, answered when the slowest ends",
+        "runs out of KV by recomputing a request where the original would run out of memory",
+        batching="static", layout="padded", prefill="inline", memory="ondemand", when_short="recompute",
+        prefix_caching=False, watermark=0.0, depth=1,
+    ),
+    "fastertransformer": _preset(
+        "a fixed group, padded, with room for the longest answer set aside",
+        "the original leaves the padding of prompts out of its linear layers",
+        batching="static", layout="padded", prefill="inline", memory="reserve", when_short="wait",
+        prefix_caching=False, depth=2,
+    ),
+    "classic-dynamic": _preset(
+        "a model server's dynamic batcher: a group closes by size or by a time window",
+        "the group is one batch of sequences; classic servers batch any tensors",
+        batching="dynamic", layout="padded", prefill="inline", memory="reserve", when_short="wait",
+        prefix_caching=False, depth=1,
+    ),
+    "orca": _preset(
+        "iteration-level batching, whole prompts beside decodes, room for max_tokens set aside",
+        "attention is one ragged kernel here; the original batches all but attention",
+        batching="continuous", layout="ragged", prefill="inline", memory="reserve", when_short="wait",
+        prefix_caching=False, depth=1,
+    ),
+    "tgi": _preset(
+        "decodes pause while new prompts are computed; room for the worst case set aside",
+        "the original also limits how often waiting prompts may interrupt the decodes",
+        batching="continuous", layout="ragged", prefill="exclusive", memory="reserve", when_short="wait",
+        prefix_caching=True, depth=1,
+    ),
+    "vllm": _preset(
+        "paged KV on demand, chunked prefill, the newest is recomputed when blocks run out",
+        "the original's prefix cache hashes with other functions; scheduling is the same idea",
+        batching="continuous", layout="ragged", prefill="chunked", memory="ondemand", when_short="recompute",
+        prefix_caching=True, watermark=0.0, depth=2,
+    ),
+    "sglang": _preset(
+        "predicted reservation, prompts in passes of their own, retraction when the prediction was short",
+        "the prediction is a learned quantile of output lengths; the original adapts one ratio for all",
+        batching="continuous", layout="ragged", prefill="exclusive", memory="predict", when_short="recompute",
+        prefix_caching=True, depth=2,
+    ),
+    "trtllm-no-evict": _preset(
+        "GUARANTEED_NO_EVICT: a request starts only if its worst case fits",
+        "context chunking is off here",
+        batching="continuous", layout="ragged", prefill="inline", memory="reserve", when_short="wait",
+        prefix_caching=True, depth=2,
+    ),
+    "trtllm-max-utilization": _preset(
+        "MAX_UTILIZATION: as many as fit now, pausing some when KV runs out",
+        "context chunking is off here; paused requests are recomputed",
+        batching="continuous", layout="ragged", prefill="inline", memory="ondemand", when_short="recompute",
+        prefix_caching=True, watermark=0.0, depth=2,
+    ),
+    "lmdeploy": _preset(
+        "a persistent batch that admits at once and evicts when blocks run out, prompts apart from decodes",
+        "the original evicts the least recently used; here the newest gives way",
+        batching="continuous", layout="ragged", prefill="exclusive", memory="ondemand", when_short="recompute",
+        prefix_caching=False, watermark=0.0, depth=1,
+    ),
+    "sarathi": _preset(
+        "stall-free: small prompt chunks beside decodes, so that every pass takes about as long",
+        "the chunk is fixed; the original derives it from a latency target",
+        batching="continuous", layout="ragged", prefill="chunked", memory="ondemand", when_short="recompute",
+        prefix_caching=False, watermark=0.0, chunk_tokens=64, depth=1,
+    ),
+    "shoal": _preset(
+        "chunked prefill, paged KV on demand with a little kept free, prefix cache, two passes in flight",
+        "this is the original",
+        batching="continuous", layout="ragged", prefill="chunked", memory="ondemand", when_short="recompute",
+        prefix_caching=True, watermark=0.01, depth=2,
+    ),
+}  # fmt: skip
