@@ -15,12 +15,12 @@ from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan, StepResult
 from shoal.core.request import Logprobs, Request
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits
-from shoal.sched.batching import Continuous
-from shoal.sched.layout import Ragged
-from shoal.sched.memory import OnDemand
+from shoal.sched.batching import Continuous, Dynamic, Static
+from shoal.sched.layout import LAYOUT
+from shoal.sched.memory import OnDemand, Predict, Reserve
 from shoal.sched.ordering import Fcfs
-from shoal.sched.preempt import Recompute
-from shoal.sched.prefill import Chunked
+from shoal.sched.preempt import Recompute, Wait
+from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
 
 VOCAB = 50
@@ -115,6 +115,7 @@ class FakeExecutor:
             np.array(tokens, dtype=np.int64),
             tuple(logprobs),
             tuple(prompt_logprobs),
+            padded=(len(plan.rows) + plan.dead) * plan.width - len(plan.tokens) if plan.width else 0,
         )
 
     def _read(self, row: int, count: int) -> list[int]:
@@ -138,10 +139,30 @@ def make_scheduler(
     max_num_batched_tokens: int = 16,
     chunk_tokens: int = 0,
     watermark: float = 0.01,
+    batching: str = "continuous",
+    group_size: int = 3,
+    window_s: float = 2.0,
+    layout: str = "ragged",
+    prefill: str = "chunked",
+    memory: str = "ondemand",
+    quantile: float = 0.5,
     kind: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, VOCAB)
-    policies = Policies(Continuous(), Ragged(), Chunked(chunk_tokens), OnDemand(watermark), Fcfs(), Recompute())
+    batchings = {
+        "continuous": Continuous,
+        "static": lambda: Static(group_size),
+        "dynamic": lambda: Dynamic(group_size, window_s),
+    }
+    memories = {"ondemand": lambda: OnDemand(watermark), "reserve": Reserve, "predict": lambda: Predict(quantile)}
+    policies = Policies(
+        batchings[batching](),
+        LAYOUT[layout](),
+        PREFILL[prefill](chunk_tokens),
+        memories[memory](),
+        Fcfs(),
+        Wait() if memory == "reserve" else Recompute(),
+    )
     return kind(limits, KVManager(blocks, block_size, keep), policies)
 
 

@@ -29,10 +29,11 @@ ARROWS: dict[str, set[str]] = {
     "models": {"kernels", "core"},
     "runner": {"models", "kernels", "core"},
     "workload": {"core"},
-    "bench": {"engine", "workload", "models", "core"},
+    "bench": {"engine", "workload", "models", "presets", "core"},
     "build": {"config", "core", "kv", "sched", "engine", "files", "text", "kernels", "models", "runner", "workload"},
     "llm": {"build", "config", "core", "text"},
-    "cli": {"build", "config", "core", "llm", "bench", "workload", ""},
+    "cli": {"build", "config", "core", "engine", "runner", "llm", "bench", "workload", "presets", ""},
+    "__main__": {"cli"},
     "": {"config", "core", "llm"},
 }
 # library → rooms that may load it
@@ -46,6 +47,9 @@ LIBRARIES: dict[str, set[str]] = {
     "safetensors": {"runner"},
     "tokenizers": {"text"},
     "jinja2": {"text"},
+    "aiohttp": {"bench"},
+    "yarl": {"bench"},
+    "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
 WITHOUT_CLOCK = {"kv", "sched", "core", "config", "models", "kernels"}

@@ -42,6 +42,18 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """A model in memory, on which engines of any settings can be built."""
+
+    files: ModelFiles
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: str
+    model: Model
+    tokenizer: Tokenizer | None
+
+
+@dataclass(frozen=True)
 class Built:
     """A loop ready to turn, and what its users must know about the model."""
 
@@ -60,6 +72,11 @@ class Built:
 
 def build(config: EngineConfig, clock: Clock | None = None, progress: bool = False) -> Built:
     """Everything that serves one model in this process."""
+    return assemble(load(config, progress), config, clock)
+
+
+def load(config: EngineConfig, progress: bool = False) -> Loaded:
+    """The model: files, tokenizer and weights."""
     if config.threads:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
@@ -70,24 +87,30 @@ def build(config: EngineConfig, clock: Clock | None = None, progress: bool = Fal
         check_vocabulary(tokenizer, spec.vocab_size)
     dtype = pick_dtype(config.dtype, spec, device)
     model = load_model(config, files, spec, dtype, device, progress)
+    return Loaded(files, spec, dtype, device, model, tokenizer)
+
+
+def assemble(loaded: Loaded, config: EngineConfig, clock: Clock | None = None) -> Built:
+    """An engine over a loaded model."""
+    spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
     blocks = kv_blocks(config, spec, dtype)
     limits = make_limits(config, spec, blocks * config.block_size)
     scheduler = make_scheduler(config, limits, blocks)
     store = KVStore(spec, blocks, config.block_size, dtype, device)
-    runner = Runner(model, store, scheduler.rows.count, limits.max_model_len, device)
+    runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
     loop = EngineLoop(
         Engine(scheduler), ThreadedExecutor(runner), clock or WallClock(), depth=config.depth, check=config.check
     )
     return Built(
         config=config,
-        files=files,
+        files=loaded.files,
         spec=spec,
         dtype=dtype,
         device=device,
         loop=loop,
-        tokenizer=tokenizer,
-        eos=frozenset(eos_ids(files)),
-        defaults=dict(sampling_defaults(files)),
+        tokenizer=loaded.tokenizer,
+        eos=frozenset(eos_ids(loaded.files)),
+        defaults=dict(sampling_defaults(loaded.files)),
         limits=limits,
         kv_blocks=blocks,
     )
@@ -160,7 +183,7 @@ def make_limits(config: EngineConfig, spec: ModelSpec, kv_tokens: int) -> Limits
                 f"the KV cache holds {kv_tokens} tokens, fewer than max_model_len {asked}; "
                 f"raise --kv-memory or lower --max-model-len"
             )
-        log.warning("the KV cache holds %d tokens, so sequences end there and not at %d", kv_tokens, longest)
+        log.info("the KV cache holds %d tokens, so sequences end there and not at %d", kv_tokens, longest)
         longest = kv_tokens
     return Limits(longest, config.max_num_seqs, config.max_num_batched_tokens, spec.vocab_size)
 

@@ -15,6 +15,8 @@ from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Reason, Request, State
 from shoal.engine.engine import Engine
 from shoal.errors import PromptTooLong
+from shoal.sched.memory import Reserve
+from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
 from shoal.sched.scheduler import Draft, Scheduler
 from tests.fakes import FakeExecutor, make_request, make_scheduler, oracle
@@ -53,7 +55,10 @@ class Run:
         self.scheduler.check()
         if plan is None:
             return False
-        assert plan.tokens.size <= self.scheduler.limits.max_num_batched_tokens, "the pass is over its budget"
+        whole = self.scheduler.policies.batching.grouped or (plan.counts > 1).sum() <= 1
+        chunked = isinstance(self.scheduler.policies.prefill, Chunked)
+        within = plan.tokens.size <= self.scheduler.limits.max_num_batched_tokens
+        assert within or (whole and not (chunked and not self.scheduler.policies.batching.grouped)), "over the budget"
         assert plan.tokens.size == plan.counts.sum() > 0
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row stands in a pass twice"
         self.executor.forward(plan)
@@ -97,7 +102,11 @@ class Run:
         left = sum(len(r.tokens) + r.max_tokens for r in self.requests.values()) * 4 + 100
         while not self.engine.idle:
             began = self.begin()
-            assert self.finish() or began, "requests wait, yet nothing can be planned"
+            if not self.finish() and not began:
+                wake_s = self.engine.wake_s(float(self.passes))
+                assert wake_s is not None, "requests wait, yet nothing can be planned"
+                assert wake_s > self.passes, "it was to wake for nothing"
+                self.passes += 1  # time passes
             left -= 1
             assert left > 0, "the engine does not come to an end"
         self.note(self.engine.rest(float(self.passes)))
@@ -105,6 +114,8 @@ class Run:
     def verify(self) -> None:
         assert self.ended.keys() == self.requests.keys(), "a request was never answered"
         assert self.scheduler.kv.pool.held == 0, "blocks are held by nobody"
+        if isinstance(self.scheduler.policies.memory, Reserve):
+            assert self.preemptions == 0, "reservation never preempts"
         assert self.preemptions == sum(request.preemptions for request in self.requests.values())
         arrivals = [self.requests[id].order for id in self.admitted]
         grouped = any(request.group for request in self.requests.values())
@@ -153,6 +164,12 @@ configs = st.fixed_dictionaries(
         "max_num_batched_tokens": st.integers(1, 30),
         "chunk_tokens": st.sampled_from([0, 0, 1, 5]),
         "watermark": st.sampled_from([0.0, 0.1]),
+        "batching": st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
+        "group_size": st.integers(1, 4),
+        "window_s": st.sampled_from([0.0, 3.0]),
+        "layout": st.sampled_from(["ragged", "padded", "shrink"]),
+        "prefill": st.sampled_from(["chunked", "inline", "exclusive"]),
+        "memory": st.sampled_from(["ondemand", "reserve", "predict"]),
     }
 )
 

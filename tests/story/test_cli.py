@@ -384,7 +384,7 @@ def test_bench_refuses_a_file_it_cannot_write(model: Path, workload: str, capsys
 
 def program(*argv: str, given: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
     env = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run([sys.executable, "-m", "shoal.cli", *argv], input=given, capture_output=True, env=env)
+    return subprocess.run([sys.executable, "-m", "shoal", *argv], input=given, capture_output=True, env=env)
 
 
 def test_the_program_itself(model: Path, llm: LLM) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#404040")
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)))
-MARKERS = "osD^vPX"
+MARKERS = "osD^v<>"
 # Known presets have their ink for good, so that two reports can be laid side by side. Group batching comes out dashed.
 KNOWN = ("shoal", "vllm", "sglang", "sarathi", "tgi", "orca", "lmdeploy")
 KNOWN_DASHED = ("transformers", "fastertransformer", "classic-dynamic", "trtllm-no-evict", "trtllm-max-utilization")
@@ -40,7 +40,13 @@ class Style:
         return {"color": self.colour, "linestyle": self.line, "linewidth": 1.7}
 
     def as_points(self) -> dict[str, Any]:
-        return {**self.as_line(), "marker": self.marker, "markersize": 5.5, "markeredgecolor": "white"}
+        return {
+            **self.as_line(),
+            "marker": self.marker,
+            "markersize": 6,
+            "markeredgecolor": "white",
+            "markeredgewidth": 0.5,
+        }
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
@@ -90,15 +96,18 @@ def panels(figure: "Figure", rows: int, columns: int, **share: Any) -> "list[Axe
     return axes
 
 
-def small_multiples(figure: "Figure", count: int, **share: Any) -> "list[Axes]":
-    """One panel for each of `count`, in one column or two, the same axes for all; those left over are taken away."""
-    columns = 1 if count <= 3 else 2
-    axes = panels(figure, math.ceil(max(count, 1) / columns), columns, sharex=True, **share)
-    for one in axes[max(count, 1) :]:
+def small_multiples(figure: "Figure", count: int, x: str, y: str, columns: int = 0, **share: Any) -> "list[Axes]":
+    """One panel for each of `count`, on one time axis, in two columns if they are many; none are left over."""
+    count = max(count, 1)
+    columns = columns or (1 if count <= 3 else 2)
+    axes = panels(figure, math.ceil(count / columns), columns, sharex=True, **share)
+    for one in axes[count:]:
         one.set_axis_off()
-    if len(axes) > count > 1:  # the panel above the gap has to carry the numbers of its column
-        axes[count - columns].tick_params(labelbottom=True)
-    return axes[: max(count, 1)]
+    for one in axes[count - columns : count]:  # the lowest of each column
+        one.tick_params(labelbottom=True)
+        one.set_xlabel(x, fontsize=9.5, color=TEXT)
+    figure.supylabel(y, fontsize=9.5, color=TEXT)
+    return axes[:count]
 
 
 def label(axes: "Axes", x: str, y: str, title: str = "") -> None:
@@ -161,5 +170,6 @@ def save(figure: "Figure", folder: Path, name: str) -> Path:
     path = folder / f"{name}.svg"
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shoal", "hatch.linewidth": 0.6}):
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.set_layout_engine("none")  # everything has its place now; to find it again takes most of the time
         figure.savefig(path.with_suffix(".png"), format="png", dpi=110, metadata={"Software": None})
     return path

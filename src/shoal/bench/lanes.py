@@ -40,7 +40,7 @@ class Lane:
 
 
 def spans(passes: Sequence[PassRecord]) -> Iterator[tuple[float, float, PassRecord]]:
-    """(from, to, pass): with two passes in flight one is planned while the last computes, so it starts when that ends."""
+    """(from, to, pass). With two in flight a pass is planned while the last computes, and starts when that ends."""
     before_s = 0.0
     for one in passes:
         yield max(one.planned_s, min(before_s, one.committed_s)), one.committed_s, one

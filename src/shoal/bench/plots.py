@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Runs = Sequence[RunRecord]
+Timed = tuple[float, float, PassRecord]
 LANES = 24
 KINDS = {
     PROMPT: ("prompt", ink.PROMPT_INK, False),
@@ -27,6 +28,7 @@ KINDS = {
     PAD: ("padding and dead rows", ink.WASTE_INK, True),
 }
 NOTHING = "no pass was run"
+SINCE = "seconds since the run began"
 
 
 def draw_all(runs: Runs, promise: Promise, folder: Path) -> dict[str, Path]:
@@ -52,9 +54,16 @@ def rates_of(runs: Runs) -> list[float]:
 def at_middle(runs: Runs) -> tuple[str, list[RunRecord]]:
     """The rate in the middle of the sweep, in words, and each preset's run at it."""
     rates = rates_of(runs)
-    if not rates:
-        return "no rate", []
-    rate = rates[len(rates) // 2]
+    return at_rate(runs, rates[len(rates) // 2]) if rates else ("no rate", [])
+
+
+def at_highest(runs: Runs) -> tuple[str, list[RunRecord]]:
+    """… and the highest, where the batch is fullest."""
+    rates = rates_of(runs)
+    return at_rate(runs, rates[-1]) if rates else ("no rate", [])
+
+
+def at_rate(runs: Runs, rate: float) -> tuple[str, list[RunRecord]]:
     return in_words(rate), [run for run in runs if run.rate == rate]
 
 
@@ -98,6 +107,7 @@ def sweep_plot(runs: Runs, promise: Promise) -> "Figure":
     """Throughput against latency, and how much of it kept the promise."""
     figure = ink.sheet("Throughput against latency: further right and lower is better", 5.4)
     tokens, requests, kept = ink.panels(figure, 1, 3)
+    requests.sharey(tokens)
     places = {rate: place for place, rate in enumerate(rates_of(runs))}
     looks = ink.styles(run.preset for run in runs)
     for preset, mine in by_preset(runs).items():
@@ -110,21 +120,21 @@ def sweep_plot(runs: Runs, promise: Promise) -> "Figure":
         kept.plot(offered, [one["goodput_request_s"] for one in sums], **looks[preset].as_points())
     latency_label = "median latency per output token (ms)"
     ink.label(tokens, "output tokens per second", latency_label, "Output tokens")
-    ink.label(requests, "finished requests per second", latency_label, "Finished requests")
-    ink.label(kept, "offered requests per second", "requests per second that kept the promise", kept_title(promise))
+    ink.label(requests, "finished requests per second", "", "Finished requests")
+    ink.label(kept, "offered requests per second", "requests per second", kept_title(promise))
     kept.set_xticks(list(places.values()), [f"{rate:g}" if rate else "all at\nonce" for rate in places])
     kept.set_ylim(bottom=0)
     for one in (tokens, requests):
-        log_latency(one, promise)
+        log_latency(one)
     preset_legend(figure, runs, marked=True)
     return figure
 
 
 def kept_title(promise: Promise) -> str:
-    return f"Promise: first token {promise.ttft_s:g} s, mean gap {promise.gap_s * 1e3:g} ms"
+    return f"Kept: first token {promise.ttft_s:g} s, mean gap {promise.gap_s * 1e3:g} ms"
 
 
-def log_latency(axes: "Axes", promise: Promise) -> None:
+def log_latency(axes: "Axes") -> None:
     if not any(len(line.get_xdata()) for line in axes.get_lines()):  # type: ignore[arg-type]
         ink.say(axes, "no request finished")
         return
@@ -151,26 +161,50 @@ def plain_log(axes: "Axes", which: str) -> None:
 def latency_plot(runs: Runs, promise: Promise) -> "Figure":
     """How long readers waited for the first token, and from token to token."""
     rate, mine = at_middle(runs)
-    figure = ink.sheet(f"What readers felt at {rate}: the further left a curve, the better", 5.2)
-    first, gaps = ink.panels(figure, 1, 2, sharey=True)
+    figure = ink.sheet(f"What readers felt at {rate}: first token early (curve to the left), long gaps rare (low)", 5.4)
+    first, gaps = ink.panels(figure, 1, 2)
     looks = ink.styles(run.preset for run in runs)
     for run in mine:
         ttft = [request.ttft_s for request in run.requests if request.ttft_s is not None]
         cumulative(first, [max(value, 1e-3) for value in ttft], looks[run.preset])
         between = [gap * 1e3 for request in run.requests for gap in request.gaps_s]
-        cumulative(gaps, [max(value, 0.1) for value in between], looks[run.preset])
-    ink.label(first, "time to first token (s)", "share of requests (%)", "First token")
-    ink.label(gaps, "gap between tokens (ms; 0.1: came all at once)", "share of gaps (%)", "Gaps between tokens")
+        if in_pieces(run):
+            longer(gaps, [max(value, 0.1) for value in between], looks[run.preset])
+    ink.label(first, "time to first token (s)", "share of requests (%)", "First token: share served within")
+    ink.label(gaps, "gap between tokens (ms)", "share of gaps that are longer (%)", gaps_title(mine))
     for one, limit in ((first, promise.ttft_s), (gaps, promise.gap_s * 1e3)):
-        if not one.get_lines():
-            ink.say(one, "no token was sent")
-            continue
-        plain_log(one, "x")
-        one.axvline(limit, color=ink.SOFT, linewidth=1, linestyle=(0, (2, 3)))
-        one.annotate(" promise", (limit, 2), fontsize=8.5, color=ink.SOFT)
-        one.set_ylim(0, 102)
+        with_promise(one, limit)
+    if gaps.get_lines():
+        plain_log(gaps, "y")
     preset_legend(figure, mine)
     return figure
+
+
+def in_pieces(run: RunRecord) -> bool:
+    """Whether its readers got any token before the last; a group that holds its results back has no gaps."""
+    return any(gap > 1e-4 for request in run.requests for gap in request.gaps_s)
+
+
+def gaps_title(runs: Runs) -> str:
+    whole = sum(1 for run in runs if run.passes and not in_pieces(run))
+    return "Gaps between tokens" + (f" ({whole} not drawn: the answer comes in one piece)" if whole else "")
+
+
+def with_promise(axes: "Axes", limit: float) -> None:
+    if not axes.get_lines():
+        ink.say(axes, "no token was streamed")
+        return
+    plain_log(axes, "x")
+    axes.axvline(limit, color=ink.SOFT, linewidth=1, linestyle=(0, (2, 3)))
+    axes.annotate(
+        "promise",
+        (limit, 1.0),
+        (4, -9),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        fontsize=8.5,
+        color=ink.SOFT,
+    )
 
 
 def cumulative(axes: "Axes", values: list[float], style: ink.Style) -> None:
@@ -179,21 +213,27 @@ def cumulative(axes: "Axes", values: list[float], style: ink.Style) -> None:
         axes.plot(np.percentile(values, shares), shares, **style.as_line())
 
 
+def longer(axes: "Axes", values: list[float], style: ink.Style) -> None:
+    """The share of values above each value, down to the single longest."""
+    if values:
+        shares = np.logspace(2, np.log10(100 / len(values)), 200)
+        axes.plot(np.percentile(values, np.clip(100 - shares, 0, 100)), shares, **style.as_line())
+
+
 # ---- the timeline
 
 
 def timeline_plot(runs: Runs) -> "Figure":
     """Who was in which pass, and what was computed for nobody: the picture that explains the rest."""
-    rate, mine = at_middle(runs)
+    rate, mine = at_highest(runs)
     mine = sorted(mine, key=group_first)
     figure = ink.sheet(f"The batch over time, first {LANES} requests at {rate}: hatched grey is work for nobody", 1.0)
     count = len(mine)
     figure.set_figheight(1.3 + (2.5 if count <= 3 else 2.1) * max(1, count if count <= 3 else (count + 1) // 2))
     until_s = window_s(mine)
-    for axes, run in zip(ink.small_multiples(figure, count), mine, strict=False):
-        timeline_panel(axes, run, until_s)
-    figure.supxlabel("seconds since the run began", fontsize=9.5, color=ink.TEXT)
-    figure.supylabel("one lane per request, by arrival", fontsize=9.5, color=ink.TEXT)
+    axes = ink.small_multiples(figure, count, SINCE, "one lane per request, by arrival")
+    for one, run in zip(axes, mine, strict=False):
+        timeline_panel(one, run, until_s)
     handles, names = ink.swatches(KINDS.values())
     more, their = timeline_marks()
     ink.legend(figure, handles + more, names + their)
@@ -259,7 +299,8 @@ def wait_lines(axes: "Axes", drawn: list[Lane], until_s: float) -> None:
             dots.append((request.token_s[0], row + 0.5))
     ink.boxes(axes, bands, zorder=1, **ink.area(ink.PALE, False))
     if dots:
-        axes.scatter(*zip(*dots, strict=True), s=9, color="white", edgecolor=ink.TEXT, linewidth=0.7, zorder=4)
+        looks: dict[str, Any] = {"s": 9, "color": "white", "edgecolor": ink.TEXT, "linewidth": 0.7, "zorder": 4}
+        axes.scatter([at_s for at_s, _ in dots], [row for _, row in dots], **looks)
 
 
 def timeline_marks() -> tuple[list[Any], list[str]]:
@@ -281,10 +322,11 @@ def kv_plot(runs: Runs) -> "Figure":
     figure = ink.sheet(f"KV memory at {rate}: hatched is held, but nothing is in it", 1.0)
     count = len(mine)
     figure.set_figheight(1.3 + 1.55 * max(1, count if count <= 3 else (count + 1) // 2))
-    for axes, run in zip(ink.small_multiples(figure, count, sharey=True), mine, strict=False):
-        kv_panel(axes, run)
-    figure.supxlabel("seconds since the run began", fontsize=9.5, color=ink.TEXT)
-    figure.supylabel("share of all KV memory (%)", fontsize=9.5, color=ink.TEXT)
+    axes = ink.small_multiples(figure, count, SINCE, "share of all KV memory (%)", sharey=True)
+    for one, run in zip(axes, mine, strict=False):
+        kv_panel(one, run)
+    most = max((each.kv_held / max(each.kv_total, 1) for run in mine for each in run.passes), default=0.0)
+    axes[0].set_ylim(0, min(max(115 * most, 1), 105))
     used, waste = ("used", ink.DECODE_INK, False), ("held and not used", ink.WASTE_INK, True)
     ink.legend(figure, *ink.swatches([used, waste]))
     return figure
@@ -295,16 +337,26 @@ def kv_panel(axes: "Axes", run: RunRecord) -> None:
     waste = 1 - sum(one.kv_used for one in run.passes) / held if held else 0.0
     memory = axis(run, "memory")
     ink.head(axes, ink.words(run.label), f"{memory} · {waste:.0%} wasted" if memory else f"{waste:.0%} wasted")
-    axes.set_ylim(0, 105)
     if not run.passes:
         ink.say(axes, NOTHING)
         return
-    shown = [run.passes[at] for at in evenly(len(run.passes), 300)]
-    times = [one.committed_s for one in shown]
-    part = [100 * one.kv_used / max(one.kv_total, 1) for one in shown]
-    whole = [100 * one.kv_held / max(one.kv_total, 1) for one in shown]
-    axes.fill_between(times, part, whole, step="pre", **ink.area(ink.WASTE_INK, True))
-    axes.fill_between(times, part, step="pre", **ink.area(ink.DECODE_INK, False))
+    times, used, held_share = kv_course(run)
+    axes.fill_between(times, used, held_share, **ink.area(ink.WASTE_INK, True))
+    axes.fill_between(times, used, **ink.area(ink.DECODE_INK, False))
+
+
+def kv_course(run: RunRecord) -> tuple[list[float], list[float], list[float]]:
+    """(times, used %, held %), as flat steps; nothing is held while nothing runs."""
+    times, used, held = [0.0], [0.0], [0.0]
+    for group in neighbours(list(spans(run.passes)), 150):
+        from_s, to_s = group[0][0], group[-1][1]
+        total = max(sum(one.kv_total for _, _, one in group), 1)
+        if from_s - times[-1] > run.seconds / 100:
+            times, used, held = [*times, times[-1], from_s], [*used, 0.0, 0.0], [*held, 0.0, 0.0]
+        times += [from_s, to_s]
+        used += [100 * sum(one.kv_used for _, _, one in group) / total] * 2
+        held += [100 * sum(one.kv_held for _, _, one in group) / total] * 2
+    return times, used, held
 
 
 # ---- work per pass
@@ -314,13 +366,13 @@ def work_plot(runs: Runs) -> "Figure":
     """How big the passes were: one preset for each way of prefill."""
     rate, mine = at_middle(runs)
     mine = one_per_prefill(mine)
-    figure = ink.sheet(f"Work per pass at {rate}: every peak is a moment when nobody else got a token", 1.0)
+    figure = ink.sheet(f"Work per pass at {rate}: every peak is a pause for everybody in the batch", 1.0)
     figure.set_figheight(1.3 + 1.9 * max(len(mine), 1))
-    axes = ink.panels(figure, max(len(mine), 1), 1, sharex=True, sharey=True)
+    axes = ink.small_multiples(figure, len(mine), SINCE, "positions computed in a pass", columns=1, sharey=True)
     for one, run in zip(axes, mine, strict=False):
         work_panel(one, run)
-    figure.supxlabel("seconds since the run began", fontsize=9.5, color=ink.TEXT)
-    figure.supylabel("positions computed in a pass", fontsize=9.5, color=ink.TEXT)
+    most = max((each.useful + each.padded for run in mine for each in run.passes), default=0)
+    axes[0].set_ylim(0, 1.15 * most or 1)
     ink.legend(figure, *ink.swatches([KINDS[DECODE], KINDS[PROMPT], KINDS[PAD]]))
     return figure
 
@@ -328,7 +380,9 @@ def work_plot(runs: Runs) -> "Figure":
 def one_per_prefill(runs: Runs) -> list[RunRecord]:
     """For each way of prefill the run that differs least in all else: continuous and ragged if there is one."""
     found: dict[str, RunRecord] = {}
-    for run in sorted(runs, key=lambda run: (not run.passes, tuple(-rank % 4 for rank in group_first(run)))):
+    for run in sorted(
+        runs, key=lambda run: (not run.passes, axis(run, "batching") != "continuous", axis(run, "layout") != "ragged")
+    ):
         found.setdefault(axis(run, "prefill"), run)
     order = ("inline", "exclusive", "chunked")
     return sorted(found.values(), key=lambda run: (*order, axis(run, "prefill")).index(axis(run, "prefill")))
@@ -357,17 +411,18 @@ def work_panel(axes: "Axes", run: RunRecord) -> None:
     told = f"longest pass {(to_s - from_s) * 1e3:,.0f} ms, {work:,} positions"
     ink.head(axes, prefill or ink.words(run.label), f"{ink.words(run.label)} · {told}")
     axes.plot([(from_s + to_s) / 2], [work], marker="v", markersize=7, color=ink.TEXT, clip_on=False, zorder=5)
-    axes.autoscale_view()
-    axes.set_ylim(bottom=0)
+    axes.autoscale_view(scaley=False)
 
 
-def largest_of(
-    timed: list[tuple[float, float, PassRecord]], most: int
-) -> list[tuple[float, float, PassRecord]]:
+def neighbours(timed: list[Timed], most: int) -> list[list[Timed]]:
+    """At most `most` groups of passes that follow one another."""
+    step = max(-(-len(timed) // most), 1)
+    return [timed[at : at + step] for at in range(0, len(timed), step)]
+
+
+def largest_of(timed: list[Timed], most: int) -> list[Timed]:
     """At most `most` passes: of neighbours the largest, so that thinning never hides a peak."""
-    step = -(-len(timed) // most)
-    groups = [timed[at : at + step] for at in range(0, len(timed), step)]
-    return [max(group, key=lambda one: one[2].useful + one[2].padded) for group in groups]
+    return [max(group, key=lambda one: one[2].useful + one[2].padded) for group in neighbours(timed, most)]
 
 
 def split(one: PassRecord, requests: Sequence[RequestRecord]) -> dict[str, int]:
@@ -383,7 +438,8 @@ def waiting_plot(runs: Runs) -> "Figure":
     """Head-of-line waiting: who stood in the queue, how long, and how long the queue was."""
     rate, mine = at_middle(runs)
     figure = ink.sheet(f"Head-of-line waiting at {rate}: a saw means that latecomers wait for a whole group", 7.4)
-    waits, queue = ink.panels(figure, 2, 1)
+    waits, queue = ink.panels(figure, 2, 1, sharex=True)
+    waits.tick_params(labelbottom=True)
     looks = ink.styles(run.preset for run in runs)
     for run in mine:
         waited = sorted((one.arrived_s, one.waited_s) for one in run.requests if one.waited_s is not None)
@@ -393,8 +449,9 @@ def waiting_plot(runs: Runs) -> "Figure":
         if shown:
             times, lengths = [one.planned_s for one in shown], [one.waiting for one in shown]
             queue.step(times, lengths, where="post", **looks[run.preset].as_line())
+    queue.locator_params(axis="y", integer=True)
     ink.label(waits, "arrival of the request (s)", "waited before its first pass (s)", "Each request's wait")
-    ink.label(queue, "seconds since the run began", "requests waiting", "The queue")
+    ink.label(queue, SINCE, "requests waiting", "The queue")
     for one in (waits, queue):
         if one.get_lines():
             one.set_xlim(left=0)
@@ -421,8 +478,10 @@ def tokens_plot(runs: Runs) -> "Figure":
         axes.barh(row, again, left=useful, height=0.66, **ink.area(ink.AGAIN_INK, False))
         axes.barh(row, padded, left=useful + again, height=0.66, **ink.area(ink.WASTE_INK, True))
         total = useful + again + padded
-        remark = f"  {padded / total:.0%} padding, {again / total:.0%} again" if total else f"  {NOTHING}"
-        axes.text(total, row, remark, va="center", fontsize=8.5, color=ink.SOFT)
+        shares = [f"{part / total:.0%} {what}" for part, what in ((padded, "padding"), (again, "again")) if part]
+        remark = ", ".join(shares) if total else NOTHING
+        looks: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": ink.SOFT}
+        axes.annotate(remark, (total, row), (6, 0), **looks)
     axes.set_yticks(range(len(mine)), [ink.words(run.label) for run in mine])
     axes.set_ylim(max(len(mine), 1) - 0.5, -0.5)
     axes.set_xlim(0, 1.22 * max((sum(one.useful + one.padded for one in run.passes) for run in mine), default=0) or 1)
@@ -438,19 +497,20 @@ def tokens_plot(runs: Runs) -> "Figure":
 
 
 def giant_plot(runs_by_prefill: Mapping[str, RunRecord]) -> "Figure":
-    """One giant prompt arrives among running streams: their gaps, and its first token. The longest prompt is the giant."""
+    """One giant prompt arrives among running streams: their gaps, and its first token.
+
+    The longest prompt is the giant, all others are streams. Names are shown as given: inline, exclusive, chunked.
+    """
     figure = ink.sheet("A giant prompt among running streams: how long the others stall, how long it waits", 1.0)
     count = max(len(runs_by_prefill), 1)
     figure.set_figheight(1.3 + 2.1 * count)
-    axes = ink.panels(figure, count, 1, sharex=True, sharey=True)
+    axes = ink.small_multiples(figure, count, SINCE, "gap before each token (ms)", columns=1, sharey=True)
     for one, (prefill, run) in zip(axes, runs_by_prefill.items(), strict=False):
         giant_panel(one, prefill, run)
     if any(one.collections for one in axes):
         plain_log(axes[0], "y")
         low, high = axes[0].get_ylim()
         axes[0].set_ylim(low, high * 2.5)
-    figure.supxlabel("seconds since the run began", fontsize=9.5, color=ink.TEXT)
-    figure.supylabel("gap before each token of the other streams (ms)", fontsize=9.5, color=ink.TEXT)
     giant_legend(figure)
     return figure
 
@@ -468,12 +528,14 @@ def giant_panel(axes: "Axes", prefill: str, run: RunRecord) -> None:
         ink.say(axes, NOTHING)
         return
     big = len(points) > 1500  # as vectors they would be most of the page
-    axes.scatter(*zip(*points, strict=True), s=7, color=ink.DECODE_INK, alpha=0.55, linewidth=0, rasterized=big)
+    looks: dict[str, Any] = {"s": 7, "color": ink.DECODE_INK, "alpha": 0.55, "linewidth": 0, "rasterized": big}
+    axes.scatter([at_s for at_s, _ in points], [gap for _, gap in points], **looks)
     worst = max(points, key=lambda point: point[1])
     told = f"largest gap {worst[1]:,.0f} ms"
     axes.plot(*worst, marker="o", markersize=9, color="none", markeredgecolor=ink.AGAIN_INK, markeredgewidth=1.6)
-    side = {"ha": "right", "xytext": (-9, 2)} if worst[0] > 0.6 * run.seconds else {"ha": "left", "xytext": (9, 2)}
-    axes.annotate(told, worst, textcoords="offset points", fontsize=9, color=ink.AGAIN_INK, **side)
+    late = worst[0] > 0.7 * run.seconds
+    shift, side = ((-2, 8), "right") if late else ((2, 8), "left")
+    axes.annotate(told, worst, shift, textcoords="offset points", fontsize=9, color=ink.AGAIN_INK, ha=side)
     if giant.ttft_s is not None:
         axes.axvspan(giant.arrived_s, giant.token_s[0], color=ink.PROMPT_INK, alpha=0.18, linewidth=0, zorder=0)
         axes.axvline(giant.token_s[0], color=ink.PROMPT_INK, linewidth=1.6)

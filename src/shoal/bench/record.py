@@ -130,7 +130,7 @@ def summarise(run: RunRecord, promise: Promise, price_per_hour: float) -> dict[s
         "budget_use": sum(one.useful + one.padded for one in run.passes) / max(budget, 1),
         "device_busy": run.busy_s / max(run.seconds, 1e-9),
         "kv_waste": 1 - sum(one.kv_used for one in run.passes) / held if held else 0.0,
-        "kv_peak": max((one.kv_held / one.kv_total for one in run.passes), default=0.0),
+        "kv_peak": max((one.kv_held / max(one.kv_total, 1) for one in run.passes), default=0.0),
         "ttft_s": spread([request.ttft_s for request in done if request.ttft_s is not None]),
         "gap_s": spread([gap for request in done for gap in request.gaps_s]),
         "waited_s": spread([request.waited_s for request in done if request.waited_s is not None]),

@@ -44,3 +44,50 @@ def throughput_table(figures: dict[str, Any]) -> str:
     ]
     wide = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{wide}}  {value}" for name, value in rows)
+
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("output tok/s", "output_tok_s", ",.1f"),
+    ("padding", "padding_share", ".0%"),
+    ("KV waste", "kv_waste", ".0%"),
+    ("preempt", "preemptions", "d"),
+    ("busy", "device_busy", ".0%"),
+    ("TTFT p50", "ttft_s.p50", ".2f"),
+    ("p99", "ttft_s.p99", ".2f"),
+    ("gap p50", "gap_s.p50", ".3f"),
+    ("p99", "gap_s.p99", ".3f"),
+    ("e2e p50", "e2e_s.p50", ".2f"),
+    ("p99", "e2e_s.p99", ".2f"),
+    ("goodput", "goodput_share", ".0%"),
+    ("$/M tok", "cost_per_million_tokens", ".2f"),
+)
+
+
+def compare_table(rows: list[dict[str, Any]]) -> str:
+    """One line per preset and rate; times in seconds."""
+
+    def value(row: dict[str, Any], path: str, form: str) -> str:
+        found: Any = row
+        for part in path.split("."):
+            found = found[part]
+        return format(found, form)
+
+    head = ["preset", "req/s", *(name for name, _, _ in COLUMNS)]
+    lines = [[row["label"], f"{row['rate']:g}", *(value(row, path, form) for _, path, form in COLUMNS)] for row in rows]
+    wide = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
+    shown = [
+        "  ".join(f"{text:<{wide[0]}}" if i == 0 else f"{text:>{wide[i]}}" for i, text in enumerate(line))
+        for line in [head, *lines]
+    ]
+    return "\n".join([shown[0], "-" * len(shown[0]), *shown[1:]])
+
+
+def giant_table(rows: list[dict[str, Any]]) -> str:
+    """Largest gap of the streams and the giant's first token, per way of prefilling."""
+    lines = ["prefill    largest gap s  of inline  giant's TTFT s  of inline"]
+    lines += [
+        f"{row['prefill']:<9}  {row['largest_gap_s']:>13.3f}  {row['gap_of_inline']:>8.2f}x  "
+        f"{row['giant_ttft_s']:>14.3f}  {row['ttft_of_inline']:>8.2f}x"
+        for row in rows
+    ]
+    return "\n".join(lines)

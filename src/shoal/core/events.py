@@ -95,6 +95,10 @@ class PassEvents:
         self.indexes += other.indexes
         self.logprobs |= other.logprobs
         for id, (first, values) in other.prompt_logprobs.items():
-            before = self.prompt_logprobs.get(id)
-            self.prompt_logprobs[id] = (first, values) if before is None else (before[0], before[1] + values)
+            self.note_prompt(id, first, values)
         self.finished += other.finished
+
+    def note_prompt(self, id: str, first: int, values: tuple[Logprobs, ...]) -> None:
+        """Prompt logprobs from position `first` on; what is known already (after a preemption) is not doubled."""
+        begin, known = self.prompt_logprobs.get(id, (first, ()))
+        self.prompt_logprobs[id] = (begin, known + values[max(0, begin + len(known) - first) :])

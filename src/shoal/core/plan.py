@@ -18,6 +18,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 FROM_DEVICE = -1  # a token id the host does not know yet: the row's own last sample
+SCRIPTED_END = -2  # what a replayed request "says" as its last token, so that its length is that of the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class RowStart:
     stop_ids: frozenset[int]
     blocks: tuple[int, ...]
     wants_prompt_logprobs: bool
+    ends_at: int = 0  # replay: the token at this position is SCRIPTED_END; 0: it ends by itself
 
 
 @dataclass(frozen=True, slots=True)

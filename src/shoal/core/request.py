@@ -72,9 +72,9 @@ class Request:
     """One sequence of tokens to be continued."""
 
     __slots__ = (
-        "arrived_s", "blocks_sent", "cached_tokens", "computed", "error", "furthest", "generation", "group",
-        "holding", "id", "last_step", "max_tokens", "names", "order", "params", "pending", "planned", "preemptions",
-        "prompt_len", "reason", "row", "salt", "sample", "seed", "state", "stop_ids", "tenant", "tokens",
+        "arrived_s", "blocks_sent", "cached_tokens", "computed", "ends_after", "error", "furthest", "generation",
+        "group", "holding", "id", "last_step", "max_tokens", "names", "order", "params", "pending", "planned",
+        "preemptions", "prompt_len", "reason", "row", "salt", "sample", "seed", "state", "stop_ids", "tenant", "tokens",
         "wants_prompt_logprobs",
     )  # fmt: skip
 
@@ -90,6 +90,7 @@ class Request:
         group: Group | None = None,
         tenant: str = "",
         salt: str = "",
+        ends_after: int = 0,
     ) -> None:
         self.id = id
         self.params = params
@@ -101,6 +102,7 @@ class Request:
         self.group = group
         self.tenant = tenant
         self.salt = salt  # keeps this tenant's prefix cache apart
+        self.ends_after = ends_after  # replay: its output has so many tokens, which only the device knows
         self.max_tokens = params.max_tokens or 0  # 0: filled in at admission
         self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
         # progress

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import StepPlan, StepResult
+from shoal.core.plan import SCRIPTED_END, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.models import Model
@@ -61,6 +61,9 @@ class Runner:
             sound = best.isfinite().tolist()
             failures = [(place, NOT_FINITE) for place, fine in enumerate(sound) if not fine]
             tokens = chosen.cpu().numpy()
+            scripted = self.sampler.rows.ends_at[rows] == inputs.sampling_positions
+            if scripted.any():
+                tokens = np.where(scripted, SCRIPTED_END, tokens)
         return StepResult(
             plan.step,
             rows,

@@ -28,6 +28,7 @@ class SamplerRows:
         self.sample = np.zeros(rows, dtype=np.int64)
         self.logprobs = np.full(rows, -1, dtype=np.int64)
         self.first_free_end = np.zeros(rows, dtype=np.int64)  # position from which on an end token may come
+        self.ends_at = np.zeros(rows, dtype=np.int64)  # replay: where the scripted end stands
         self.changes_scores = np.zeros(rows, dtype=np.bool_)  # has a bias, a penalty or a forbidden end
         self.starts: dict[int, RowStart] = {}  # of the rows that change scores
 
@@ -39,6 +40,7 @@ class SamplerRows:
         self.min_p[row] = params.min_p or 0.0
         self.seed[row] = np.uint64(start.seed % 2**64).astype(np.int64)
         self.sample[row] = start.sample
+        self.ends_at[row] = start.ends_at
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.first_free_end[row] = start.prompt_len + params.min_tokens
         changes = bool(params.logit_bias) or params.min_tokens > 0 or has_penalty(start)

@@ -123,7 +123,9 @@ class Scheduler:
             return False
         if at_output is not None:
             del request.tokens[request.prompt_len + at_output :]
-        self._end(request, reason, self._between, error=error)
+        # what a group's member was told so far is still held back, and its end must not overtake that
+        out = self._held_back if request in self._inside else self._between
+        self._end(request, reason, out, error=error)
         return True
 
     @property
@@ -339,6 +341,7 @@ class Scheduler:
             request.stop_ids,
             tuple(request.holding.blocks),
             request.wants_prompt_logprobs,
+            request.prompt_len + request.ends_after - 1 if request.ends_after else 0,
         )
 
     # ---- commit ---------------------------------------------------------------------------------------------------
@@ -355,7 +358,7 @@ class Scheduler:
         size = self.kv.block_size
         for place, first, values in result.prompt_logprobs:
             if flight.requests[place].state is not State.FINISHED:
-                out.prompt_logprobs[flight.requests[place].id] = (first, values)
+                out.note_prompt(flight.requests[place].id, first, values)
         number = -1  # of the sampling row
         for request, generation, end, sampling in zip(
             flight.requests, flight.generations, flight.ends, flight.samples, strict=True
@@ -389,7 +392,8 @@ class Scheduler:
             events.preempted += flight.events.preempted
             for request in flight.requests:
                 if request.state is not State.FINISHED:
-                    self._end(request, Reason.ERROR, events, error=error)
+                    out = self._held_back if request in self._inside else events
+                    self._end(request, Reason.ERROR, out, error=error)
             self.rows.committed(flight.plan.step)
         return self._seal(events, now_s)
 

@@ -136,7 +136,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
                 raise BadConfig(f"{path}: line {table.line_num} has more fields than the first line has names")
             yield table.line_num, row
     except csv.Error as error:
-        raise BadConfig(f"{path}: line {table.line_num} is not CSV: {error}") from error
+        raise BadConfig(f"{path}: line {table.reader.line_num} is not CSV: {error}") from error
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -172,19 +172,30 @@ class Fitted:
 
 
 def fit(
-    requests: list[TraceRequest], *, scale: float = 1.0, max_prompt: int | None = None, max_output: int | None = None
+    requests: list[TraceRequest],
+    *,
+    scale: float = 1.0,
+    output_scale: float | None = None,
+    max_prompt: int | None = None,
+    max_output: int | None = None,
 ) -> Fitted:
-    """Scale all lengths, then cap them; shared prefixes scale along.
+    """Scale all lengths (outputs by their own scale if given), then cap them; shared prefixes scale along.
 
     >>> fit([TraceRequest(0, 1000, 100)], scale=0.1, max_prompt=64).requests[0]
     TraceRequest(at_s=0, prompt=64, output=10, prefix=(), prefix_block=0)
     """
-    for name, value in (("scale", scale), ("max_prompt", max_prompt), ("max_output", max_output)):
+    output_scale = scale if output_scale is None else output_scale
+    for name, value in (
+        ("scale", scale),
+        ("output_scale", output_scale),
+        ("max_prompt", max_prompt),
+        ("max_output", max_output),
+    ):
         if value is not None and not 0 < value < math.inf:
             raise BadConfig(f"{name} must be above 0, not {value}")
     fitted, capped = [], 0
     for request in requests:
-        prompt, output = max(1, round(request.prompt * scale)), max(1, round(request.output * scale))
+        prompt, output = max(1, round(request.prompt * scale)), max(1, round(request.output * output_scale))
         fits = (max_prompt is None or prompt <= max_prompt) and (max_output is None or output <= max_output)
         capped += not fits
         fitted.append(

@@ -1,0 +1,199 @@
+"""Compare: the same requests through every preset on the same model, at every rate.
+
+Groups are swept (static by size, dynamic by size and window) and the best of each kept, so that the baseline is no
+straw man. Is handed a make_engine, which builds an engine with given settings over the model loaded once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from shoal.bench.record import Promise, RunRecord, summarise
+from shoal.bench.replay import replay
+from shoal.engine.loop import EngineLoop
+from shoal.presets import PRESETS
+from shoal.workload.arrivals import at_once, gamma, replay_at_rate
+from shoal.workload.traces import TraceRequest
+
+MakeEngine = Callable[[dict[str, Any]], EngineLoop]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be compared."""
+
+    presets: tuple[str, ...]
+    rates: tuple[float, ...]  # requests per second; 0: all at once
+    trace: list[TraceRequest]
+    prompts: list[list[int]]
+    max_tokens: int
+    slots: int
+    promise: Promise
+    price_per_hour: float
+    arrivals: str = "poisson"  # or replay, or gamma:CV
+    users: int = 0
+    windows_ms: tuple[float, ...] = (20.0, 100.0, 500.0)
+    seed: int = 0
+
+
+@dataclass
+class Results:
+    """What came of it: the best run of each preset and rate, and those that were tried and not kept."""
+
+    kept: list[RunRecord] = field(default_factory=list)
+    tried: list[RunRecord] = field(default_factory=list)
+
+
+def group_sizes(slots: int) -> list[int]:
+    """A quarter, a half and all of the slots."""
+    return sorted({max(1, slots // 4), max(1, slots // 2), slots})
+
+
+def variants(preset: str, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(label, settings) of everything a preset is tried with."""
+    batching = PRESETS[preset].settings["batching"]
+    if batching == "static":
+        for size in group_sizes(plan.slots):
+            yield f"{preset} ({size})", {"group_size": size}
+    elif batching == "dynamic":
+        for window_ms in plan.windows_ms:
+            yield f"{preset} ({plan.slots}, {window_ms:g} ms)", {"group_size": plan.slots, "window_ms": window_ms}
+    else:
+        yield preset, {}
+
+
+def arrive(plan: Plan, rate: float) -> list[TraceRequest]:
+    """The trace with arrival times for this rate."""
+    if not rate or plan.users:
+        return at_once(plan.trace)
+    if plan.arrivals == "replay":
+        return replay_at_rate(plan.trace, rate)
+    cv = float(plan.arrivals.partition(":")[2] or 1)
+    return gamma(plan.trace, rate, cv, plan.seed)
+
+
+def count_runs(plan: Plan) -> int:
+    tried = sum(sum(1 for _ in variants(preset, plan)) for preset in plan.presets)
+    return tried + len(plan.presets) * (len(plan.rates) - 1)
+
+
+def compare(plan: Plan, make_engine: MakeEngine, progress: bool = True) -> Results:
+    """Run everything. Variants are tried at the middle rate; the best of a preset is what runs at the others."""
+    results = Results()
+    middle = plan.rates[len(plan.rates) // 2]
+    bar: tqdm[Any] = tqdm(total=count_runs(plan) * len(plan.trace), unit="req", disable=not progress)
+    with bar:
+        for preset in plan.presets:
+            tried = [
+                run_one(plan, make_engine, preset, label, settings, middle, bar)
+                for label, settings in variants(preset, plan)
+            ]
+            best = min(tried, key=lambda run: _latency(run, plan))
+            results.tried += [run for run in tried if run is not best]
+            extra: dict[str, Any] = {
+                name: best.settings[name] for name in ("group_size", "window_ms") if name in best.settings
+            }
+            for rate in plan.rates:
+                again = best if rate == middle else run_one(plan, make_engine, preset, best.label, extra, rate, bar)
+                results.kept.append(again)
+    return results
+
+
+def _latency(run: RunRecord, plan: Plan) -> float:
+    """Median end-to-end time per output token; a run in which nobody finished is the worst."""
+    summary = summarise(run, plan.promise, plan.price_per_hour)
+    return float(summary["normalised_s"]["p50"]) if summary["finished"] else float("inf")
+
+
+def run_one(
+    plan: Plan,
+    make_engine: MakeEngine,
+    preset: str,
+    label: str,
+    settings: dict[str, Any],
+    rate: float,
+    bar: "tqdm[Any] | None" = None,
+) -> RunRecord:
+    """One preset at one rate, on a fresh engine."""
+    chosen = {**PRESETS[preset].settings, **settings}
+    if bar is not None:
+        bar.set_description(f"{label} at {rate:g}/s" if rate else label)
+    loop = make_engine(chosen)
+    try:
+        run = replay(
+            loop,
+            arrive(plan, rate),
+            plan.prompts,
+            preset=preset,
+            label=label,
+            rate=rate,
+            max_tokens=plan.max_tokens,
+            users=plan.users,
+            bar=bar,
+        )
+    finally:
+        loop.close()
+    run.settings = chosen
+    return run
+
+
+def rows_of(runs: Sequence[RunRecord], plan: Plan) -> list[dict[str, Any]]:
+    """Every figure of every run, for tables and machines."""
+    return [
+        {
+            "preset": run.preset,
+            "label": run.label,
+            "rate": run.rate,
+            "settings": run.settings,
+            **summarise(run, plan.promise, plan.price_per_hour),
+        }
+        for run in runs
+    ]
+
+
+def speed_up(runs: Sequence[RunRecord], plan: Plan, of: str, over: Sequence[str]) -> float | None:
+    """How many times the throughput `of` reaches at equal median normalised latency, against the best of `over`.
+
+    The latency is the lowest at which both have a point (interpolated along the rates), which is how Orca compares.
+    """
+    ours = curve(runs, plan, [of])
+    theirs = curve(runs, plan, over)
+    if not ours or not theirs:
+        return None
+    ratios = []
+    for latency, throughput in theirs:
+        reached = at_latency(ours, latency)
+        if reached is not None:
+            ratios.append(reached / throughput)
+    return max(ratios) if ratios else None
+
+
+def curve(runs: Sequence[RunRecord], plan: Plan, names: Sequence[str]) -> list[tuple[float, float]]:
+    """(median normalised latency, requests per second finished) by rate, the best of these presets at each."""
+    points: dict[float, tuple[float, float]] = {}
+    for run in runs:
+        if run.preset in names:
+            summary = summarise(run, plan.promise, plan.price_per_hour)
+            point = (summary["normalised_s"]["p50"], summary["request_s"])
+            if run.rate not in points or point[0] < points[run.rate][0]:
+                points[run.rate] = point
+    return sorted(points.values())
+
+
+def at_latency(points: Sequence[tuple[float, float]], latency: float) -> float | None:
+    """Throughput reached within this latency: the highest point at or below it, or on the line to the next one.
+
+    >>> at_latency([(1.0, 2.0), (3.0, 4.0)], 2.0)
+    3.0
+    """
+    below = [point for point in points if point[0] <= latency]
+    if not below:
+        return None
+    above = [point for point in points if point[0] > latency]
+    best = max(throughput for _, throughput in below)
+    if above:
+        (x0, y0), (x1, y1) = below[-1], above[0]
+        best = max(best, y0 + (y1 - y0) * (latency - x0) / (x1 - x0))
+    return best

@@ -1,0 +1,46 @@
+"""The command line: one file per command.
+
+Owns flags, printing and exit codes. Every command has --help with an example and --json where a machine may read it.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from shoal import __version__
+from shoal.cli.bench import add_bench
+from shoal.cli.chat import add_chat
+from shoal.cli.common import Command
+from shoal.cli.compare import add_compare
+from shoal.cli.generate import add_generate
+from shoal.errors import ShoalError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; a mistake of the user's is one line on stderr and exit code 2."""
+    parser = make_parser()
+    try:
+        args = parser.parse_args(argv)
+        logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        run: Command = args.run
+        return run(args)
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shoal", description="An engine for large language models that rebuilds the batch at every forward pass."
+    )
+    parser.add_argument("--version", action="version", version=f"shoal {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_generate(commands)
+    add_chat(commands)
+    add_bench(commands)
+    add_compare(commands)
+    return parser

@@ -1,0 +1,122 @@
+"""shoal bench: measure this engine, or any server, on this machine."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.bench.serve_command import add_command as add_serve
+from shoal.cli.common import check_writable, new_command
+from shoal.cli.compare import add_model, load_once, make_folder
+from shoal.config import EngineConfig, add_flags
+from shoal.errors import BadConfig
+
+if TYPE_CHECKING:
+    from shoal.engine.loop import EngineLoop
+
+
+def add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure this engine on this machine")
+    kinds = bench.add_subparsers(required=True, metavar="KIND")
+    parser = new_command(
+        kinds,
+        "throughput",
+        "run [prompt, output] lengths offline; print tokens per second, the floor and the fraction reached",
+        "shoal bench throughput --workload lengths.json --config DIR --load-format dummy --json out.json",
+        run_bench_throughput,
+    )
+    parser.add_argument(
+        "--workload", required=True, metavar="FILE.json", help="a list of [prompt, output] token counts"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
+    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
+    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--runs", type=int, default=1, help="repeat and report the best (default: 1)")
+    parser.add_argument("--json", metavar="OUT", help="write all figures to this file; - prints them")
+    add_flags(parser)
+    add_giant(kinds)
+    add_serve(kinds, new_command)
+
+
+def run_bench_giant(args: argparse.Namespace) -> int:
+    from shoal.bench.giant import giant_rows, run_giant
+    from shoal.bench.ink import save
+    from shoal.bench.plots import giant_plot
+    from shoal.bench.report import giant_table
+    from shoal.build import assemble
+
+    loaded = load_once(args)
+    flags = {name: value for name, value in asdict(EngineConfig.from_args(args)).items() if name in vars(args)}
+    folder = Path(args.out)
+    make_folder(folder)
+
+    def make(settings: dict[str, Any]) -> "EngineLoop":
+        chosen = {"max_num_batched_tokens": args.chunk + args.streams, **settings, **flags, "model": None}
+        return assemble(loaded, EngineConfig.from_mapping(chosen)).loop
+
+    runs = run_giant(make, loaded.spec.vocab_size, streams=args.streams, giant=args.giant, output=args.output)
+    rows = giant_rows(runs)
+    save(giant_plot(runs), folder, "giant")
+    (folder / "giant.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(json.dumps(rows) if args.json else giant_table(rows))
+    return 0
+
+
+def add_giant(kinds: Any) -> None:
+    parser = new_command(
+        kinds,
+        "giant",
+        "let one giant prompt arrive among running streams: inline, exclusive and chunked",
+        "shoal bench giant --streams 16 --giant 2048 --chunk 256 --out giant",
+        run_bench_giant,
+    )
+    add_model(parser)
+    parser.add_argument("--streams", type=int, default=16, help="running streams (default: 16)")
+    parser.add_argument("--giant", type=int, default=2048, help="tokens of the giant prompt (default: 2048)")
+    parser.add_argument("--chunk", type=int, default=256, help="prompt tokens per chunked pass (default: 256)")
+    parser.add_argument("--output", type=int, default=48, help="tokens each stream says (default: 48)")
+    parser.add_argument("--out", default="shoal-giant", metavar="DIR", help="(default: shoal-giant)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_flags(parser)
+
+
+def run_bench_throughput(args: argparse.Namespace) -> int:
+    from shoal.bench.floor import floor, measure
+    from shoal.bench.report import throughput_figures, throughput_table
+    from shoal.bench.throughput import run_throughput
+    from shoal.build import build
+    from shoal.workload.lengths import random_prompts, read_lengths
+
+    for name in ("requests", "runs"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise BadConfig(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.json and args.json != "-":
+        check_writable(args.json)
+    if args.config and getattr(args, "load_format", "auto") != "dummy":
+        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
+    args.model = args.config or args.model
+    given = {"prefix_caching": False, **vars(args)}  # random prompts share nothing: do not pay for looking
+    config = EngineConfig.from_args(argparse.Namespace(**given))
+    lengths = read_lengths(args.workload)[: args.requests]
+    built = build(config, progress=sys.stderr.isatty())
+    prompts = random_prompts(lengths, built.spec.vocab_size)
+    run_throughput(built.loop, lengths[:1], prompts[:1], progress=False, name="warm-up ")
+    runs = [
+        run_throughput(built.loop, lengths, prompts, progress=sys.stderr.isatty(), name=f"run {number} ")
+        for number in range(args.runs)
+    ]
+    best = min(runs, key=lambda run: run.seconds)
+    machine = measure(built.dtype, built.device, built.spec.parameters * built.dtype.itemsize)
+    least = floor(lengths, built.spec, built.dtype, config.max_num_seqs, machine)
+    built.loop.close()
+    figures = throughput_figures(best, least, machine, built.files.name, str(built.dtype).removeprefix("torch."))
+    if args.json == "-":
+        print(json.dumps(figures))
+        return 0
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+    print(throughput_table(figures))
+    return 0

@@ -1,0 +1,66 @@
+"""shoal chat: talk with a model in the terminal."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.common import add_sampling, new_command, open_llm, sampling_from
+from shoal.cli.generate import print_stream
+from shoal.config import add_flags
+from shoal.errors import RequestFailed, ShoalError
+
+if TYPE_CHECKING:
+    from shoal.llm import LLM
+
+
+def add_chat(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "chat",
+        "talk with a model; /reset begins anew, /exit ends",
+        "shoal chat --temperature 0.7 --system 'Answer briefly.'",
+        run_chat,
+    )
+    parser.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
+    parser.add_argument("--system", help="system message")
+    add_sampling(parser, max_tokens=512)
+    add_flags(parser)
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    with open_llm(args) as llm:
+        opening = [{"role": "system", "content": args.system}] if args.system else []
+        messages = list(opening)
+        print("Type a message. /reset begins anew, /exit or Ctrl-D ends.", file=sys.stderr)
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return 0
+            if line == "/exit":
+                return 0
+            if line == "/reset":
+                messages = list(opening)
+                print("(a new conversation)", file=sys.stderr)
+            elif line.startswith("/"):
+                print(f"unknown command {line}; known: /reset, /exit", file=sys.stderr)
+            elif line:
+                answer(args, llm, messages, line)
+
+
+def answer(args: argparse.Namespace, llm: "LLM", messages: list[dict[str, str]], line: str) -> None:
+    """One turn; if it fails, the conversation stays as it was."""
+    messages.append({"role": "user", "content": line})
+    try:
+        ids = llm.encode(messages)
+        said, errors = print_stream(llm, ids, sampling_from(args, llm, len(ids)))
+        if any(errors):
+            raise RequestFailed(f"the request failed: {''.join(errors)}")
+    except KeyboardInterrupt:
+        messages.pop()
+        print("\n(stopped; your message is forgotten)", file=sys.stderr)
+    except ShoalError as error:
+        messages.pop()
+        print(f"shoal: {error} (/reset begins anew)", file=sys.stderr)
+    else:
+        messages.append({"role": "assistant", "content": said})

@@ -1,0 +1,222 @@
+"""shoal compare: the same requests through every batching system, in one report."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.common import new_command
+from shoal.config import EngineConfig, add_flags
+from shoal.core.names import pick
+from shoal.errors import BadConfig
+from shoal.presets import PRESETS
+
+if TYPE_CHECKING:
+    from shoal.bench.compare import Plan
+    from shoal.build import Loaded
+    from shoal.engine.loop import EngineLoop
+    from shoal.workload.traces import Fitted
+
+SWEPT = ("rates", "presets")
+
+
+def add_compare(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "compare",
+        "run the same requests through every batching system and write a report",
+        "shoal compare --trace azure-conv --requests 200 --rates 1,2,4 --presets orca,vllm,shoal --out report",
+        run_compare,
+    )
+    add_model(parser)
+    add_trace(parser)
+    group = parser.add_argument_group("what is compared")
+    group.add_argument("--presets", default="all", metavar="NAMES", help=f"all, or some of: {', '.join(PRESETS)}")
+    group.add_argument("--rates", default="4", metavar="R,R,…", help="requests per second; 0: all at once (default: 4)")
+    group.add_argument("--users", type=int, default=0, help="closed loop: so many at a time, instead of rates")
+    group.add_argument("--slots", type=int, default=16, help="most requests in one pass (default: 16)")
+    group.add_argument("--kv-tokens", type=int, help="KV cache size; default: what 3/4 of the slots need at worst")
+    group.add_argument("--max-tokens", type=int, help="what requests ask for; default: the longest output of the trace")
+    group.add_argument("--promise-ttft", type=float, default=2.0, metavar="S", help="first token within (default: 2)")
+    group.add_argument("--promise-gap", type=float, default=0.5, metavar="S", help="mean gap within (default: 0.5)")
+    group.add_argument("--price-per-hour", type=float, default=0.10, help="of this machine, for the cost column")
+    group.add_argument("--out", default="shoal-compare", metavar="DIR", help="(default: shoal-compare)")
+    group.add_argument("--json", action="store_true", help="print the figures as JSON too")
+    add_flags(parser)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
+    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--trace", default="azure-conv", help="a trace file, or azure-conv / azure-code: lengths like those traces'"
+    )
+    group.add_argument("--requests", type=int, default=48, help="how many (default: 48)")
+    group.add_argument("--prompt-scale", type=float, default=1 / 40, help="of prompt lengths (default: 1/40)")
+    group.add_argument("--output-scale", type=float, default=1 / 20, help="of output lengths (default: 1/20)")
+    group.add_argument("--arrivals", default="poisson", help="poisson, replay, or gamma:CV for bursts")
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    from shoal.bench.compare import compare, rows_of
+
+    folder = Path(args.out)
+    make_folder(folder)
+    loaded = load_once(args)
+    plan, fitted = make_plan(args, loaded)
+    results = compare(plan, engine_maker(args, loaded, plan), progress=sys.stderr.isatty() or not args.json)
+    rows = rows_of(results.kept, plan)
+    meta = make_meta(args, loaded, plan, fitted, rows)
+    write_report(folder, plan, meta, rows, rows_of(results.tried, plan), results.kept)
+    if args.json:
+        print(json.dumps({"meta": meta, "runs": rows}))
+    else:
+        from shoal.bench.report import compare_table
+
+        print(compare_table(rows))
+        print(f"\nreport: {folder / 'report.html'}")
+    return 0
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadConfig(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
+
+
+def load_once(args: argparse.Namespace) -> "Loaded":
+    from shoal.build import load
+
+    if args.config and getattr(args, "load_format", "auto") != "dummy":
+        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
+    args.model = args.config or args.model
+    return load(EngineConfig.from_args(args), progress=sys.stderr.isatty())
+
+
+def read_requests(args: argparse.Namespace) -> "Fitted":
+    """The trace, scaled, capped and counted."""
+    from shoal.workload.synthetic import TABLES, draw_lengths
+    from shoal.workload.traces import fit, read_trace
+
+    if args.requests < 1:
+        raise BadConfig(f"--requests must be at least 1, not {args.requests}")
+    built_in = args.trace in TABLES
+    requests = draw_lengths(args.trace, args.requests) if built_in else read_trace(args.trace, args.requests)
+    if built_in and args.arrivals == "replay":
+        raise BadConfig(f"{args.trace} has lengths but no arrival times; use --arrivals poisson, or give a trace file")
+    return fit(requests, scale=args.prompt_scale, output_scale=args.output_scale)
+
+
+def numbers(text: str, flag: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise BadConfig(f"{flag} takes numbers with commas between them, such as 1,2,4; not {text!r}") from None
+    if any(not 0 <= value < float("inf") for value in found):
+        raise BadConfig(f"{flag} takes numbers that are not negative; not {text!r}")
+    return found
+
+
+def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Plan, Fitted]":
+    from shoal.bench.compare import Plan
+    from shoal.bench.record import Promise
+    from shoal.workload.prompts import make_prompts
+    from shoal.workload.traces import fit
+
+    names = tuple(PRESETS) if args.presets == "all" else tuple(args.presets.split(","))
+    for name in names:
+        pick(PRESETS, name, "preset")
+    context = getattr(args, "max_model_len", None) or loaded.spec.max_position
+    fitted = read_requests(args)
+    capped = fit(fitted.requests, max_prompt=context // 2, max_output=context // 2)
+    fitted = replace(fitted, requests=capped.requests, capped_share=capped.capped_share)
+    longest = max(one.output for one in fitted.requests)
+    plan = Plan(
+        presets=names,
+        rates=numbers(args.rates, "--rates") if not args.users else (0.0,),
+        trace=fitted.requests,
+        prompts=make_prompts(fitted.requests, loaded.spec.vocab_size),
+        max_tokens=min(args.max_tokens or longest, context // 2),
+        slots=args.slots,
+        promise=Promise(args.promise_ttft, args.promise_gap),
+        price_per_hour=args.price_per_hour,
+        arrivals=args.arrivals,
+        users=args.users,
+    )
+    return plan, fitted
+
+
+def engine_maker(args: argparse.Namespace, loaded: "Loaded", plan: "Plan") -> "Callable[[dict[str, Any]], EngineLoop]":
+    """Builds engines over the one loaded model; flags given by the user hold for every preset."""
+    from shoal.build import assemble
+    from shoal.runner.kvstore import bytes_per_block
+
+    given = asdict(EngineConfig.from_args(args))
+    flags = {name: value for name, value in given.items() if name in vars(args)}
+    longest = max(one.prompt for one in plan.trace) + plan.max_tokens
+    worst = sum(sorted((one.prompt + plan.max_tokens for one in plan.trace), reverse=True)[: plan.slots])
+    tokens = args.kv_tokens or max(longest, worst * 3 // 4)
+
+    def make(settings: dict[str, Any]) -> "EngineLoop":
+        size = flags.get("block_size", 16)
+        blocks = -(-tokens // size)
+        memory = blocks * bytes_per_block(loaded.spec, size, loaded.dtype)
+        chosen = {"max_num_seqs": plan.slots, "kv_memory": memory, **settings, **flags, "model": None}
+        return assemble(loaded, EngineConfig.from_mapping(chosen)).loop
+
+    return make
+
+
+def make_meta(
+    args: argparse.Namespace, loaded: "Loaded", plan: "Plan", fitted: "Fitted", rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What a reader must know to believe the figures, and to take them again."""
+    from shoal.bench.floor import measure
+    from shoal.workload.synthetic import TABLES
+
+    machine = measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
+    built_in = args.trace in TABLES
+    return {
+        "command": "shoal " + shlex.join(sys.argv[1:]) if sys.argv else "shoal compare",
+        "model": f"{loaded.files.name}, {str(loaded.dtype).removeprefix('torch.')}, on {loaded.device}",
+        "machine": f"{machine.bandwidth_gb_s:.1f} GB/s, {machine.matrix_gflop_s:,.0f} GFLOP/s",
+        "trace": TABLES[args.trace].source if built_in else Path(args.trace).name,
+        "requests": len(plan.trace),
+        "prompt_tokens": sum(one.prompt for one in plan.trace),
+        "output_tokens": sum(one.output for one in plan.trace),
+        "scale": f"prompts by {args.prompt_scale:.4g}, outputs by {args.output_scale:.4g}",
+        "capped_share": fitted.capped_share,
+        "arrivals": f"closed loop, {plan.users} users" if plan.users else plan.arrivals,
+        "slots": plan.slots,
+        "max_tokens": plan.max_tokens,
+        "promise": f"first token within {plan.promise.ttft_s:g} s, mean gap within {plan.promise.gap_s:g} s",
+        "price_per_hour": plan.price_per_hour,
+        "presets": {name: asdict(PRESETS[name]) for name in plan.presets},
+    }
+
+
+def write_report(
+    folder: Path,
+    plan: "Plan",
+    meta: dict[str, Any],
+    rows: list[dict[str, Any]],
+    tried: list[dict[str, Any]],
+    runs: list[Any],
+) -> None:
+    from shoal.bench.page import write_html, write_markdown
+    from shoal.bench.plots import draw_all
+
+    (folder / "results.json").write_text(json.dumps({"meta": meta, "runs": rows, "tried": tried}, indent=1) + "\n")
+    images = draw_all(runs, plan.promise, folder)
+    write_html(folder / "report.html", meta, rows, {name: path.read_text() for name, path in images.items()})
+    write_markdown(folder / "report.md", meta, rows, {name: path.with_suffix(".png") for name, path in images.items()})

@@ -1,0 +1,190 @@
+"""The plots: every one draws, whatever it is given, and says what the records say."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from shoal.bench import ink, plots
+from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT, Piece, lanes, rectangle_width, spans
+from shoal.bench.record import PassRecord, RequestRecord, RunRecord
+from tests.bench.conftest import PROMISE, Drawn
+from tests.bench.made import PRESETS, empty_run, failed_run, giant_run, made_run
+
+NAMES = [*PRESETS, "mine", "yours"]
+ALL: dict[str, Callable[[list[RunRecord]], Any]] = {
+    name: (lambda runs, draw=draw: draw(runs, PROMISE)) for name, draw in plots.PLOTS.items()
+}
+ALL["giant"] = lambda runs: plots.giant_plot({run.label: run for run in runs[:3]})
+
+
+def texts(svg: Path) -> str:
+    return " ".join(ElementTree.fromstring(svg.read_text()).itertext())
+
+
+def test_every_plot_is_written_as_svg_and_png(drawn: Drawn) -> None:
+    assert set(drawn.svgs) == {*plots.PLOTS, "giant"}
+    for path in drawn.svgs.values():
+        root = ElementTree.fromstring(path.read_text())
+        assert root.tag.endswith("svg")
+        image = Image.open(path.with_suffix(".png")).convert("L")
+        assert image.width > 1000
+        assert image.getextrema()[0] < 80, f"{path.name} is blank"
+
+
+@pytest.mark.parametrize("name", ["timeline", "kv", "tokens", "throughput", "latency", "waiting"])
+def test_every_preset_is_named_in(drawn: Drawn, name: str) -> None:
+    told = texts(drawn.svgs[name])
+    for run in drawn.runs:
+        assert run.label in told
+
+
+def test_work_shows_one_run_for_each_way_of_prefill(drawn: Drawn) -> None:
+    told = texts(drawn.svgs["work"])
+    assert all(name in told for name in ("inline", "exclusive", "chunked", "longest pass"))
+    _, mine = plots.at_middle(drawn.runs)
+    assert all(run.settings["layout"] == "ragged" for run in plots.one_per_prefill(mine))
+
+
+def test_the_giants_figures_are_written_out(drawn: Drawn) -> None:
+    told = texts(drawn.svgs["giant"])
+    worst = max(gap for request in giant_run("inline").requests[:16] for gap in request.gaps_s)
+    assert f"largest gap {worst * 1e3:,.0f} ms" in told
+    ttft = giant_run("chunked").requests[16].ttft_s
+    assert ttft is not None
+    assert f"after {ttft:.2f} s" in told
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize(("presets", "rates"), [(1, 1), (2, 6), (14, 1)])
+def test_few_and_many(name: str, presets: int, rates: int) -> None:
+    runs = [made_run(preset, rate, count=8) for preset in NAMES[-presets:] for rate in range(rates)]
+    ALL[name](runs).draw_without_rendering()
+
+
+@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize(
+    "runs",
+    [[], [empty_run("vllm", 1.0)], [failed_run("vllm", 1.0), made_run("shoal", 1.0, count=3), empty_run("orca", 1.0)]],
+    ids=["nothing", "empty", "failed"],
+)
+def test_runs_that_failed(name: str, runs: list[RunRecord], tmp_path: Path) -> None:
+    assert ElementTree.fromstring(ink.save(ALL[name](runs), tmp_path, name).read_text()) is not None
+
+
+@pytest.mark.parametrize("label", ["$x$ $", "_hidden", "<script>&\"'", "a\nb\x00c", "\N{FISH}" * 40, "x" * 300, ""])
+def test_strange_labels(label: str, tmp_path: Path) -> None:
+    run = made_run("shoal", 2.0, count=3)
+    run.preset = run.label = label
+    for name in ("timeline", "tokens", "throughput"):
+        ElementTree.fromstring(ink.save(ALL[name]([run]), tmp_path, name).read_text())
+
+
+def test_titles_and_legends_do_not_overlap() -> None:
+    runs = [made_run(preset, 6.0, count=24) for preset in NAMES]
+    for run in runs:
+        run.label = f"{run.preset}(group=16, window=0.05)"
+    for draw in (plots.timeline_plot, plots.kv_plot):
+        figure = draw(runs)
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            left, right = axes._left_title.get_window_extent(), axes._right_title.get_window_extent()  # type: ignore[attr-defined]
+            assert left.x1 < right.x0 or not right.width
+            assert axes.get_window_extent().y0 > figure.legends[0].get_window_extent().y1
+
+
+def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
+    runs = [made_run(preset, 4.0, count=6) for preset in ("orca", "transformers")]
+    once, again = (ink.save(plots.timeline_plot(runs), tmp_path / folder, "t") for folder in "ab")
+    assert once.read_bytes() == again.read_bytes()
+    assert once.with_suffix(".png").read_bytes() == again.with_suffix(".png").read_bytes()
+
+
+def test_no_global_state_is_left_behind(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    ink.save(plots.tokens_plot([made_run("orca", 1.0, count=3)]), tmp_path, "tokens")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_matplotlib_is_loaded_only_to_draw() -> None:
+    code = "import sys, shoal.bench.plots, shoal.bench.page; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_fourteen_presets_can_be_told_apart() -> None:
+    looks = ink.styles(NAMES)
+    assert len({(style.colour, str(style.line)) for style in looks.values()}) == 14
+    assert looks["shoal"] == ink.styles(["shoal"])["shoal"], "the same ink in every report"
+
+
+# ---- lanes
+
+
+def a_pass(from_s: float, to_s: float, *rows: tuple[int, int, int], padded: int = 0, dead: int = 0) -> PassRecord:
+    return PassRecord(from_s, to_s, rows, sum(row[2] for row in rows), padded, 0, dead, 64, 0, len(rows), 0, 0, 1)
+
+
+def a_run(requests: list[RequestRecord], *passes: PassRecord) -> RunRecord:
+    return RunRecord("p", "p", 1.0, {}, 4, requests, list(passes), 9.0, 9.0)
+
+
+def test_a_prompt_that_joins_a_rectangle_pads_everybody() -> None:
+    run = a_run(
+        [RequestRecord(0, 2, 3), RequestRecord(0, 4, 1)],
+        a_pass(0, 1, (0, 0, 2)),
+        a_pass(1, 5, (0, 2, 1), (1, 0, 4), padded=3),
+        a_pass(5, 6, (0, 3, 1), padded=1, dead=1),
+    )
+    old, new = lanes(run, 2)
+    assert old.pieces == [Piece(PROMPT, 0, 1), Piece(DECODE, 1, 2), Piece(PAD, 2, 5), Piece(DECODE, 5, 6)]
+    assert new.pieces == [Piece(PROMPT, 1, 5), Piece(PAD, 5, 6)]
+
+
+def test_what_was_lost_is_computed_again() -> None:
+    run = a_run([RequestRecord(0, 4, 3)], a_pass(0, 1, (0, 0, 4)), a_pass(2, 3, (0, 0, 4)), a_pass(3, 4, (0, 4, 1)))
+    assert [piece.kind for piece in lanes(run, 1)[0].pieces] == [PROMPT, AGAIN, DECODE]
+
+
+def test_a_pass_planned_early_starts_when_the_last_one_ends() -> None:
+    passes = [a_pass(0, 2, (0, 0, 1)), a_pass(1, 3, (0, 1, 1)), a_pass(7, 8, (0, 2, 1))]
+    assert [(from_s, to_s) for from_s, to_s, _ in spans(passes)] == [(0, 2), (2, 3), (7, 8)]
+
+
+def test_padding_without_a_rectangle_is_nobodys_lane() -> None:
+    assert rectangle_width(a_pass(0, 1, (0, 0, 8), (1, 9, 1), padded=7)) == 8
+    assert rectangle_width(a_pass(0, 1, (0, 0, 8), (1, 9, 1), padded=3)) == 0, "rounded up, not a rectangle"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=14),
+    st.sampled_from(sorted(PRESETS)),
+)
+def test_grey_is_exactly_the_padding_counted(wanted: list[tuple[float, int, int]], preset: str) -> None:
+    requests = [RequestRecord(*one) for one in wanted]
+    run = made_run(preset, 1.0, requests=requests)
+    drawn = lanes(run, len(requests))
+    grey_s = sum(piece.to_s - piece.from_s for lane in drawn for piece in lane.pieces if piece.kind == PAD)
+    due_s = 0.0
+    for from_s, to_s, one in spans(run.passes):
+        due_s += (to_s - from_s) * one.padded / max(rectangle_width(one), 1)
+    assert grey_s == pytest.approx(due_s, abs=1e-6)
+    for lane in drawn:
+        edges = [edge for piece in lane.pieces for edge in (piece.from_s, piece.to_s)]
+        assert edges == sorted(edges), "pieces of a lane overlap"
+
+
+def test_the_toy_plays_the_known_case() -> None:
+    """400/50/200/30 outputs in one static group: 680 of 1,600."""
+    requests = [RequestRecord(0.0, 1, output) for output in (400, 50, 200, 30)]
+    run = made_run("transformers", 0.0, requests=requests)
+    assert sum(one.useful for one in run.passes) == 680
+    assert sum(one.useful + one.padded for one in run.passes) == 1600

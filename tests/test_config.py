@@ -1,0 +1,84 @@
+"""Options, presets, and pairs that cannot work."""
+
+import itertools
+
+import pytest
+
+from shoal.build import make_scheduler
+from shoal.config import EngineConfig
+from shoal.errors import ImpossiblePair, UnknownName
+from shoal.presets import PRESETS
+from shoal.sched.admission import Limits
+from shoal.sched.batching import BATCHING
+from shoal.sched.layout import LAYOUT
+from shoal.sched.memory import MEMORY
+from shoal.sched.ordering import ORDER
+from shoal.sched.preempt import PREEMPT
+from shoal.sched.prefill import PREFILL
+
+TABLES = {
+    "batching": BATCHING,
+    "layout": LAYOUT,
+    "prefill": PREFILL,
+    "memory": MEMORY,
+    "order": ORDER,
+    "when_short": PREEMPT,
+}
+
+
+@pytest.mark.parametrize("axis", TABLES)
+def test_every_policy_can_be_chosen_and_every_choice_is_a_policy(axis: str) -> None:
+    choices = EngineConfig.__dataclass_fields__[axis].metadata["choices"]
+    assert set(choices) == set(TABLES[axis])  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_its_axes_and_flags_override_it(name: str) -> None:
+    config = EngineConfig.from_mapping({"preset": name})
+    for option, value in PRESETS[name].settings.items():
+        assert getattr(config, option) == value
+    assert EngineConfig.from_mapping({"preset": name, "depth": 3}).depth == 3
+
+
+def test_no_two_presets_are_the_same() -> None:
+    for (one, first), (two, second) in itertools.combinations(PRESETS.items(), 2):
+        configs = [EngineConfig.from_mapping(preset.settings) for preset in (first, second)]
+        assert configs[0] != configs[1], f"{one} and {two} are the same settings"
+
+
+def test_every_preset_says_what_it_does_and_where_it_differs() -> None:
+    for preset in PRESETS.values():
+        assert preset.does
+        assert preset.differs
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'sglang'"):
+        EngineConfig.from_mapping({"preset": "slang"})
+
+
+@pytest.mark.parametrize("memory", ["ondemand", "predict"])
+def test_waiting_without_reservation_is_refused_with_the_reason(memory: str) -> None:
+    with pytest.raises(ImpossiblePair, match="wait for ever"):
+        EngineConfig(memory=memory, when_short="wait")
+
+
+def test_a_group_larger_than_the_slots_is_refused() -> None:
+    with pytest.raises(ImpossiblePair, match="never fills"):
+        EngineConfig(batching="static", group_size=65, max_num_seqs=64)
+
+
+def test_every_other_combination_builds() -> None:
+    limits = Limits(100, 16, 64, 50)
+    axes = {name: list(table) for name, table in TABLES.items()}
+    built = 0
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        try:
+            config = EngineConfig(**chosen, group_size=4)  # type: ignore[arg-type]
+        except ImpossiblePair:
+            assert chosen["when_short"] == "wait"
+            continue
+        make_scheduler(config, limits, 20)
+        built += 1
+    assert built == 3 * 3 * 3 * 1 * (3 + 1)
