@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shoal.core.params import SamplingParams
-from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan, StepResult
+from shoal.core.plan import FROM_DEVICE, SCRIPTED_END, RowStart, StepPlan, StepResult
 from shoal.core.request import Logprobs, Request
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits
@@ -103,7 +103,7 @@ class FakeExecutor:
                 self.last[row] = draw(slots, begun.seed, begun.sample, start + count)
                 if begun.params.logprobs is not None:
                     logprobs.append((len(tokens), thought(self.last[row])))
-                tokens.append(self.last[row])
+                tokens.append(SCRIPTED_END if begun.ends_at == start + count else self.last[row])
             if begun.wants_prompt_logprobs and start < begun.prompt_len - 1:
                 seen = begun.tokens[start + 1 : min(start + count + 1, begun.prompt_len)]
                 prompt_logprobs.append((place, start + 1, tuple(thought(token) for token in seen)))

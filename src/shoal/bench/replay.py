@@ -64,7 +64,8 @@ class Replay:
             self.records[number].arrived_s = at_s
             self._open += 1
             self.loop.engine.submit(self._request(number), self._begun_s + at_s)
-        self.loop.engine.scheduler.more_coming = bool(self._coming)
+        # of a closed loop's users nobody comes before somebody was answered
+        self.loop.engine.scheduler.more_coming = bool(self._coming) and not self.users
 
     def _request(self, number: int) -> Request:
         one = self.trace[number]

@@ -1,0 +1,224 @@
+"""Replay and compare: times, swept groups, equal-latency ratios, and the whole command on a tiny model."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.bench.compare import Plan, arrive, at_latency, compare, group_sizes, rows_of, speed_up, variants
+from shoal.bench.giant import giant_rows, run_giant
+from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
+from shoal.bench.replay import replay
+from shoal.build import make_scheduler
+from shoal.cli import main
+from shoal.config import EngineConfig
+from shoal.core.clock import VirtualClock
+from shoal.core.plan import StepResult
+from shoal.engine.engine import Engine
+from shoal.engine.loop import EngineLoop
+from shoal.presets import PRESETS
+from shoal.sched.admission import Limits
+from shoal.workload.traces import TraceRequest
+from tests.bench.test_page import CHROMIUM, chromium
+from tests.fakes import VOCAB, FakeExecutor
+from tests.story.models import save_model
+
+
+class Timed(FakeExecutor):
+    """A device that takes 10 ms a pass and 1 ms a position, padding included."""
+
+    def __init__(self, blocks: int, block_size: int, clock: VirtualClock) -> None:
+        super().__init__(blocks, block_size)
+        self.clock = clock
+
+    def result(self) -> StepResult:
+        plan = self.queue[0]
+        positions = (len(plan.rows) + plan.dead) * plan.width if plan.width else len(plan.tokens)
+        self.clock.advance(0.010 + 0.001 * positions)
+        return super().result()
+
+
+def make_engine(settings: dict[str, object]) -> EngineLoop:
+    config = EngineConfig.from_mapping({"max_num_seqs": 8, "max_num_batched_tokens": 64, **settings})
+    clock = VirtualClock()
+    limits = Limits(2000, config.max_num_seqs, config.max_num_batched_tokens, VOCAB)
+    scheduler = make_scheduler(config, limits, 400)
+    return EngineLoop(Engine(scheduler), Timed(400, config.block_size, clock), clock, depth=config.depth, check=True)
+
+
+def make_plan(count: int = 24, **more: object) -> Plan:
+    trace = [TraceRequest(0.0, 3 + 5 * (n % 6), 2 + 7 * (n % 4)) for n in range(count)]
+    values: dict[str, object] = {
+        "presets": tuple(PRESETS),
+        "rates": (5.0, 20.0),
+        "trace": trace,
+        "prompts": [[1 + n % 40] * one.prompt for n, one in enumerate(trace)],
+        "max_tokens": 30,
+        "slots": 8,
+        "promise": Promise(1.0, 0.1),
+        "price_per_hour": 1.0,
+    }
+    return Plan(**{**values, **more})  # type: ignore[arg-type]
+
+
+def test_requests_come_when_the_trace_says_and_end_at_its_lengths() -> None:
+    trace = [TraceRequest(0.0, 5, 4), TraceRequest(0.5, 3, 9), TraceRequest(7.0, 2, 1)]
+    run = replay(
+        make_engine({"depth": 1}), trace, [[1] * 5, [2] * 3, [3] * 2], preset="p", label="p", rate=1, max_tokens=50
+    )
+    assert [record.arrived_s for record in run.requests] == [0.0, 0.5, 7.0]
+    assert [len(record.token_s) for record in run.requests] == [4, 9, 1]
+    assert [record.reason for record in run.requests] == ["stop"] * 3
+    assert run.requests[0].ttft_s == pytest.approx(0.015)
+    assert run.requests[0].gaps_s == pytest.approx([0.011] * 3)
+    assert run.requests[2].started_s == pytest.approx(7.0)
+    assert sum(one.useful for one in run.passes) == 5 + 3 + 3 + 8 + 2
+
+
+def test_a_closed_loop_keeps_its_users() -> None:
+    trace = [TraceRequest(0.0, 2, 5)] * 9
+    run = replay(make_engine({}), trace, [[1, 2]] * 9, preset="p", label="p", rate=0, max_tokens=9, users=2)
+    assert max(one.running for one in run.passes) == 2
+    assert len([1 for record in run.requests if record.ended_s]) == 9
+
+
+def test_a_closed_loop_smaller_than_a_group_does_not_wait_for_ever() -> None:
+    trace = [TraceRequest(0.0, 2, 3)] * 4
+    engine = make_engine({"preset": "fastertransformer", "group_size": 8})
+    run = replay(engine, trace, [[1, 2]] * 4, preset="p", label="p", rate=0, max_tokens=9, users=1)
+    assert all(record.reason for record in run.requests)
+
+
+def test_everything_is_compared_on_the_same_requests() -> None:
+    plan = make_plan()
+    results = compare(plan, make_engine, progress=False)
+    assert [(run.preset, run.rate) for run in results.kept] == [(p, r) for p in PRESETS for r in plan.rates]
+    assert len(results.tried) == 2 + 2 + 2, "two more group sizes for each static preset, two more windows"
+    for row in rows_of(results.kept, plan):
+        assert row["finished"] == len(plan.trace)
+        grouped = row["settings"]["batching"] != "continuous"
+        assert (row["padded_tokens"] > 0) == grouped
+        assert row["useful_tokens"] >= sum(one.prompt + one.output - 1 for one in plan.trace) - 1 - 1000 * grouped
+    fastest = {row["preset"]: row["output_tok_s"] for row in rows_of(results.kept, plan) if row["rate"] == 20.0}
+    assert fastest["shoal"] > 1.2 * max(fastest["transformers"], fastest["fastertransformer"])
+
+
+def test_the_best_group_is_kept() -> None:
+    plan = make_plan(presets=("fastertransformer",), rates=(20.0,))
+    results = compare(plan, make_engine, progress=False)
+    latency = lambda run: summarise(run, plan.promise, 1)["normalised_s"]["p50"]  # noqa: E731
+    assert all(latency(results.kept[0]) <= latency(run) for run in results.tried)
+
+
+def test_variants() -> None:
+    plan = make_plan()
+    assert group_sizes(16) == [4, 8, 16]
+    assert group_sizes(1) == [1]
+    assert [label for label, _ in variants("transformers", plan)] == [f"transformers ({n})" for n in (2, 4, 8)]
+    assert len(list(variants("classic-dynamic", plan))) == 3
+    assert list(variants("shoal", plan)) == [("shoal", {})]
+
+
+def test_arrivals_by_name() -> None:
+    plan = make_plan(arrivals="gamma:4")
+    assert arrive(plan, 5.0)[-1].at_s > 0
+    assert arrive(plan, 0.0)[-1].at_s == 0
+
+
+def test_throughput_at_equal_latency() -> None:
+    assert at_latency([(1.0, 2.0), (3.0, 4.0)], 0.5) is None
+    assert at_latency([(1.0, 2.0), (3.0, 4.0)], 9.0) == 4.0
+    plan = make_plan()
+    results = compare(plan, make_engine, progress=False)
+    ratio = speed_up(results.kept, plan, "shoal", ["transformers", "fastertransformer"])
+    assert ratio is not None
+    assert ratio > 1
+
+
+def test_a_promise_is_about_the_first_token_and_the_mean_gap() -> None:
+    record = RequestRecord(0.0, 1, 3, token_s=[0.5, 0.6, 0.9], ended_s=0.9, reason="stop")
+    assert keeps(record, Promise(0.5, 0.2))
+    assert not keeps(record, Promise(0.4, 0.2))
+    assert not keeps(record, Promise(0.5, 0.19))
+    assert not keeps(RequestRecord(0.0, 1, 3), Promise(9, 9)), "one never answered keeps no promise"
+    assert spread([])["p99"] == 0.0
+    nothing = RunRecord("p", "p", 1.0, {}, 4, [RequestRecord(0.0, 1, 1)], [], 0.0, 0.0)
+    assert summarise(nothing, Promise(1, 1), 1.0)["finished"] == 0
+
+
+def test_chunked_spares_the_streams_when_a_giant_comes() -> None:
+    rows = {row["prefill"]: row for row in giant_rows(run_giant(make_engine, VOCAB, streams=6, giant=600, output=40))}
+    assert rows["chunked"]["largest_gap_s"] < rows["inline"]["largest_gap_s"] / 4
+    assert rows["chunked"]["giant_ttft_s"] < rows["inline"]["giant_ttft_s"] * 1.5
+    assert rows["inline"]["gap_of_inline"] == 1.0
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real command, on a real (tiny) model, with every preset."""
+    folder = tmp_path_factory.mktemp("report")
+    model = save_model(tmp_path_factory.mktemp("model"))
+    flags = [
+        "--requests",
+        "10",
+        "--rates",
+        "40,400",
+        "--slots",
+        "4",
+        "--prompt-scale",
+        "0.02",
+        "--output-scale",
+        "0.04",
+    ]
+    assert main(["compare", "--model", str(model), "--dtype", "float32", *flags, "--out", str(folder), "--json"]) == 0
+    return folder
+
+
+def test_the_command_writes_the_whole_report(report: Path) -> None:
+    results = json.loads((report / "results.json").read_text())
+    assert {run["preset"] for run in results["runs"]} == set(PRESETS)
+    assert len(results["runs"]) == 2 * len(PRESETS)
+    assert "Azure" in results["meta"]["trace"]
+    for run in results["runs"]:
+        assert run["finished"] == 10
+    for name in ("timeline", "throughput", "latency", "tokens", "waiting", "work", "kv"):
+        for kind in ("svg", "png"):
+            assert (report / f"{name}.{kind}").stat().st_size > 1000
+    assert "timeline.png" in (report / "report.md").read_text()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_report_opens_in_chromium_with_every_plot(report: Path, tmp_path: Path) -> None:
+    page = (report / "report.html").read_text()
+    script = (
+        "<script>document.body.append(Object.assign(document.createElement('pre'), {id: 'sizes', textContent: "
+        "[...document.querySelectorAll('figure svg')].map(s => Math.round(s.getBoundingClientRect().height))"
+        ".join(' ')}))</script></body>"
+    )
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+    (tmp_path / "page.html").write_text(page.replace("</body>", script))
+    dom = chromium(tmp_path / "profile", (tmp_path / "page.html").as_uri(), "--dump-dom")
+    found = re.search(r'<pre id="sizes">(.*?)</pre>', dom)
+    assert found
+    sizes = [int(size) for size in found[1].split()]
+    assert len(sizes) == 7
+    assert min(sizes) > 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--presets", "orka"], "did you mean 'orca'"),
+        (["--rates", "fast"], "numbers with commas"),
+        (["--rates", "-1"], "not negative"),
+        (["--requests", "0"], "at least 1"),
+        (["--trace", "/no/such/trace.csv"], "cannot read"),
+        (["--arrivals", "replay"], "no arrival times"),
+        (["--config", "."], "--load-format dummy"),
+    ],
+)
+def test_mistakes_are_named(flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = [] if "--config" in flags else ["--model", str(save_model(tmp_path / "model"))]
+    assert main(["compare", *model, *flags, "--out", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
