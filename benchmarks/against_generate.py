@@ -97,7 +97,8 @@ def main() -> None:
         row["of_generate"] = row["output_tok_s"] / rows[0]["output_tok_s"]
         padding = "" if row["padding"] is None else f"{row['padding']:.0%}"
         print(
-            f"{row['way']:<24}{row['seconds']:>8.1f} s {row['output_tok_s']:>8.1f} tok/s {row['of_generate']:>6.2f}x {padding:>6}"
+            f"{row['way']:<24}{row['seconds']:>8.1f} s {row['output_tok_s']:>8.1f} tok/s "
+            f"{row['of_generate']:>6.2f}x {padding:>6}"
         )
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")

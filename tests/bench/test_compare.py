@@ -154,6 +154,13 @@ def test_chunked_spares_the_streams_when_a_giant_comes() -> None:
     assert rows["inline"]["gap_of_inline"] == 1.0
 
 
+def test_the_giant_comes_when_all_streams_speak() -> None:
+    for run in run_giant(make_engine, VOCAB, streams=3, giant=100, warm_passes=5, output=20).values():
+        *streams, giant = run.requests
+        assert all(len([at for at in stream.token_s if at <= giant.arrived_s]) >= 5 for stream in streams)
+        assert all(stream.token_s[-1] > giant.arrived_s for stream in streams)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real command, on a real (tiny) model, with every preset."""

@@ -42,10 +42,8 @@ class GiantReplay(Replay):
     warm_passes = 0
 
     def _arrive(self) -> None:
-        if len(self._coming) == 1:
-            said = min(len(record.token_s) for record in self.records[:-1])
-            if said < self.warm_passes:
-                return
+        warm = min(len(record.token_s) for record in self.records[:-1]) >= self.warm_passes
+        self.users = len(self.trace) if warm else len(self.trace) - 1
         super()._arrive()
 
 
