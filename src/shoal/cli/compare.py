@@ -61,8 +61,8 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         "--trace", default="azure-conv", help="a trace file, or azure-conv / azure-code: lengths like those traces'"
     )
     group.add_argument("--requests", type=int, default=48, help="how many (default: 48)")
-    group.add_argument("--prompt-scale", type=float, default=1 / 40, help="of prompt lengths (default: 1/40)")
-    group.add_argument("--output-scale", type=float, default=1 / 20, help="of output lengths (default: 1/20)")
+    group.add_argument("--prompt-scale", type=float, default=1 / 48, help="of prompt lengths (default: 1/48)")
+    group.add_argument("--output-scale", type=float, default=1 / 24, help="of output lengths (default: 1/24)")
     group.add_argument("--arrivals", default="poisson", help="poisson, replay, or gamma:CV for bursts")
 
 
