@@ -233,7 +233,7 @@ def end_one(run: Run, what: str, which: int) -> None:
 
 
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=60))
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_traffic_keeps_every_invariant(config: dict[str, int], depth: int, traffic: list[Move]) -> None:
     run = Run(make_scheduler(**config), depth)  # type: ignore[arg-type]
     play(run, traffic)

@@ -2,13 +2,26 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from shoal.core.events import PassEvents
-from shoal.core.request import Request
+from shoal.core.plan import StepResult
+from shoal.core.request import Group, Request
 from shoal.sched.memory import Predict
 from shoal.sched.scheduler import Scheduler
 from tests.fakes import FakeExecutor, make_request, make_scheduler
+
+
+class Blank(FakeExecutor):
+    """Says 0 and keeps nothing: for runs whose tokens do not matter."""
+
+    def result(self) -> StepResult:
+        plan = self.queue.popleft()
+        chosen = plan.samples
+        padded = (len(plan.rows) + plan.dead) * plan.width - len(plan.tokens) if plan.width else 0
+        tokens = np.zeros(int(chosen.sum()), dtype=np.int64)
+        return StepResult(plan.step, plan.rows[chosen], plan.generations[chosen], tokens, padded=padded)
 
 
 class Drive:
@@ -25,6 +38,7 @@ class Drive:
         self.executor = FakeExecutor(self.scheduler.kv.pool.total, self.scheduler.kv.block_size)
         self.depth = depth
         self.now_s = 0.0
+        self.checks = True
 
     def submit(self, prompt: int, output: int, name: str = "") -> Request:
         number = len(self.scheduler.requests)
@@ -41,7 +55,8 @@ class Drive:
         if not self.scheduler.flights:
             return None
         events = self.scheduler.commit(self.executor.result(), self.now_s)
-        self.scheduler.check()
+        if self.checks:
+            self.scheduler.check()
         return events
 
     def run(self) -> list[PassEvents]:
@@ -110,6 +125,8 @@ def test_32_requests_of_mean_800_and_longest_8000_are_90_percent_padding() -> No
     outputs = [8000] + [566] * 8 + [568] * 23  # together 32 x 800 = 25,592 + 8
     outputs[-1] += 32 * 800 - sum(outputs)
     drive = Drive(batching="static", group_size=32, layout="padded", prefill="inline", memory="reserve", blocks=9000)
+    drive.executor = Blank(1, drive.scheduler.kv.block_size)
+    drive.checks = False
     for output in outputs:
         drive.submit(1, output)
     useful, padded = totals(drive.run())
@@ -173,6 +190,22 @@ def test_a_dynamic_window_closes_by_time_or_by_size_whichever_comes_first() -> N
     events = by_size.turn()
     assert events is not None
     assert len(events.admitted) == 3
+
+
+def test_a_member_that_lost_its_blocks_rejoins_its_group_past_a_newcomer() -> None:
+    """Found by random traffic: the newcomer waits for the next group, the member for its blocks, and both for ever."""
+    scheduler = make_scheduler(blocks=9, block_size=1, max_num_seqs=3, batching="static", group_size=3, watermark=0.0)
+    executor = FakeExecutor(9, 1)
+    group = Group("g")
+    for sample in range(2):
+        scheduler.submit(make_request(f"s{sample}", [0] * 7, 2, sample=sample, group=group), 0.0)
+    scheduler.submit(make_request("member", [0], 2), 0.0)
+    while not scheduler.idle:
+        plan = scheduler.plan(0.0)
+        assert plan is not None, "a newcomer and a member wait for each other"
+        executor.forward(plan)
+        scheduler.commit(executor.result(), 0.0)
+        scheduler.check()
 
 
 def test_a_group_is_taken_whole_whatever_the_budget() -> None:

@@ -218,13 +218,17 @@ class Scheduler:
         """Those who wait, in order; when one does not fit, nobody overtakes it."""
         free = self.limits.max_num_seqs - len(self.running)
         room = self.policies.batching.may_join(self._door(now_s)) if self.waiting else 0
+        if room <= 0 and len(self._inside) <= len(self.running):
+            return
         chosen: list[Request] = []
         for request in self.waiting.in_order():
-            joins = request.preemptions > 0  # it was inside before: batching has nothing to say
-            if not free or not (room > 0 or joins) or draft.left <= 0 or not self.rows.free:
+            if not free or draft.left <= 0 or not self.rows.free:
                 break
+            member = request in self._inside  # of the group that runs, back after a preemption: it needs no leave
+            if room <= 0 and not member:
+                continue
             free -= 1
-            room -= not joins
+            room -= not member
             if request.pending or (request.group and request.group.must_wait(request, self.kv.block_size)):
                 continue  # its last token, or its leader's blocks, are still on the way: keep its place
             if not self._start(draft, request):
