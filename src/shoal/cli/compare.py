@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.engine.loop import EngineLoop
     from shoal.workload.traces import Fitted
 
-SWEPT = ("rates", "presets")
-
 
 def add_compare(commands: Any) -> None:
     parser = new_command(
