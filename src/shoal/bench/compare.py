@@ -1,7 +1,8 @@
 """Compare: the same requests through every preset on the same model, at every rate.
 
-Groups are swept (static by size, dynamic by size and window) and the best of each kept, so that the baseline is no
-straw man. Is handed a make_engine, which builds an engine with given settings over the model loaded once.
+Groups are swept (static by size, dynamic by window at the size of the slots) at the middle rate, and the best of each
+by median normalised latency is kept, so that the baseline is no straw man. Is handed a make_engine, which
+builds an engine with given settings over the model loaded once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -156,18 +157,17 @@ def rows_of(runs: Sequence[RunRecord], plan: Plan) -> list[dict[str, Any]]:
 def speed_up(runs: Sequence[RunRecord], plan: Plan, of: str, over: Sequence[str]) -> float | None:
     """How many times the throughput `of` reaches at equal median normalised latency, against the best of `over`.
 
-    The latency is the lowest at which both have a point (interpolated along the rates), which is how Orca compares.
+    Taken at one latency, the lowest of `over`'s points that `of` reaches too; not the largest ratio there is.
     """
     ours = curve(runs, plan, [of])
     theirs = curve(runs, plan, over)
     if not ours or not theirs:
         return None
-    ratios = []
-    for latency, throughput in theirs:
+    for latency, throughput in theirs:  # lowest latency first
         reached = at_latency(ours, latency)
         if reached is not None:
-            ratios.append(reached / throughput)
-    return max(ratios) if ratios else None
+            return reached / throughput
+    return None
 
 
 def curve(runs: Sequence[RunRecord], plan: Plan, names: Sequence[str]) -> list[tuple[float, float]]:
