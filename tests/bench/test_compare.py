@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench.compare import Plan, arrive, at_latency, compare, group_sizes, rows_of, speed_up, variants
+from shoal.bench.compare import (
+    Plan,
+    arrive,
+    at_latency,
+    compare,
+    group_sizes,
+    in_words,
+    rows_of,
+    speed_up,
+    variants,
+)
 from shoal.bench.giant import giant_rows, run_giant
 from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
 from shoal.bench.replay import replay
@@ -131,9 +141,12 @@ def test_throughput_at_equal_latency() -> None:
     assert at_latency([(1.0, 2.0), (3.0, 4.0)], 9.0) == 4.0
     plan = make_plan()
     results = compare(plan, make_engine, progress=False)
-    ratio = speed_up(results.kept, plan, "shoal", ["transformers", "fastertransformer"])
-    assert ratio is not None
-    assert ratio > 1
+    found = speed_up(results.kept, plan, ["shoal"], ["transformers", "fastertransformer"])
+    assert found is not None
+    assert found.times == found.ours / found.theirs > 1
+    assert f"{found.times:.1f} times as many" in in_words(found)
+    assert speed_up(results.kept, plan, ["shoal"], []) is None
+    assert in_words(None) == ""
 
 
 def test_a_promise_is_about_the_first_token_and_the_mean_gap() -> None:

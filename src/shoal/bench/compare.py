@@ -7,7 +7,7 @@ builds an engine with given settings over the model loaded once.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -154,20 +154,47 @@ def rows_of(runs: Sequence[RunRecord], plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def speed_up(runs: Sequence[RunRecord], plan: Plan, of: str, over: Sequence[str]) -> float | None:
-    """How many times the throughput `of` reaches at equal median normalised latency, against the best of `over`.
+class SpeedUp(NamedTuple):
+    """Requests per second that two systems finish at the same median normalised latency."""
+
+    latency_s: float
+    ours: float
+    theirs: float
+
+    @property
+    def times(self) -> float:
+        return self.ours / self.theirs
+
+
+def speed_up(runs: Sequence[RunRecord], plan: Plan, of: Sequence[str], over: Sequence[str]) -> SpeedUp | None:
+    """The best of `of` against the best of `over`, the way Orca reports it.
 
     Taken at one latency, the lowest of `over`'s points that `of` reaches too; not the largest ratio there is.
     """
-    ours = curve(runs, plan, [of])
+    ours = curve(runs, plan, of)
     theirs = curve(runs, plan, over)
     if not ours or not theirs:
         return None
     for latency, throughput in theirs:  # lowest latency first
         reached = at_latency(ours, latency)
         if reached is not None:
-            return reached / throughput
+            return SpeedUp(latency, reached, throughput)
     return None
+
+
+def by_batching(presets: Sequence[str], batching: str) -> list[str]:
+    return [name for name in presets if PRESETS[name].settings["batching"] == batching]
+
+
+def in_words(found: SpeedUp | None) -> str:
+    """What a report says about continuous batching against the best static groups."""
+    if found is None:
+        return ""
+    return (
+        f"At the same median latency per output token ({found.latency_s * 1e3:,.0f} ms) the best continuous preset "
+        f"finished {found.ours:.2f} requests per second and the best static group {found.theirs:.2f}: "
+        f"{found.times:.1f} times as many."
+    )
 
 
 def curve(runs: Sequence[RunRecord], plan: Plan, names: Sequence[str]) -> list[tuple[float, float]]:

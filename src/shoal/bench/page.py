@@ -237,9 +237,8 @@ def title_of(meta: Mapping[str, Any]) -> str:
 
 def facts(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     """All of the meta that is not shown elsewhere."""
-    return [
-        (str(key).replace("_", " "), plain(value)) for key, value in meta.items() if key not in ("title", "summary")
-    ]
+    elsewhere = ("title", "summary", "speed_up")
+    return [(str(key).replace("_", " "), plain(value)) for key, value in meta.items() if key not in elsewhere]
 
 
 def caption(name: str) -> tuple[str, str]:

@@ -65,7 +65,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    from shoal.bench.compare import compare, rows_of
+    from shoal.bench.compare import by_batching, compare, in_words, rows_of, speed_up
 
     folder = Path(args.out)
     make_folder(folder)
@@ -73,7 +73,10 @@ def run_compare(args: argparse.Namespace) -> int:
     plan, fitted = make_plan(args, loaded)
     results = compare(plan, engine_maker(args, loaded, plan), progress=sys.stderr.isatty() or not args.json)
     rows = rows_of(results.kept, plan)
-    meta = make_meta(args, loaded, plan, fitted, rows)
+    static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
+    found = speed_up(results.kept, plan, continuous, static)
+    meta = make_meta(args, loaded, plan, fitted)
+    meta |= {"summary": in_words(found), "speed_up": found._asdict() | {"times": found.times} if found else None}
     write_report(folder, plan, meta, rows, rows_of(results.tried, plan), results.kept)
     if args.json:
         print(json.dumps({"meta": meta, "runs": rows}))
@@ -175,9 +178,7 @@ def engine_maker(args: argparse.Namespace, loaded: "Loaded", plan: "Plan") -> "C
     return make
 
 
-def make_meta(
-    args: argparse.Namespace, loaded: "Loaded", plan: "Plan", fitted: "Fitted", rows: list[dict[str, Any]]
-) -> dict[str, Any]:
+def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "Plan", fitted: "Fitted") -> dict[str, Any]:
     """What a reader must know to believe the figures, and to take them again."""
     from shoal.bench.floor import measure
     from shoal.workload.synthetic import TABLES
