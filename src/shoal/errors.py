@@ -5,10 +5,14 @@ ShoalError
 │   ├── EmptyPrompt         nothing to continue
 │   ├── PromptTooLong       more tokens than the model's context or the KV cache can ever hold
 │   ├── BadParameter        a sampling parameter has a value that means nothing
+│   ├── BadGrammar          a schema, regex or grammar that cannot be used
 │   └── BadChat             the messages do not fit the model's chat template
 ├── Rejected              a good request that is not served now
 │   ├── QueueFull           too many are waiting
-│   └── DeadlinePassed      it waited longer than it was willing to
+│   ├── RateLimited         this key has asked for too much lately, or for too much at once
+│   ├── DeadlinePassed      it waited longer than it was willing to
+│   ├── Draining            the server is about to stop
+│   └── EngineDown          the engine is starting, or gone
 ├── BadConfig             the engine cannot be built as configured
 │   ├── UnknownName         no such policy, option or file key; the known ones are listed
 │   └── ImpossiblePair      two choices that cannot work together
@@ -45,16 +49,36 @@ class BadParameter(BadRequest):
     """A sampling parameter has a value that means nothing."""
 
 
+class BadGrammar(BadRequest):
+    """A schema, regex or grammar that cannot be used: malformed, too large or too slow to compile."""
+
+
 class BadChat(BadRequest):
     """The messages do not fit the model's chat template."""
 
 
 class Rejected(ShoalError):
-    """A good request that is not served now."""
+    """A good request that is not served now. `retry_after_s` is when it might be, if anybody knows."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class QueueFull(Rejected):
     """Too many requests are waiting."""
+
+
+class RateLimited(Rejected):
+    """This key has asked for too much lately, or for too much at once."""
+
+
+class Draining(Rejected):
+    """The server is about to stop."""
+
+
+class EngineDown(Rejected):
+    """The engine is starting, or gone."""
 
 
 class DeadlinePassed(Rejected):

@@ -3,12 +3,23 @@
 Each port has at least one real implementation and one fake in the tests.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shoal.core.job import EngineInfo, Job, Sink
 from shoal.core.plan import StepPlan, StepResult
+
+
+class Grammar(Protocol):
+    """Where one sample stands in what it may say. Lives in the engine's process, one per sample."""
+
+    def accept(self, token: int) -> bool:
+        """The sample said this token. False: that was not allowed, and it cannot go on."""
+
+    def fill(self, line: npt.NDArray[np.uint32]) -> None:
+        """Set the bit of every token that may come next, clear all others."""
 
 
 class LateMasks(Protocol):
@@ -36,3 +47,30 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give everything back; no further calls."""
+
+
+class EngineClient(Protocol):
+    """An engine as its fronts see it, in this process or another. All calls are made on the front's event loop."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """None while the engine is down."""
+
+    @property
+    def jobs(self) -> int:
+        """How many of this front's jobs have not ended."""
+
+    def submit(self, job: Job, sink: Sink) -> None:
+        """Ask for a job. Raises EngineDown if there is nobody to ask; every other answer comes through the sink."""
+
+    def abort(self, job_id: str) -> None:
+        """Nobody waits for it any more; its sink is told nothing more. Fine if it has ended."""
+
+    def finish_at(self, job_id: str, sample: int, outputs: int) -> None:
+        """A stop string was found in output token number `outputs` (from 1): the sample ends there, as "stop"."""
+
+    async def ask(self, what: str) -> Any:
+        """'metrics': the engine's metrics as Prometheus text; 'state': its tables, as a dictionary.
+
+        Raises EngineDown if it does not answer.
+        """

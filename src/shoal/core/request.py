@@ -17,11 +17,16 @@ resumption after a preemption are all "compute positions a..b"; there is no flag
     planned    ██████████████████████████           … and of these is under way
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from shoal.core.ports import Grammar
 
 
 class State(Enum):
@@ -48,6 +53,7 @@ class Reason(Enum):
     LENGTH = "length"
     ABORT = "abort"  # the client went away
     ERROR = "error"  # it could not be computed
+    TIMEOUT = "timeout"  # its time was over before it was done; what it has is its answer
     REJECTED = "rejected"
 
 
@@ -72,10 +78,10 @@ class Request:
     """One sequence of tokens to be continued."""
 
     __slots__ = (
-        "arrived_s", "blocks_sent", "cached_tokens", "computed", "ends_after", "error", "furthest", "generation",
-        "group", "holding", "id", "last_step", "max_tokens", "names", "order", "params", "pending", "planned",
-        "preemptions", "prompt_len", "reason", "row", "salt", "sample", "seed", "state", "stop_ids", "tenant", "tokens",
-        "wants_prompt_logprobs",
+        "arrived_s", "blocks_sent", "cached_tokens", "computed", "deadline_s", "ends_after", "error", "furthest",
+        "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens", "names", "order", "params",
+        "pending", "planned", "preemptions", "priority", "prompt_len", "reason", "row", "salt", "sample", "seed",
+        "state", "stop_ids", "tenant", "timeout_s", "tokens", "wants_prompt_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -91,11 +97,15 @@ class Request:
         tenant: str = "",
         salt: str = "",
         ends_after: int = 0,
+        output: Sequence[int] = (),
+        priority: int = 0,
+        timeout_s: float | None = None,
+        grammar: "Grammar | None" = None,
     ) -> None:
         self.id = id
         self.params = params
         self.prompt_len = len(prompt)
-        self.tokens = list(prompt)  # prompt, then committed output
+        self.tokens = [*prompt, *output]  # prompt, then committed output (some, if it ran elsewhere before)
         self.seed = seed
         self.sample = sample  # which of the n samples this is
         self.stop_ids = stop_ids  # ids that end it
@@ -103,12 +113,16 @@ class Request:
         self.tenant = tenant
         self.salt = salt  # keeps this tenant's prefix cache apart
         self.ends_after = ends_after  # replay: its output has so many tokens, which only the device knows
+        self.priority = priority  # lower goes first, where the order policy looks at it
+        self.timeout_s = timeout_s  # from its arrival to its end
+        self.grammar = grammar  # what it may say; None: anything
         self.max_tokens = params.max_tokens or 0  # 0: filled in at admission
         self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
         # progress
         self.state = State.WAITING
         self.order = -1  # arrival number, given at admission
         self.arrived_s = 0.0
+        self.deadline_s = math.inf  # given at admission
         self.computed = 0
         self.planned = 0
         self.pending = 0
