@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 serve: install
-	$(BIN)/shoal chat
+	$(BIN)/shoal serve
 
 test: install
 	$(BIN)/python -m pytest -m "not slow"

@@ -12,9 +12,10 @@ import numpy as np
 
 from shoal.core.params import SamplingParams
 from shoal.core.plan import FROM_DEVICE, SCRIPTED_END, RowStart, StepPlan, StepResult
+from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs, Request
 from shoal.kv.manager import KVManager
-from shoal.sched.admission import Limits
+from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import Continuous, Dynamic, Static
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import OnDemand, Predict, Reserve
@@ -22,6 +23,7 @@ from shoal.sched.ordering import Fcfs
 from shoal.sched.preempt import Recompute, Wait
 from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
+from shoal.sched.tenants import TenantLimits, no_limits
 
 VOCAB = 50
 MASK = 2**61 - 1
@@ -34,22 +36,73 @@ def fold(slots: Sequence[int], start: int = 7) -> int:
     return value
 
 
-def draw(slots: Sequence[int], seed: int, sample: int, position: int) -> int:
-    return fold([seed, sample, position], fold(slots)) % VOCAB
+def draw(slots: Sequence[int], seed: int, sample: int, position: int, allowed: Sequence[int] | None = None) -> int:
+    choices = range(VOCAB) if allowed is None else allowed
+    return choices[fold([seed, sample, position], fold(slots)) % len(choices)]
+
+
+class FakeGrammar:
+    """Allows about one token in four, which ones depends on all that was said; ends after so many tokens.
+
+    Told to break at some output, it allows nothing there; told to refuse at one, it accepts nothing there.
+    """
+
+    def __init__(self, seed: int, length: int, breaks_at: int = -1, refuses_at: int = -1) -> None:
+        self.seed = seed
+        self.length = length
+        self.breaks_at = breaks_at
+        self.refuses_at = refuses_at
+        self.said: list[int] = []
+        self.ended = False
+        self.error = ""
+
+    def allowed(self) -> list[int]:
+        state = fold(self.said, self.seed)
+        return [token for token in range(VOCAB) if fold([token], state) % 4 == 0] or [0]
+
+    def accept(self, token: int) -> bool:
+        assert not self.ended, "a token after the end"
+        assert not self.error, "a token after an error"
+        if len(self.said) == self.refuses_at or token not in self.allowed():
+            self.error = f"token {token} was refused"
+            return False
+        self.said.append(token)
+        self.ended = len(self.said) == self.length
+        return True
+
+    def fill(self, line: "np.ndarray[tuple[int, ...], np.dtype[np.uint32]]") -> None:
+        line[:] = 0
+        if len(self.said) == self.breaks_at:
+            self.error = "the grammar broke"
+            return
+        for token in self.allowed():
+            line[token // 32] |= np.uint32(1 << token % 32)
 
 
 def oracle(
-    prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int], seed: int, sample: int, min_tokens: int = 0
+    prompt: Sequence[int],
+    max_tokens: int,
+    stop_ids: frozenset[int],
+    seed: int,
+    sample: int,
+    min_tokens: int = 0,
+    grammar: FakeGrammar | None = None,
 ) -> list[int]:
-    """The output tokens, computed with no batch, no blocks and no scheduler."""
+    """The output tokens, computed with no batch, no blocks and no scheduler. `grammar` is one that has said nothing."""
     slots: list[int] = []
     for token in prompt:
         slots.append(fold([token], fold(slots)))
     output: list[int] = []
     while True:
-        token = draw(slots, seed, sample, len(slots))
+        if grammar is not None and len(output) == grammar.breaks_at:
+            return output
+        token = draw(slots, seed, sample, len(slots), grammar.allowed() if grammar else None)
+        if grammar is not None and not grammar.accept(token):
+            return output
         output.append(token)
-        if (token in stop_ids and len(output) > min_tokens) or len(output) == max_tokens:
+        if token in stop_ids and (len(output) > min_tokens or grammar is not None):
+            return output
+        if len(output) == max_tokens or (grammar is not None and grammar.ended):
             return output
         slots.append(fold([token], fold(slots)))
 
@@ -69,6 +122,7 @@ class FakeExecutor:
         self.tables: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
         self.queue: deque[StepPlan] = deque()
+        self.masks: dict[int, LateMasks | None] = {}  # by pass, from its sample() to its result()
         self.computed_tokens = 0
 
     def forward(self, plan: StepPlan) -> None:
@@ -80,11 +134,18 @@ class FakeExecutor:
             self.tables[row].append(block)
         self.queue.append(plan)
 
-    def sample(self, masks: object) -> None:
-        assert masks is None
+    def sample(self, masks: LateMasks | None) -> None:
+        plan = self.queue[-1]
+        assert plan.step not in self.masks, "a pass was sampled twice"
+        if masks is not None:
+            in_order = [row for row in plan.rows[plan.samples].tolist() if row in masks.rows]
+            assert masks.rows.tolist() == in_order, "masks for other rows, or in another order"
+        self.masks[plan.step] = masks
 
     def result(self) -> StepResult:
         plan = self.queue.popleft()
+        allowed = self._allowed(self.masks.pop(plan.step, None))
+        failures: list[tuple[int, str]] = []
         tokens: list[int] = []
         logprobs, prompt_logprobs = [], []
         offset = 0
@@ -100,7 +161,10 @@ class FakeExecutor:
                 self._write(row, start + step, slots[-1])
             self.computed_tokens += count
             if sampling:
-                self.last[row] = draw(slots, begun.seed, begun.sample, start + count)
+                if row in allowed and not allowed[row]:
+                    failures.append((len(tokens), "nothing is allowed"))
+                    allowed[row] = [0]
+                self.last[row] = draw(slots, begun.seed, begun.sample, start + count, allowed.get(row))
                 if begun.params.logprobs is not None:
                     logprobs.append((len(tokens), thought(self.last[row])))
                 tokens.append(SCRIPTED_END if begun.ends_at == start + count else self.last[row])
@@ -115,8 +179,16 @@ class FakeExecutor:
             np.array(tokens, dtype=np.int64),
             tuple(logprobs),
             tuple(prompt_logprobs),
+            tuple(failures),
             padded=(len(plan.rows) + plan.dead) * plan.width - len(plan.tokens) if plan.width else 0,
         )
+
+    def _allowed(self, masks: LateMasks | None) -> dict[int, list[int]]:
+        """Row → the tokens it may say, for rows that may not say everything."""
+        if masks is None:
+            return {}
+        bits = np.unpackbits(masks.allowed.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
+        return {int(row): np.flatnonzero(line).tolist() for row, line in zip(masks.rows, bits, strict=True)}
 
     def _read(self, row: int, count: int) -> list[int]:
         size, table = self.block_size, self.tables[row]
@@ -146,6 +218,9 @@ def make_scheduler(
     prefill: str = "chunked",
     memory: str = "ondemand",
     quantile: float = 0.5,
+    max_queue: int = 0,
+    max_wait_s: float | None = None,
+    key_limits: TenantLimits | None = None,
     kind: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, VOCAB)
@@ -163,7 +238,8 @@ def make_scheduler(
         Fcfs(),
         Wait() if memory == "reserve" else Recompute(),
     )
-    return kind(limits, KVManager(blocks, block_size, keep), policies)
+    rules = Rules(max_queue, max_wait_s, (lambda tenant: key_limits) if key_limits else no_limits)
+    return kind(limits, KVManager(blocks, block_size, keep), policies, rules)
 
 
 def make_request(

@@ -6,7 +6,9 @@ import pytest
 
 from shoal.build import make_scheduler
 from shoal.config import EngineConfig
-from shoal.errors import ImpossiblePair, UnknownName
+from shoal.core.params import SamplingParams
+from shoal.core.request import Request
+from shoal.errors import ImpossiblePair, QueueFull, RateLimited, UnknownName
 from shoal.presets import PRESETS
 from shoal.sched.admission import Limits
 from shoal.sched.batching import BATCHING
@@ -66,6 +68,26 @@ def test_waiting_without_reservation_is_refused_with_the_reason(memory: str) -> 
 def test_a_group_larger_than_the_slots_is_refused() -> None:
     with pytest.raises(ImpossiblePair, match="never fills"):
         EngineConfig(batching="static", group_size=65, max_num_seqs=64)
+
+
+def test_the_rules_of_admission_reach_the_scheduler() -> None:
+    limits = Limits(100, 16, 64, 50)
+    config = EngineConfig(max_queue=3, max_wait=2.5, key_max_concurrent=2, key_tokens_per_minute=5)
+    scheduler = make_scheduler(config, limits, 20)
+    assert (scheduler.admission.max_queue, scheduler.deadlines.max_wait_s) == (3, 2.5)
+    params = SamplingParams(max_tokens=1)
+    scheduler.submit(Request("a", [1] * 4, params, tenant="t"), 0.0)
+    with pytest.raises(RateLimited, match="5 tokens per minute"):
+        scheduler.submit(Request("b", [1] * 2, params, tenant="t"), 0.0)
+    scheduler.submit(Request("b", [1], params, tenant="t"), 0.0)
+    with pytest.raises(RateLimited, match="2 at once"):
+        scheduler.submit(Request("c", [1], params, tenant="t"), 0.0)
+    scheduler.submit(Request("c", [1], params), 0.0)
+    with pytest.raises(QueueFull):
+        scheduler.submit(Request("d", [1], params), 0.0)
+    boundless = make_scheduler(EngineConfig(), limits, 20)
+    for number in range(2000):
+        boundless.submit(Request(str(number), [1] * 9, params, tenant="t"), 0.0)
 
 
 def test_every_other_combination_builds() -> None:

@@ -8,14 +8,17 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Chunk", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "Chunk", "Completion", "EngineConfig", "GrammarSpec", "RequestOutput", "SamplingParams", "__version__"
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from shoal.config import EngineConfig
+    from shoal.core.job import GrammarSpec
     from shoal.core.params import SamplingParams
     from shoal.llm import LLM, Chunk, Completion, RequestOutput
 
-_HOMES = {"EngineConfig": "shoal.config", "SamplingParams": "shoal.core.params"}
+_HOMES = {"EngineConfig": "shoal.config", "GrammarSpec": "shoal.core.job", "SamplingParams": "shoal.core.params"}
 
 
 def __getattr__(name: str) -> Any:

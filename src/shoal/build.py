@@ -28,7 +28,7 @@ from shoal.runner.kvstore import KVStore, bytes_per_block
 from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
-from shoal.sched.admission import Limits
+from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import MEMORY, Memory, OnDemand, Predict
@@ -36,6 +36,7 @@ from shoal.sched.ordering import ORDER
 from shoal.sched.preempt import PREEMPT
 from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
+from shoal.sched.tenants import TenantLimits, no_limits
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -204,6 +205,13 @@ def make_memory(config: EngineConfig) -> Memory:
     return pick(MEMORY, config.memory, "memory")()
 
 
+def make_rules(config: EngineConfig) -> Rules:
+    """Every key has the same limits."""
+    limits = TenantLimits(config.key_max_concurrent, config.key_tokens_per_minute)
+    limits_of = no_limits if limits == TenantLimits() else lambda tenant: limits
+    return Rules(config.max_queue, config.max_wait, limits_of)
+
+
 def make_scheduler(config: EngineConfig, limits: Limits, blocks: int) -> Scheduler:
     """The scheduler alone: no torch, so the simulator can have it too."""
     policies = Policies(
@@ -214,7 +222,8 @@ def make_scheduler(config: EngineConfig, limits: Limits, blocks: int) -> Schedul
         order=pick(ORDER, config.order, "order")(),
         preempt=pick(PREEMPT, config.when_short, "when_short")(),
     )
-    return Scheduler(limits, KVManager(blocks, config.block_size, config.prefix_caching), policies)
+    kv = KVManager(blocks, config.block_size, config.prefix_caching)
+    return Scheduler(limits, kv, policies, make_rules(config))
 
 
 def need_tokenizer(built: Built) -> Tokenizer:

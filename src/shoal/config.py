@@ -31,8 +31,18 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def _option(default: Any, help: str, *, parse: Any = str, choices: tuple[str, ...] = (), group: str = "engine") -> Any:
-    return field(default=default, metadata={"help": help, "parse": parse, "choices": choices, "group": group})
+def option(
+    default: Any,
+    help: str,
+    *,
+    parse: Any = str,
+    choices: tuple[str, ...] = (),
+    group: str = "engine",
+    also: tuple[str, ...] = (),
+) -> Any:
+    """A field of a config; `also` are other names of its flag."""
+    metadata = {"help": help, "parse": parse, "choices": choices, "group": group, "also": also}
+    return field(default=default, metadata=metadata)
 
 
 # choices that cannot work together, with the reason
@@ -44,74 +54,126 @@ IMPOSSIBLE: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
     ),
 )
 
+SERVED_QUEUE = 1024  # max_queue of a server, unless told otherwise: it does not choose who comes
+LONGEST_WAIT_S = 1e8  # three years
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+class Options:
+    """What all configs share: types are checked, and an option that does not exist is refused."""
+
+    def _check_types(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            self._check_type(item, getattr(self, item.name))
+
+    def _check_type(self, item: "Field[Any]", value: Any) -> None:
+        if value is None and item.default is None:
+            return
+        if isinstance(item.default, bool):
+            if not isinstance(value, bool):
+                raise BadConfig(f"{item.name} must be true or false, not {value!r}")
+            return
+        numbers = {int: (int,), float: (int, float), parse_bytes: (int,)}.get(item.metadata["parse"])
+        if isinstance(item.default, tuple):
+            if not isinstance(value, tuple) or not all(isinstance(one, str) for one in value):
+                raise BadConfig(f"{item.name} must be a list of texts, not {value!r}")
+        elif numbers is None:
+            if not isinstance(value, str):
+                raise BadConfig(f"{item.name} must be a name, not {value!r}")
+            if item.metadata["choices"]:
+                pick(dict.fromkeys(item.metadata["choices"]), value, item.name)
+        elif isinstance(value, bool) or not isinstance(value, numbers):
+            raise BadConfig(f"{item.name} must be a number, not {value!r}")
+
+    def _at_least(self, name: str, least: float) -> None:
+        if getattr(self, name) < least:
+            raise BadConfig(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Options):
     """Everything that shapes one engine. An option that does not exist is refused, never dropped.
 
     >>> EngineConfig.from_mapping({"block_size": 32}).block_size
     32
     """
 
-    model: str | None = _option(None, "folder, .gguf file or hub name; default: SmolLM2-135M-Instruct", group="model")
-    load_format: str = _option(
+    model: str | None = option(None, "folder, .gguf file or hub name; default: SmolLM2-135M-Instruct", group="model")
+    load_format: str = option(
         "auto", "dummy: random weights from config.json alone", choices=("auto", "dummy"), group="model"
     )
-    dtype: str = _option("auto", "type of weights and KV", choices=DTYPES, group="model")
-    device: str = _option("auto", "auto, cpu or cuda", group="model")
-    chat_template: str | None = _option(None, "file with a chat template instead of the model's own", group="model")
-    max_model_len: int | None = _option(None, "most tokens of one sequence; default: the model's own", parse=int)
-    max_num_seqs: int = _option(64, "most requests in one pass", parse=int)
-    max_num_batched_tokens: int = _option(512, "most tokens in one pass", parse=int)
-    block_size: int = _option(16, "tokens in one KV block", parse=int, group="memory")
-    kv_memory: int | None = _option(
+    dtype: str = option("auto", "type of weights and KV", choices=DTYPES, group="model")
+    device: str = option("auto", "auto, cpu or cuda", group="model")
+    chat_template: str | None = option(None, "file with a chat template instead of the model's own", group="model")
+    max_model_len: int | None = option(None, "most tokens of one sequence; default: the model's own", parse=int)
+    max_num_seqs: int = option(64, "most requests in one pass", parse=int)
+    max_num_batched_tokens: int = option(512, "most tokens in one pass", parse=int)
+    block_size: int = option(16, "tokens in one KV block", parse=int, group="memory")
+    kv_memory: int | None = option(
         None,
         "memory for the KV cache, such as 2GiB; default: a share of what is free",
         parse=parse_bytes,
         group="memory",
     )
-    kv_share: float = _option(0.5, "that share, between 0 and 1", parse=float, group="memory")
-    prefix_caching: bool = _option(True, "keep KV of finished requests for prompts that begin alike", group="memory")
-    watermark: float = _option(
+    kv_share: float = option(
+        0.5, "that share, between 0 and 1", parse=float, group="memory", also=("--gpu-memory-utilization",)
+    )
+    prefix_caching: bool = option(True, "keep KV of finished requests for prompts that begin alike", group="memory")
+    watermark: float = option(
         0.01, "share of KV blocks kept free for those who run when another would start", parse=float, group="memory"
     )
-    preset: str | None = _option(
+    preset: str | None = option(
         None, "how a known system batches; other flags override it", choices=tuple(PRESETS), group="policy"
     )
-    batching: str = _option(
+    batching: str = option(
         "continuous", "who may join the batch", choices=("continuous", "static", "dynamic"), group="policy"
     )
-    group_size: int = _option(16, "requests in a static or dynamic group", parse=int, group="policy")
-    window_ms: float = _option(50.0, "longest wait for a dynamic group to fill", parse=float, group="policy")
-    layout: str = _option("ragged", "shape of a pass", choices=("ragged", "padded", "shrink"), group="policy")
-    prefill: str = _option(
+    group_size: int = option(16, "requests in a static or dynamic group", parse=int, group="policy")
+    window_ms: float = option(50.0, "longest wait for a dynamic group to fill", parse=float, group="policy")
+    layout: str = option("ragged", "shape of a pass", choices=("ragged", "padded", "shrink"), group="policy")
+    prefill: str = option(
         "chunked", "how much of a prompt per pass", choices=("chunked", "inline", "exclusive"), group="policy"
     )
-    order: str = _option("fcfs", "who goes first", choices=("fcfs",), group="policy")
-    memory: str = _option(
+    order: str = option("fcfs", "who goes first", choices=("fcfs",), group="policy")
+    memory: str = option(
         "ondemand", "room set aside for a request", choices=("ondemand", "reserve", "predict"), group="policy"
     )
-    quantile: float = _option(0.9, "of output lengths, which predict sets aside", parse=float, group="policy")
-    when_short: str = _option("recompute", "when KV memory runs out", choices=("recompute", "wait"), group="policy")
-    chunk_tokens: int = _option(0, "most tokens of one prompt per pass; 0: only the pass limits it", parse=int)
-    depth: int = _option(2, "passes in flight: 2 plans the next while one computes", parse=int)
-    threads: int | None = _option(None, "CPU threads for torch; default: torch's own choice", parse=int)
-    seed: int | None = _option(None, "makes the seeds of requests that bring none repeatable", parse=int)
-    check: bool = _option(False, "check every invariant after every pass (slow)")
+    quantile: float = option(0.9, "of output lengths, which predict sets aside", parse=float, group="policy")
+    when_short: str = option("recompute", "when KV memory runs out", choices=("recompute", "wait"), group="policy")
+    chunk_tokens: int = option(0, "most tokens of one prompt per pass; 0: only the pass limits it", parse=int)
+    depth: int = option(2, "passes in flight: 2 plans the next while one computes", parse=int)
+    threads: int | None = option(None, "CPU threads for torch; default: torch's own choice", parse=int)
+    seed: int | None = option(None, "makes the seeds of requests that bring none repeatable", parse=int)
+    max_queue: int = option(
+        0,
+        f"most requests that may wait; more are refused; 0: no limit, {SERVED_QUEUE} in shoal serve",
+        parse=int,
+        group="admission",
+    )
+    max_wait: float | None = option(
+        None, "most seconds a request may wait before it starts; default: no limit", parse=float, group="admission"
+    )
+    key_max_concurrent: int | None = option(
+        None, "most requests of one API key at once, each of n samples being one", parse=int, group="admission"
+    )
+    key_tokens_per_minute: int | None = option(
+        None, "most tokens of one API key per minute, prompt and output", parse=int, group="admission"
+    )
+    check: bool = option(False, "check every invariant after every pass (slow)")
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            self._check_type(item, getattr(self, item.name))
+        self._check_types()
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "depth"):
             self._at_least(name, 1)
-        for name in ("max_model_len", "kv_memory", "threads"):
+        for name in ("max_model_len", "kv_memory", "threads", "key_max_concurrent", "key_tokens_per_minute"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         self._at_least("chunk_tokens", 0)
         self._at_least("group_size", 1)
         self._at_least("window_ms", 0)
+        self._at_least("max_queue", 0)
+        if self.max_wait is not None and not 0 < self.max_wait <= LONGEST_WAIT_S:  # nor NaN
+            raise BadConfig(f"max_wait must be above 0 and at most {LONGEST_WAIT_S:.0f} seconds, not {self.max_wait}")
         if not 0 < self.quantile <= 1:
             raise BadConfig(f"quantile must be above 0 and at most 1, not {self.quantile}")
         for impossible, reason in IMPOSSIBLE:
@@ -126,26 +188,6 @@ class EngineConfig:
             raise BadConfig(f"kv_share must be above 0 and at most 1, not {self.kv_share}")
         if not 0 <= self.watermark < 1:
             raise BadConfig(f"watermark must be at least 0 and below 1, not {self.watermark}")
-
-    def _check_type(self, item: "Field[Any]", value: Any) -> None:
-        if value is None and item.default is None:
-            return
-        if isinstance(item.default, bool):
-            if not isinstance(value, bool):
-                raise BadConfig(f"{item.name} must be true or false, not {value!r}")
-            return
-        numbers = {int: (int,), float: (int, float), parse_bytes: (int,)}.get(item.metadata["parse"])
-        if numbers is None:
-            if not isinstance(value, str):
-                raise BadConfig(f"{item.name} must be a name, not {value!r}")
-            if item.metadata["choices"]:
-                pick(dict.fromkeys(item.metadata["choices"]), value, item.name)
-        elif isinstance(value, bool) or not isinstance(value, numbers):
-            raise BadConfig(f"{item.name} must be a number, not {value!r}")
-
-    def _at_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise BadConfig(f"{name} must be at least {least}, not {getattr(self, name)}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
@@ -166,10 +208,10 @@ class EngineConfig:
         return cls.from_mapping({item.name: given[item.name] for item in fields(cls) if item.name in given})
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, config: Any = EngineConfig) -> None:
     """One flag for each option, except the model, which every command takes in its own way."""
     groups: dict[str, Any] = {}
-    for item in fields(EngineConfig):
+    for item in fields(config):
         if item.name == "model":
             continue
         kind = item.metadata["group"]
@@ -198,9 +240,14 @@ def add_flag(group: Any, item: "Field[Any]") -> None:
         action = argparse.BooleanOptionalAction
         group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=f"{item.metadata['help']}")
         return
+    if isinstance(item.default, tuple):
+        help = f"{item.metadata['help']}; repeatable"
+        group.add_argument(flag, action="append", default=argparse.SUPPRESS, metavar=item.name.upper(), help=help)
+        return
     shown = "" if item.default is None else f" (default: {item.default})"
     group.add_argument(
         flag,
+        *item.metadata["also"],
         type=_for_argparse(item.metadata["parse"]),
         choices=item.metadata["choices"] or None,
         default=argparse.SUPPRESS,

@@ -21,10 +21,12 @@ from tqdm import tqdm
 from shoal.build import Built, build, need_tokenizer
 from shoal.config import EngineConfig
 from shoal.core.events import Finished, PassEvents
+from shoal.core.job import GrammarSpec
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Reason, Request
 from shoal.errors import BadParameter, EmptyPrompt, EngineError, ShoalError
 from shoal.text.detok import Detokenizer
+from shoal.text.grammar import Grammars
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 Prompt: TypeAlias = str | Sequence[int] | Chat
@@ -165,6 +167,7 @@ class LLM:
         self._count = 0
         self._closed = False
         self._dropped: deque[Batch] = deque()
+        self._grammars: Grammars | None = None
         seed = self._built.config.seed
         self._seeds = random.Random(secrets.randbits(64) if seed is None else seed)
 
@@ -185,13 +188,15 @@ class LLM:
         *,
         progress: bool = False,
         cache_salt: str = "",
+        grammar: GrammarSpec | None = None,
     ) -> list[RequestOutput]:
         """Answers to all prompts (texts, lists of token ids or chats), in their order.
 
-        Requests share cached prefixes only with those of the same `cache_salt`.
+        Requests share cached prefixes only with those of the same `cache_salt`. Every answer follows the `grammar`;
+        where it ends, the answer ends, whatever `ignore_eos` and `min_tokens` say.
         """
         batch = Batch(streams=False)
-        groups = self._submit(prompts, params, batch, cache_salt)
+        groups = self._submit(prompts, params, batch, cache_salt, grammar)
         total = batch.left
         with tqdm(total=total, unit="seq", disable=not progress) as bar:
             try:
@@ -208,11 +213,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        grammar: GrammarSpec | None = None,
     ) -> Stream:
         """Pieces of the answers as they come. Closing or dropping the iterator ends the requests."""
         batch = Batch(streams=True)
-        self._submit(prompts, params, batch, cache_salt)
+        self._submit(prompts, params, batch, cache_salt, grammar)
         return Stream(self, batch)
+
+    @property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for this model."""
+        if self._grammars is None:
+            self._grammars = Grammars(need_tokenizer(self._built), self._built.spec.vocab_size, sorted(self._built.eos))
+        return self._grammars
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt in any shape."""
@@ -245,10 +258,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         batch: Batch,
         salt: str,
+        grammar: GrammarSpec | None,
     ) -> list[list[Collector]]:
         """All or none: a bad prompt is refused before any of them starts."""
         if self._closed:
             raise EngineError("this LLM was closed; make a new one")
+        if grammar is not None:
+            self.grammars.check(grammar)
         many = as_many(prompts)
         each = each_params(params, len(many))
         groups: list[list[Collector]] = []
@@ -257,6 +273,9 @@ class LLM:
                 groups.append([])
                 for one in self._collect(number, prompt, how, len(many)):
                     one.request.salt = salt
+                    if grammar is not None:
+                        one.request.grammar = self.grammars.make(grammar)
+                        one.request.stop_ids |= self._built.eos
                     self.loop.submit(one.request)
                     self._collectors[one.request.id] = one
                     batch.add(one)

@@ -4,6 +4,8 @@ The fake executor computes a pass only when its result is taken, with up to thre
 which tokens each request must get, whatever happened around it.
 """
 
+import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,11 +16,12 @@ from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Reason, Request, State
 from shoal.engine.engine import Engine
-from shoal.errors import PromptTooLong
+from shoal.errors import BadRequest, PromptTooLong, QueueFull, RateLimited, Rejected
 from shoal.sched.memory import Reserve
 from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
 from shoal.sched.scheduler import Draft, Scheduler
+from shoal.sched.tenants import TenantLimits
 from tests.fakes import FakeExecutor, make_request, make_scheduler, oracle
 
 
@@ -43,15 +46,24 @@ class Run:
         self.engine = Engine(self.scheduler)
         self.executor = FakeExecutor(kv.pool.total, kv.block_size)
 
-    def submit(self, request: Request) -> None:
-        self.engine.submit(request, float(self.passes))
-        self.requests[request.id] = request
-        self.told[request.id] = []
+    @property
+    def now_s(self) -> float:
+        return float(self.passes)
+
+    def wait(self) -> None:
+        """Nothing can be computed: time passes."""
+        self.passes += 1
+
+    def submit(self, *requests: Request, resumed: bool = False) -> None:
+        self.engine.submit_all(requests, self.now_s, resumed)
+        for request in requests:
+            self.requests[request.id] = request
+            self.told[request.id] = request.output_tokens
 
     def begin(self) -> bool:
         if self.engine.in_flight >= self.depth:
             return False
-        plan = self.engine.begin(float(self.passes))
+        plan = self.engine.begin(self.now_s)
         self.scheduler.check()
         if plan is None:
             return False
@@ -68,7 +80,7 @@ class Run:
     def finish(self) -> bool:
         if not self.engine.in_flight:
             return False
-        self.note(self.engine.finish(self.executor.result(), float(self.passes)))
+        self.note(self.engine.finish(self.executor.result(), self.now_s))
         self.passes += 1
         return True
 
@@ -88,6 +100,9 @@ class Run:
             assert end.id not in self.ended, "a request ended twice"
             self.ended[end.id] = end.reason
             assert self.requests[end.id].state is State.FINISHED
+            assert end.outputs == len(self.told[end.id]) or end.id in self.cuts, "what it has is not what it was told"
+        late = {one.id for one in events.rejected if one.kind == "DeadlinePassed"}
+        assert late == {end.id for end in events.finished if end.reason is Reason.REJECTED}
         self.preemptions += len(events.preempted)
         self.cached += sum(a.cached_tokens for a in events.admitted)
         self.admitted += [a.id for a in events.admitted if not a.resumed]
@@ -95,21 +110,21 @@ class Run:
     def fail(self) -> None:
         """The device breaks: all passes in flight are lost."""
         self.executor.queue.clear()
-        self.note(self.engine.fail("broken", float(self.passes)))
+        self.note(self.engine.fail("broken", self.now_s))
 
     def drain(self) -> None:
         """To the end: everything admitted must be answered within a bound."""
         left = sum(len(r.tokens) + r.max_tokens for r in self.requests.values()) * 4 + 100
         while not self.engine.idle:
             began = self.begin()
-            if not self.finish() and not began:
-                wake_s = self.engine.wake_s(float(self.passes))
+            if not self.finish() and not began and not self.engine.idle:
+                wake_s = self.engine.wake_s(self.now_s)
                 assert wake_s is not None, "requests wait, yet nothing can be planned"
-                assert wake_s > self.passes, "it was to wake for nothing"
-                self.passes += 1  # time passes
+                assert wake_s > self.now_s, "it was to wake for nothing"
+                self.wait()
             left -= 1
             assert left > 0, "the engine does not come to an end"
-        self.note(self.engine.rest(float(self.passes)))
+        self.note(self.engine.rest(self.now_s))
 
     def verify(self) -> None:
         assert self.ended.keys() == self.requests.keys(), "a request was never answered"
@@ -127,7 +142,9 @@ class Run:
             )
             if request.wants_prompt_logprobs and self.ended[id] in (Reason.STOP, Reason.LENGTH):
                 assert self.prompts_seen.get(id, []) == prompt[1:]
-            if self.ended[id] in (Reason.ABORT, Reason.ERROR) or id in self.cuts:
+            if self.ended[id] is Reason.REJECTED:
+                assert not self.told[id], f"{id} was refused after it was told something"
+            elif self.ended[id] in (Reason.ABORT, Reason.ERROR, Reason.TIMEOUT) or id in self.cuts:
                 assert self.told[id] == want[: len(self.told[id])], f"{id} got wrong tokens before it was cut"
             else:
                 assert self.told[id] == want, f"{id} got wrong tokens"
@@ -201,8 +218,8 @@ def arrive(
             assert len(prompt) + max_tokens - 1 > run.scheduler.admission.kv_tokens
 
 
-def play(run: Run, traffic: list[Move]) -> None:
-    for number, (what, *how) in enumerate(traffic):
+def play(run: Run, traffic: list[Move], drain: bool = True, first: int = 0) -> None:
+    for number, (what, *how) in enumerate(traffic, first):
         if what == "arrive":
             arrive(run, number, *how)  # type: ignore[arg-type]
         elif what == "begin":
@@ -215,7 +232,8 @@ def play(run: Run, traffic: list[Move]) -> None:
         else:
             end_one(run, str(what), int(how[0]))  # type: ignore[call-overload]
         run.scheduler.check()
-    run.drain()
+    if drain:
+        run.drain()
 
 
 def end_one(run: Run, what: str, which: int) -> None:
@@ -324,3 +342,365 @@ class FreesBeforeUse(Scheduler):
 def test_a_broken_rule_is_noticed(broken: type[Scheduler], depth: int) -> None:
     with pytest.raises((AssertionError, KeyError, IndexError)):
         busy(kind=broken, depth=depth)
+
+
+# ---- deadlines and limits, on a clock of their own ------------------------------------------------------------------
+
+
+@dataclass
+class Clocked(Run):
+    """Time passes when told to. Whatever the rules promise is checked after every move."""
+
+    pass_s: float = 0.0  # how long a pass takes
+    time_s: float = 1000.0
+    accepted: list[tuple[float, str, int]] = field(default_factory=list)  # (when, tenant, prompt tokens)
+    refused: list[str] = field(default_factory=list)  # what for
+
+    @property
+    def now_s(self) -> float:
+        return self.time_s
+
+    def wait(self) -> None:
+        self.time_s += 1
+
+    def begin(self) -> bool:
+        asked = self.engine.in_flight < self.depth
+        began = super().begin()
+        if asked:
+            max_wait_s = self.scheduler.deadlines.max_wait_s
+            for request in self.scheduler.requests.values():
+                assert request.deadline_s > self.now_s, f"{request} has outlived its deadline"
+                new = request in set(self.scheduler.waiting) and not request.preemptions
+                late = max_wait_s is not None and request.arrived_s + max_wait_s <= self.now_s
+                assert not (new and late), f"{request} still waits"
+        return began
+
+    def finish(self) -> bool:
+        self.time_s += self.pass_s if self.engine.in_flight else 0
+        finished = super().finish()
+        if finished and not self.scheduler.policies.batching.grouped:
+            ended = {id for id, request in self.requests.items() if request.state is State.FINISHED}
+            assert ended == self.ended.keys(), "somebody's end was not told with the next pass"
+        return finished
+
+    def tables(self) -> object:
+        """Everything a refusal must leave alone."""
+        scheduler = self.scheduler
+        alive = {tenant: scheduler.tenants.alive(tenant) for tenant in ("", "a", "b")}
+        lines = [list(scheduler.requests), list(scheduler.waiting), list(scheduler.running)]
+        return lines, alive, len(scheduler.tenants), scheduler.deadlines.next_s(), scheduler.kv.pool.held
+
+    def offer(self, requests: list[Request]) -> None:
+        """Submit a job; a refusal must have its reason, and leave no trace."""
+        before, refusal = self.tables(), None
+        try:
+            self.submit(*requests)
+        except (BadRequest, Rejected) as error:
+            refusal = error
+        if refusal is None:
+            self.accepted.append((self.now_s, requests[0].tenant, requests[0].prompt_len))
+            most = self.scheduler.admission.max_queue
+            assert not most or self.scheduler.waiting.newcomers <= most, "too many wait"
+            return
+        self.refused.append(type(refusal).__name__)
+        assert self.tables() == before
+        assert {request.order for request in requests} == {-1}
+        self.check_refusal(refusal, len(requests), requests[0].tenant)
+
+    def check_refusal(self, refusal: Exception, n: int, tenant: str) -> None:
+        if isinstance(refusal, QueueFull):
+            assert self.scheduler.waiting.newcomers + n > self.scheduler.admission.max_queue > 0
+            assert 1 <= (refusal.retry_after_s or 0) <= 60
+        elif isinstance(refusal, RateLimited):
+            assert tenant
+            assert (refusal.retry_after_s or 0) > 0
+        elif not isinstance(refusal, PromptTooLong):
+            assert n > 1, "one request was refused for its n"
+
+
+def check_tenants(run: Clocked, limits: TenantLimits | None) -> None:
+    if limits is None or limits.max_concurrent is None:
+        return
+    for tenant in ("a", "b"):
+        alive = sum(request.tenant == tenant for request in run.scheduler.requests.values())
+        assert alive <= limits.max_concurrent, f"tenant {tenant} has {alive} requests alive"
+
+
+def check_windows(run: Clocked, limits: TenantLimits | None) -> None:
+    """In any 60 s a tenant's accepted prompts are at most what leaks out, and what the bucket holds at the end."""
+    if limits is None or limits.tokens_per_minute is None:
+        return
+    for tenant in ("a", "b"):
+        mine = [(at_s, tokens) for at_s, who, tokens in run.accepted if who == tenant]
+        bound = limits.tokens_per_minute + max(limits.tokens_per_minute, *(tokens for _, tokens in mine), 0)
+        for begin_s, _ in mine:
+            assert sum(tokens for at_s, tokens in mine if begin_s <= at_s <= begin_s + 60) <= bound
+
+
+timed_arrival = st.tuples(
+    st.just("arrive"),
+    prompts,
+    st.integers(1, 12),  # max_tokens
+    st.sampled_from([1, 1, 1, 2, 3]),  # n
+    st.sampled_from(["", "a", "a", "b"]),  # tenant
+    st.sampled_from([None, None, 0.25, 1.0, 3.0, 9.0]),  # timeout
+)
+timed_moves = st.one_of(
+    timed_arrival,
+    timed_arrival,
+    st.just(("begin",)),
+    st.tuples(st.just("finish"), st.integers(1, 6)),
+    st.tuples(st.just("finish"), st.integers(1, 6)),
+    st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.tuples(st.just("tick"), st.sampled_from([0.1, 0.5, 1.0, 4.0, 30.0])),
+    st.just(("expire",)),
+    st.just(("fail",)),
+)
+rules = st.fixed_dictionaries(
+    {
+        "max_queue": st.sampled_from([0, 1, 2, 5]),
+        "max_wait_s": st.sampled_from([None, None, 1.0, 4.0]),
+        "key_limits": st.sampled_from(
+            [None, TenantLimits(2, None), TenantLimits(None, 30), TenantLimits(3, 60), TenantLimits(1, 5)]
+        ),
+    }
+)
+
+
+def timed_job(number: int, prompt: list[int], max_tokens: int, n: int, tenant: str, timeout_s: float | None):  # type: ignore[no-untyped-def]
+    group = Group(f"g{number}") if n > 1 else None
+    more = {"seed": number, "tenant": tenant, "salt": tenant, "timeout_s": timeout_s, "group": group}
+    return [make_request(f"r{number}.{one}", prompt, max_tokens, sample=one, **more) for one in range(n)]
+
+
+def play_timed(run: Clocked, limits: TenantLimits | None, traffic: list[Move]) -> None:
+    for number, (what, *how) in enumerate(traffic):
+        if what == "arrive":
+            run.offer(timed_job(number, *how))  # type: ignore[arg-type]
+        elif what == "begin":
+            run.begin()
+        elif what == "finish":
+            for _ in range(how[0]):  # type: ignore[call-overload]
+                run.begin()
+                run.finish()
+        elif what == "tick":
+            run.time_s += how[0]  # type: ignore[operator]
+        elif what == "expire":
+            run.engine.expire(run.now_s)
+        elif what == "fail":
+            run.fail()
+        else:
+            end_one(run, "abort", int(how[0]))  # type: ignore[call-overload]
+        run.scheduler.check()
+        check_tenants(run, limits)
+    run.drain()
+    run.verify()
+    check_windows(run, limits)
+    check_forgotten(run)
+
+
+def check_forgotten(run: Clocked) -> None:
+    """All have ended, so nothing is left of them."""
+    scheduler = run.scheduler
+    assert scheduler.deadlines.next_s() is None, "a deadline is remembered of somebody who has ended"
+    assert scheduler.wake_s(run.now_s) is None
+    scheduler.expire(run.now_s + 24 * 3600)
+    assert len(scheduler.tenants) == 0, "a tenant is remembered for ever"
+    assert not scheduler.news
+
+
+@given(
+    configs,
+    rules,
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.25, 0.7]),
+    st.lists(timed_moves, min_size=25, max_size=60),
+)
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_random_traffic_keeps_deadlines_and_limits(
+    config: dict[str, object], rule: dict[str, object], depth: int, pass_s: float, traffic: list[Move]
+) -> None:
+    run = Clocked(make_scheduler(**config, **rule), depth, pass_s=pass_s)  # type: ignore[arg-type]
+    play_timed(run, rule["key_limits"], traffic)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_rush_hour_has_endings_and_refusals_of_all_kinds(depth: int, batching: str) -> None:
+    """So that the random traffic above is known to get there."""
+    chance = random.Random(depth)
+    traffic: list[Move] = []
+    for _ in range(400):
+        for _ in range(chance.choice([1, 1, 2, 6])):
+            prompt = [chance.randrange(4) for _ in range(chance.randrange(1, 20))]
+            n, tenant = chance.choice([1, 1, 1, 2, 3, 4]), chance.choice(["", "a", "b"])
+            timeout_s = chance.choice([None, None, 1.0, 2.0, 5.0, 20.0])
+            traffic.append(("arrive", prompt, chance.randrange(1, 25), n, tenant, timeout_s))
+        traffic.append(("finish", chance.randrange(1, 9)))
+        if chance.random() < 0.2:
+            traffic += [("abort", chance.randrange(30)), ("begin",), ("tick", chance.choice([1.0, 5.0])), ("expire",)]
+    limits = TenantLimits(3, 400)
+    scheduler = make_scheduler(
+        blocks=14, max_num_seqs=4, batching=batching, max_queue=6, max_wait_s=4.0, key_limits=limits
+    )
+    run = Clocked(scheduler, depth, pass_s=0.2)
+    play_timed(run, limits, traffic)
+    ends = Counter(run.ended.values())
+    assert min(ends[reason] for reason in (Reason.LENGTH, Reason.ABORT, Reason.TIMEOUT, Reason.REJECTED)) >= 10
+    assert min(Counter(run.refused)[kind] for kind in ("QueueFull", "RateLimited", "BadParameter")) >= 10
+    late = [run.requests[id] for id, reason in run.ended.items() if reason is Reason.REJECTED]
+    assert any(request.last_step >= 0 for request in late), "nobody was late with its first token on the way"
+    assert any(request.last_step < 0 for request in late), "nobody was late in the line"
+    assert run.preemptions > 5
+
+
+# ---- a run cut off and taken up by another engine -------------------------------------------------------------------
+
+
+@given(configs, configs, st.integers(1, 3), st.lists(moves, min_size=15, max_size=40), st.sampled_from([0, 2, 3, 5, 8]))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_who_resumes_on_a_fresh_engine_says_what_it_would_have_said(
+    config: dict[str, object], other: dict[str, object], depth: int, traffic: list[Move], passes: int
+) -> None:
+    """The first engine dies at a random moment; what its requests were told is all that is left of them."""
+    first = Run(make_scheduler(**config), depth)  # type: ignore[arg-type]
+    play(first, [*traffic, *[("finish",)] * passes], drain=False)
+    second = Run(make_scheduler(**other, max_queue=1, key_limits=TenantLimits(1, 1)), depth)  # type: ignore[arg-type]
+    groups: dict[str, Group] = {}
+    for id, old in first.requests.items():
+        if id in first.ended:
+            continue
+        told = first.told[id]
+        if told and old.wants_prompt_logprobs:
+            assert first.prompts_seen.get(id, []) == old.tokens[1 : old.prompt_len], "it will not be told again"
+        group = groups.setdefault(old.group.name, Group(old.group.name)) if old.group else None
+        more = {"seed": old.seed, "sample": old.sample, "stop_ids": old.stop_ids, "salt": old.salt, "group": group}
+        prompt = old.tokens[: old.prompt_len]
+        again = make_request(id, prompt, params=old.params, output=told, tenant="a", **more)
+        if old.state is State.FINISHED and old.reason in (Reason.STOP, Reason.LENGTH):
+            continue  # it has ended, and that is about to be told
+        try:
+            second.submit(again, resumed=True)
+        except PromptTooLong:
+            assert old.end > second.scheduler.admission.kv_tokens
+    play(second, [])
+    second.verify()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_engine_that_dies_again_and_again_changes_no_tokens(depth: int) -> None:
+    stop = frozenset({1, 2, 3})
+    prompts = {f"r{number}": [number % 3] * 5 + [number % 7, number % 5] * (1 + number % 4) for number in range(30)}
+    told: dict[str, list[int]] = {id: [] for id in prompts}
+    left = set(prompts)
+    lives = resumed = 0
+    while left:
+        run = Run(make_scheduler(blocks=14, max_num_seqs=6, max_num_batched_tokens=24), depth)
+        for seed, (id, prompt) in enumerate(prompts.items()):
+            if id in left:
+                resumed += bool(told[id])
+                run.submit(
+                    make_request(id, prompt, 4 + seed % 20, seed=seed, stop_ids=stop, output=told[id]), resumed=True
+                )
+        for _ in range(5):
+            while run.begin():
+                pass
+            run.finish()
+        told |= run.told
+        left -= run.ended.keys()
+        lives += 1
+    assert lives > 5
+    assert resumed > 30
+    for seed, (id, prompt) in enumerate(prompts.items()):
+        assert told[id] == oracle(prompt, 4 + seed % 20, stop, seed, 0), f"{id} got wrong tokens"
+
+
+# ---- a client that goes away ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Deserted(Run):
+    """Remembers whom nobody waits for any more."""
+
+    gone: dict[Request, int] = field(default_factory=dict)  # how many commits there were before
+    places: set[tuple[int, int]] = field(default_factory=set)  # their rows, in that life
+    commits: int = 0
+    were_held: int = 0
+
+    def desert(self, id: str) -> None:
+        request = self.requests[id]
+        self.places.add((request.row, request.generation))
+        self.were_held += request.state is State.RUNNING
+        assert self.engine.abort(id)
+        self.gone[request] = self.commits
+
+    def begin(self) -> bool:
+        before = len(self.scheduler.flights)
+        began = super().begin()
+        for flight in list(self.scheduler.flights)[before:]:
+            named = zip(flight.plan.rows.tolist(), flight.plan.generations.tolist(), strict=True)
+            assert not self.places & set(named), "a later plan names the row of somebody who is gone"
+            assert not self.gone.keys() & set(flight.requests), "somebody who is gone is in a later plan"
+        return began
+
+    def finish(self) -> bool:
+        finished = super().finish()
+        self.commits += finished
+        for request, then in self.gone.items():
+            if self.commits >= then + 2:
+                assert request.holding is None, "somebody who is gone holds blocks after two commits"
+        others = {block for request in self.scheduler.requests.values() for block in _blocks(request)}
+        if all(self.commits >= then + 2 for then in self.gone.values()):
+            assert self.scheduler.kv.pool.held == len(others), "blocks are held for somebody who is gone"
+        return finished
+
+
+def _blocks(request: Request) -> list[int]:
+    return request.holding.blocks if request.holding is not None else []
+
+
+@given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=60))
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_client_that_goes_away_is_in_no_later_plan_and_its_blocks_are_free_within_two_commits(
+    config: dict[str, object], depth: int, traffic: list[Move]
+) -> None:
+    run = Deserted(make_scheduler(**config), depth)  # type: ignore[arg-type]
+    for number, move in enumerate(traffic):
+        alive = list(run.scheduler.requests)
+        if move[0] == "abort" and alive:
+            run.desert(alive[int(move[1]) % len(alive)])  # type: ignore[call-overload]
+        else:
+            play(run, [move], drain=False, first=number)
+    run.drain()
+    run.verify()
+
+
+class HoldsOn(Scheduler):
+    """Breaks the rule: who is in a pass in flight is not ended before it has said all it may."""
+
+    def finish(self, request_id: str, reason: Reason, at_output: int | None = None, error: str = "") -> bool:
+        request = self.requests.get(request_id)
+        return bool(request and request.pending) or super().finish(request_id, reason, at_output, error)
+
+
+def deserters(kind: type[Scheduler] = Scheduler) -> Deserted:
+    run = Deserted(make_scheduler(kind=kind, max_num_seqs=4), depth=2)
+    for number in range(20):
+        run.submit(make_request(f"r{number}", [number % 3] * 9, 12, seed=number))
+        while run.begin():
+            pass
+        if number % 3 == 2:
+            run.desert(next(iter(run.scheduler.running)).id)
+        run.finish()
+    run.drain()
+    run.verify()
+    return run
+
+
+def test_a_client_that_goes_away_in_the_middle_of_a_pass() -> None:
+    assert deserters().were_held >= 6
+
+
+def test_an_engine_that_holds_on_to_who_is_gone_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="gone"):
+        deserters(HoldsOn)

@@ -18,6 +18,8 @@ from transformers import (
 
 from shoal import SamplingParams
 from shoal.core.plan import RowStart
+from shoal.core.ports import LateMasks
+from shoal.runner.runner import FORBIDDEN, NOT_FINITE, failed
 from shoal.runner.sampler import Sampler, logprobs_of
 
 VOCAB = 60
@@ -379,3 +381,125 @@ def test_minus_infinity_is_never_drawn() -> None:
     logits[[3, 4]] = 0.0
     for values in ({}, {"top_k": 10}, {"top_p": 0.99}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 30}):
         assert set(draws(logits, SamplingParams(temperature=1.0, **values), 200)) <= {3, 4}
+
+
+# ---- grammars -------------------------------------------------------------------------------------------------------
+
+
+def late(allowed: dict[int, Sequence[int]], vocab: int = VOCAB) -> LateMasks:
+    """Row → the tokens it may say."""
+    bits = np.zeros((len(allowed), -(-vocab // 32) * 32), dtype=np.uint8)
+    for line, tokens in zip(bits, allowed.values(), strict=True):
+        line[list(tokens)] = 1
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    return LateMasks(np.array(list(allowed), dtype=np.int64), words)
+
+
+@pytest.mark.parametrize("values", [*FILTERS, {"temperature": 0.0}], ids=str)
+def test_only_allowed_tokens_are_drawn_and_in_the_shares_they_have_among_themselves(values: dict[str, Any]) -> None:
+    params, count = SamplingParams(**{"temperature": 1.0, **values}), 4000
+    logits, allowed = crafted(), [0, 7, 31, 32, 40, 59]
+    alone = torch.full((VOCAB,), -torch.inf)
+    alone[allowed] = logits[allowed]
+    made = sampler(rows=count)
+    for row in range(count):
+        made.start(start(row, params, seed=row))
+    masks = late(dict.fromkeys(range(count), allowed))
+    got, _, _ = made.sample(logits.repeat(count, 1), np.arange(count), np.full(count, 1), masks)
+    want, _, _ = made.sample(alone.repeat(count, 1), np.arange(count), np.full(count, 1))
+    assert set(got.tolist()) <= set(allowed)
+    assert torch.equal(got, want)
+
+
+def test_a_bias_brings_no_forbidden_token_back() -> None:
+    made = sampler()
+    for row, temperature in enumerate([0.0, 1.0]):
+        made.start(start(row, SamplingParams(temperature=temperature, logit_bias={5: 100, 6: -100})))
+    tokens, best, _ = made.sample(crafted().repeat(2, 1), np.arange(2), np.full(2, 1), late({0: [6], 1: [6]}))
+    assert tokens.tolist() == [6, 6]
+    assert best.isfinite().all()
+
+
+def test_penalties_count_on_under_a_mask() -> None:
+    logits = torch.full((VOCAB,), -50.0)
+    logits[10:14] = torch.tensor([1.0, 0.9, 0.8, 0.7])
+    made = sampler()
+    made.start(start(4, SamplingParams(temperature=0, frequency_penalty=2.0), [1, 2]))
+    rows, masks = np.array([4]), late({4: [11, 13]})
+    said = [int(made.sample(logits.unsqueeze(0), rows, np.array([at]), masks)[0]) for at in range(2, 6)]
+    assert said == [11, 13, 11, 13]
+
+
+def test_rows_without_a_grammar_draw_as_without_any_masks() -> None:
+    logits = torch.stack([crafted(seed=i) for i in range(12)])
+    rows, positions = np.arange(12)[::-1].copy(), np.full(12, 1)
+
+    def run(masks: LateMasks | None) -> list[int]:
+        made = sampler()
+        for row in range(12):
+            made.start(start(row, mixed(row), [1], seed=row))
+        return made.sample(logits, rows, positions, masks)[0].tolist()
+
+    plain, beside = run(None), run(late({9: [1], 4: [2, 3], 0: [50]}))  # in the order of the rows
+    assert [beside[11 - row] for row in (9, 0)] == [1, 50]
+    assert beside[11 - 4] in (2, 3)
+    others = [place for place in range(12) if rows[place] not in (9, 4, 0)]
+    assert [beside[place] for place in others] == [plain[place] for place in others]
+
+
+def test_logprobs_are_the_models_own_under_a_mask() -> None:
+    logits = crafted().unsqueeze(0)
+    before, least = logits.clone(), int(logits.argmin())
+    made = sampler()
+    made.start(start(0, SamplingParams(temperature=0, logprobs=2)))
+    tokens, _, found = made.sample(logits, np.array([0]), np.array([1]), late({0: [least]}))
+    assert tokens.tolist() == [least]
+    assert found[0][1].rank == VOCAB
+    assert found[0][1].logprob == pytest.approx(float(before.log_softmax(-1)[0, least]), abs=1e-6)
+    assert found[0][1].top_tokens == tuple(before[0].topk(2).indices.tolist())
+    assert torch.equal(logits, before)
+
+
+def test_min_tokens_forbids_no_end_that_the_grammar_allows() -> None:
+    params = SamplingParams(temperature=0, min_tokens=5)
+    made = sampler()
+    for row in range(2):
+        made.start(start(row, params, [1, 2], stop_ids=frozenset({7})))
+    logits = torch.zeros(VOCAB)
+    logits[7] = 9.0
+    tokens, best, _ = made.sample(logits.repeat(2, 1), np.arange(2), np.full(2, 2), late({1: [7]}))
+    assert tokens[1] == 7
+    assert tokens[0] != 7
+    assert best.isfinite().all()
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_row_that_may_say_nothing_is_told_from_damaged_weights(values: dict[str, Any]) -> None:
+    made = sampler()
+    for row in range(4):
+        made.start(start(row, SamplingParams(**{"temperature": 1.0, **values}), seed=row))
+    logits = torch.stack([crafted(seed=row) for row in range(4)])
+    logits[3] = torch.nan
+    rows, masks = np.arange(4), late({1: [], 2: [8]})
+    tokens, best, _ = made.sample(logits, rows, np.full(4, 1), masks)
+    assert failed(best, rows, masks) == [(1, FORBIDDEN), (3, NOT_FINITE)]
+    assert tokens[2] == 8
+    assert failed(best[[0, 2]], rows[[0, 2]], masks) == []
+
+
+def test_few_allowed_tokens_need_no_second_look() -> None:
+    """top_k over a vocabulary of which a grammar leaves three tokens: the rest is forbidden, not unseen."""
+    made = sampler(5000)
+    made.start(start(0, SamplingParams(temperature=1.0, top_k=50)))
+    looks: list[int] = []
+    look = made._from_top
+
+    def watch(scaled: Tensor, keys: Tensor, rows: Any, most: int) -> tuple[Tensor, Tensor]:
+        looks.append(most)
+        return look(scaled, keys, rows, most)
+
+    made._from_top = watch  # type: ignore[method-assign]
+    masks = late({0: [1, 2, 3]}, 5000)
+    tokens, _, _ = made.sample(crafted(5000).unsqueeze(0), np.array([0]), np.array([1]), masks)
+    assert tokens[0] in (1, 2, 3)
+    assert looks == [51]

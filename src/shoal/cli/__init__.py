@@ -14,6 +14,7 @@ from shoal.cli.chat import add_chat
 from shoal.cli.common import Command
 from shoal.cli.compare import add_compare
 from shoal.cli.generate import add_generate
+from shoal.cli.serve import add_serve
 from shoal.errors import ShoalError
 
 
@@ -22,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     try:
         args = parser.parse_args(argv)
-        logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        level = getattr(args, "log_level", "warning").upper()
+        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
         run: Command = args.run
         return run(args)
     except ShoalError as error:
@@ -39,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_serve(commands)
     add_generate(commands)
     add_chat(commands)
     add_bench(commands)

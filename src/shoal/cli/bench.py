@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.bench.serve_command import add_command as add_serve
 from shoal.cli.common import check_writable, new_command
 from shoal.cli.compare import add_model, load_once, make_folder
+from shoal.cli.frontend import add_frontend
 from shoal.config import EngineConfig, add_flags
 from shoal.errors import BadConfig
 
@@ -39,6 +40,7 @@ def add_bench(commands: Any) -> None:
     add_flags(parser)
     add_giant(kinds)
     add_serve(kinds, new_command)
+    add_frontend(kinds)
 
 
 def run_bench_giant(args: argparse.Namespace) -> int:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 Command = Callable[[argparse.Namespace], int]
 
 
-def new_command(commands: Any, name: str, help: str, example: str, run: Command) -> argparse.ArgumentParser:
+def new_command(
+    commands: Any, name: str, help: str, example: str, run: Command, log_level: bool = True
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=help,
@@ -25,7 +27,8 @@ def new_command(commands: Any, name: str, help: str, example: str, run: Command)
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    if log_level:
+        parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
     parser.set_defaults(run=run)
     return parser
 

@@ -11,11 +11,15 @@ from shoal.core.request import Logprobs, Reason
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A request was refused when it was submitted."""
+    """A request was refused when it was submitted, or its time was over before its first token.
+
+    In the second case it had arrived, and stands in `finished`, too, as everybody does who has arrived.
+    """
 
     id: str
     kind: str  # name of the error's class
     message: str
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class Admitted:
     waited_s: float
     cached_tokens: int  # positions it did not have to compute
     resumed: bool  # it had been preempted before
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class PassEvents:
     committed_s: float = 0.0
     # since the last record
     arrived: list[str] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)  # when, in the same order
     rejected: list[Rejected] = field(default_factory=list)
     # from the plan
     admitted: list[Admitted] = field(default_factory=list)
@@ -88,6 +94,7 @@ class PassEvents:
     def add(self, other: "PassEvents") -> None:
         """Take in what another record tells about requests."""
         self.arrived += other.arrived
+        self.arrived_s += other.arrived_s
         self.rejected += other.rejected
         self.preempted += other.preempted
         self.owners += other.owners

@@ -3,29 +3,37 @@
 Each port has at least one real implementation and one fake in the tests.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.core.job import EngineInfo, Job, Sink
-from shoal.core.plan import StepPlan, StepResult
+from shoal.core.plan import Ints, StepPlan, StepResult
 
 
 class Grammar(Protocol):
-    """Where one sample stands in what it may say. Lives in the engine's process, one per sample."""
+    """Where one sample stands in what it may say. Lives in the engine's process, one per sample; raises nothing."""
+
+    ended: bool  # all is said: nothing may follow
+    error: str  # why it cannot go on; empty while it can
 
     def accept(self, token: int) -> bool:
         """The sample said this token. False: that was not allowed, and it cannot go on."""
 
     def fill(self, line: npt.NDArray[np.uint32]) -> None:
-        """Set the bit of every token that may come next, clear all others."""
+        """Set the bit of every token that may come next, clear all others (all of them where it cannot go on)."""
 
 
-class LateMasks(Protocol):
-    """Which tokens a grammar allows, known only after the forward pass has begun."""
+@dataclass(frozen=True, slots=True)
+class LateMasks:
+    """Which tokens grammars allow in one pass, known only after its forward has begun.
 
-    rows: npt.NDArray[np.int64]
+    Bit b of word w of a line stands for token 32 w + b. Rows that are not named may say anything.
+    """
+
+    rows: Ints  # some of the plan's sampling rows, in the plan's order
     allowed: npt.NDArray[np.uint32]  # packed bits, one line per row
 
 
@@ -40,7 +48,7 @@ class Executor(Protocol):
         """Begin a pass; returns as soon as it can."""
 
     def sample(self, masks: LateMasks | None) -> None:
-        """Choose the tokens of the pass just begun."""
+        """Choose the tokens of the pass just begun; no other is begun in between."""
 
     def result(self) -> StepResult:
         """Wait for the oldest pass not yet taken. Raises what the pass raised."""

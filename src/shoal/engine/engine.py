@@ -4,8 +4,11 @@ Several passes may be between their begin and their finish; they are finished in
 Knows no torch, no clock, no executor: whoever drives it (a loop, a test, the simulator) brings those.
 """
 
+from collections.abc import Sequence
+
 from shoal.core.events import PassEvents
 from shoal.core.plan import StepPlan, StepResult
+from shoal.core.ports import LateMasks
 from shoal.core.request import Reason, Request
 from shoal.sched.scheduler import Scheduler
 
@@ -16,9 +19,16 @@ class Engine:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
 
-    def submit(self, request: Request, now_s: float) -> None:
-        """Queue a request; raises BadRequest if it can never be served."""
-        self.scheduler.submit(request, now_s)
+    def submit(self, request: Request, now_s: float, resumed: bool = False) -> None:
+        """Queue a request; raises BadRequest if it can never be served, Rejected if it is refused for the moment."""
+        self.scheduler.submit(request, now_s, resumed)
+
+    def submit_all(self, requests: Sequence[Request], now_s: float, resumed: bool = False) -> None:
+        """Queue all (the n samples of a job) or, if this raises, none of them.
+
+        `resumed`: an engine before this one had accepted them; no limit on load refuses them again.
+        """
+        self.scheduler.submit_all(requests, now_s, resumed)
 
     def abort(self, request_id: str) -> bool:
         """The client is gone. False if the request had ended already."""
@@ -28,9 +38,22 @@ class Engine:
         """The front found a stop string in output token number `outputs` (counted from 1): the answer ends there."""
         return self.scheduler.finish(request_id, Reason.STOP, at_output=outputs)
 
+    def expire(self, now_s: float) -> None:
+        """End those whose time is over; begin() does this by itself."""
+        self.scheduler.expire(now_s)
+
     def begin(self, now_s: float) -> StepPlan | None:
         """The next pass; None if nothing can be computed before another pass is finished."""
         return self.scheduler.plan(now_s)
+
+    @property
+    def masks_wait(self) -> bool:
+        """Whether the newest pass must be sampled later: a grammar in it misses a token of an earlier pass."""
+        return self.scheduler.masks_wait
+
+    def masks(self) -> LateMasks | None:
+        """What grammars allow the newest pass to say, as late as possible; None: everything."""
+        return self.scheduler.masks()
 
     def finish(self, result: StepResult, now_s: float) -> PassEvents:
         """Commit the oldest pass in flight."""
@@ -45,8 +68,13 @@ class Engine:
         return self.scheduler.take_between(now_s)
 
     def wake_s(self, now_s: float) -> float | None:
-        """When begin() may have a plan although nothing has happened; None: not before something does."""
+        """When begin() may have a plan, or somebody's time is over, although nothing has happened; None: never."""
         return self.scheduler.wake_s(now_s)
+
+    @property
+    def news(self) -> bool:
+        """rest() would tell that somebody ended or was refused: do not sleep on it."""
+        return self.scheduler.news
 
     @property
     def in_flight(self) -> int:

@@ -2,12 +2,20 @@
 
 Plans pass k+1 while k computes (depth 2), as late as possible: right after k-1 was committed. It is the only place
 in this room, with the clients, that reads a clock. Knows no scheduling.
+
+A pass in which grammars choose needs the tokens of the pass before it. Its forward begins as any other; it is sampled
+once they are committed, and the masks are computed while the forward runs. Nothing more is begun until then.
+
+    device   forward k │ sample k │ forward k+1      │ sample k+1 │ forward k+2
+    host       plan k+1 …         │ commit k, masks ─┘ plan k+2 …
 """
 
 import logging
+from collections.abc import Sequence
 
 from shoal.core.clock import Clock
 from shoal.core.events import PassEvents
+from shoal.core.plan import StepResult
 from shoal.core.ports import Executor
 from shoal.core.request import Request
 from shoal.engine.engine import Engine
@@ -25,9 +33,16 @@ class EngineLoop:
         self.clock = clock
         self.depth = depth
         self.check = check  # run the integrity check after every pass
+        self._unsampled = False  # the newest pass was begun, but waits for its masks
+        self._owed = 0  # passes that were sampled and whose result was not taken
+        self._broken: Exception | None = None  # what the executor raised, to be told by the next turn
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request, self.clock.now_s())
+
+    def submit_all(self, requests: Sequence[Request], resumed: bool = False) -> None:
+        """All or none of them."""
+        self.engine.submit_all(requests, self.clock.now_s(), resumed)
 
     def abort(self, request_id: str) -> bool:
         return self.engine.abort(request_id)
@@ -44,26 +59,51 @@ class EngineLoop:
 
         With nothing to compute it waits for the time when there may be (a batching window), but not beyond `until_s`.
         """
-        while self.engine.in_flight < self.depth:
+        if self._broken is not None:
+            return self._fail(self._broken)
+        while self.engine.in_flight < self.depth and not self._unsampled:
             plan = self.engine.begin(self.clock.now_s())
             if plan is None:
                 break
             try:
                 self.executor.forward(plan)
-                self.executor.sample(None)
+                self._unsampled = True
+                self._sample()
             except Exception as error:
-                return self._fail(error, handed_over=self.engine.in_flight - 1)
+                return self._fail(error)
         if not self.engine.in_flight:
-            self._wait(until_s)
+            if not self.engine.news:
+                self._wait(until_s)
             return self.engine.rest(self.clock.now_s())
         try:
-            result = self.executor.result()
+            result = self._result()
         except Exception as error:
-            return self._fail(error, handed_over=self.engine.in_flight - 1)
+            return self._fail(error)
         events = self.engine.finish(result, self.clock.now_s())
+        try:
+            self._sample()
+        except Exception as error:
+            self._broken = error  # this pass did not break, and is told first
         if self.check:
             self.engine.scheduler.check()
         return events
+
+    def _sample(self) -> None:
+        """Let the pass just begun choose its tokens, unless its masks must wait for an earlier one."""
+        if self._unsampled and not self.engine.masks_wait:
+            masks = self.engine.masks()
+            self._unsampled = False
+            self.executor.sample(masks)
+            self._owed += 1
+
+    def _result(self) -> StepResult:
+        try:
+            result = self.executor.result()
+        except Exception:  # no other: interrupted, it is still owed
+            self._owed -= 1
+            raise
+        self._owed -= 1
+        return result
 
     def _wait(self, until_s: float | None) -> None:
         wake_s = self.engine.wake_s(self.clock.now_s())
@@ -74,15 +114,23 @@ class EngineLoop:
         if known:
             self.clock.wait_until(min(known))
 
-    def _fail(self, error: Exception, handed_over: int) -> PassEvents:
+    def _fail(self, error: Exception) -> PassEvents:
         """Whatever the executor raised, it ends the requests of the passes in flight and no others.
 
         Those passes come back first, so that none of them writes into blocks that were given to others.
         """
         log.error("a pass failed", exc_info=error)
-        for _ in range(handed_over):
+        self._broken = None
+        try:
+            if self._unsampled:  # its forward runs; its tokens will be dropped, so it needs no masks
+                self._unsampled = False
+                self.executor.sample(None)
+                self._owed += 1
+        except Exception:
+            log.exception("a pass beside the failed one failed too")
+        while self._owed:
             try:
-                self.executor.result()
+                self._result()
             except Exception:
                 log.exception("a pass beside the failed one failed too")
         return self.engine.fail(f"{type(error).__name__}: {error}", self.clock.now_s())

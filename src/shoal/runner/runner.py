@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import SCRIPTED_END, StepPlan, StepResult
+from shoal.core.plan import SCRIPTED_END, Ints, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.models import Model
@@ -17,6 +17,7 @@ from shoal.runner.kvstore import KVStore
 from shoal.runner.sampler import Sampler, logprobs_of
 
 NOT_FINITE = "the model's scores are not finite numbers; its weights may be damaged, or every token is forbidden"
+FORBIDDEN = "the grammar allows no token of the model's vocabulary here; change the grammar"
 LOGITS_AT_ONCE = 64  # lines of logits held at a time for prompt logprobs
 
 PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
@@ -56,10 +57,9 @@ class Runner:
         failures: list[tuple[int, str]] = []
         if rows.size:
             logits = self.model.logits(hidden[torch.from_numpy(inputs.sampling).to(hidden.device)])
-            chosen, best, logprobs = self.sampler.sample(logits, rows, inputs.sampling_positions)
+            chosen, best, logprobs = self.sampler.sample(logits, rows, inputs.sampling_positions, masks)
             self.tables.last_token[torch.from_numpy(rows).to(hidden.device)] = chosen
-            sound = best.isfinite().tolist()
-            failures = [(place, NOT_FINITE) for place, fine in enumerate(sound) if not fine]
+            failures = failed(best, rows, masks)
             tokens = chosen.cpu().numpy()
             scripted = self.sampler.rows.ends_at[rows] == inputs.sampling_positions
             if scripted.any():
@@ -98,3 +98,13 @@ class Runner:
             if start + count >= len(prompt):
                 del self._prompts[row]
         return tuple(found)
+
+
+def failed(best: Tensor, rows: Ints, masks: LateMasks | None) -> list[tuple[int, str]]:
+    """(place, reason) of the lines whose best score is no number."""
+    sound = best.isfinite()
+    if bool(sound.all()):
+        return []
+    masked = set() if masks is None else set(masks.rows[~masks.allowed.any(axis=1)].tolist())
+    places = torch.nonzero(~sound).squeeze(1).tolist()
+    return [(place, FORBIDDEN if int(rows[place]) in masked else NOT_FINITE) for place in places]

@@ -1,15 +1,18 @@
 """Sampler: logits to tokens, for a whole batch at once.
 
 Owns the sampling state of every row: parameters, seeds, and for rows with penalties the counts of what was said.
-Bias, penalties and forbidden ends change the scores; then temperature, top_k, top_p and min_p; then one draw.
-Logprobs are the model's own, before any of that. Knows no plans beyond a row's start, and no blocks.
+Bias, penalties and forbidden ends change the scores; a grammar's mask forbids tokens, and nothing brings them back;
+then temperature, top_k, top_p and min_p; then one draw. Logprobs are the model's own, before any of that.
+min_tokens forbids no end where a grammar decides, which may leave nothing else. Knows no plans beyond a row's start,
+and no blocks.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import Ints, RowStart
+from shoal.core.plan import Flags, Ints, RowStart
+from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.runner.draws import draw_keys, gumbel
 
@@ -117,20 +120,26 @@ class Sampler:
         self.rows = SamplerRows(rows)
         self.counts = Counts(vocab_size, self.device)
         self.all_ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)
+        self.bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=self.device)
 
     def start(self, start: RowStart) -> None:
         self.rows.start(start)
         self.counts.start(start)
 
-    def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> tuple[Tensor, Tensor, list[tuple[int, Logprobs]]]:
+    def sample(
+        self, logits: Tensor, rows: Ints, positions: Ints, masks: LateMasks | None = None
+    ) -> tuple[Tensor, Tensor, list[tuple[int, Logprobs]]]:
         """Tokens [n] for float32 logits [n, vocab]; the best score of each line; logprobs of the rows that want them.
 
         A best score that is not finite means that the line has no meaning, and neither has its token.
         """
         state = self.rows
         scores = logits
+        masked = None if masks is None else np.isin(rows, masks.rows)
         if state.changes_scores[rows].any():
-            scores = self._changed(logits, rows, positions)
+            scores = self._changed(logits, rows, positions, masked)
+        if masks is not None and masked is not None:
+            scores = self._masked(scores, np.flatnonzero(masked), masks)
         best, tokens = scores.max(dim=-1)
         drawn = np.flatnonzero(state.temperature[rows] > 0)
         if drawn.size:
@@ -143,7 +152,14 @@ class Sampler:
             self.counts.note(rows, tokens)
         return tokens, best, self._logprobs(logits, rows, tokens)
 
-    def _changed(self, logits: Tensor, rows: Ints, positions: Ints) -> Tensor:
+    def _masked(self, scores: Tensor, places: Ints, masks: LateMasks) -> Tensor:
+        """A copy of the scores in which only what a grammar allows is left. `places`: of the masks' rows, in order."""
+        eights = self._put(masks.allowed.view(np.uint8)).unsqueeze(2)  # [masks, bytes, 1]
+        allowed = (eights & self.bits != 0).flatten(1)[:, : scores.shape[1]]
+        where = self._put(places)
+        return scores.index_copy(0, where, scores[where].masked_fill(~allowed, -torch.inf))
+
+    def _changed(self, logits: Tensor, rows: Ints, positions: Ints, masked: Flags | None = None) -> Tensor:
         """A copy of the logits with biases, penalties and forbidden ends."""
         scores = logits.clone()
         places: list[int] = []  # parallel: add amounts[i] to the score of ids[i] in line places[i]
@@ -153,7 +169,8 @@ class Sampler:
         for place in np.flatnonzero(self.rows.changes_scores[rows]).tolist():
             start = self.rows.starts[int(rows[place])]
             bias = start.params.logit_bias or {}
-            ends = start.stop_ids if positions[place] < self.rows.first_free_end[rows[place]] else frozenset()
+            early = positions[place] < self.rows.first_free_end[rows[place]]
+            ends = start.stop_ids if early and (masked is None or not masked[place]) else frozenset()
             places += [place] * (len(bias) + len(ends))
             ids += [*bias, *ends]
             amounts += [*bias.values(), *([-torch.inf] * len(ends))]
@@ -226,7 +243,8 @@ class Sampler:
         keep = (values >= least) | (values == values[:, :1])
         noisy = (values + gumbel(keys, ids.to(torch.int32))).masked_fill(~keep, -torch.inf)
         tokens = ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
-        enough = (values[:, -1:] < least).squeeze(1)
+        lowest = values[:, -1:]
+        enough = ((lowest < least) | (lowest == -torch.inf)).squeeze(1)  # beyond a forbidden token all are forbidden
         return tokens, enough
 
     def _logprobs(self, logits: Tensor, rows: Ints, tokens: Tensor) -> list[tuple[int, Logprobs]]:

@@ -31,7 +31,8 @@ class ThreadedExecutor:
 
     def _forward(self, plan: StepPlan) -> tuple[float, Tensor, PassInputs]:
         begun_s = time.perf_counter()
-        return begun_s, *self.runner.forward(plan)
+        hidden, inputs = self.runner.forward(plan)
+        return time.perf_counter() - begun_s, hidden, inputs
 
     def sample(self, masks: LateMasks | None) -> None:
         plan, begun = self._begun.popleft()
@@ -40,9 +41,10 @@ class ThreadedExecutor:
     def _sample(
         self, plan: StepPlan, begun: "Future[tuple[float, Tensor, PassInputs]]", masks: LateMasks | None
     ) -> StepResult:
-        begun_s, hidden, inputs = begun.result()  # done: this thread did it, or it raises what the forward raised
+        forward_s, hidden, inputs = begun.result()  # done: this thread did it, or it raises what the forward raised
+        begun_s = time.perf_counter()  # not since the forward: between the two it may have waited for masks
         result = self.runner.sample(plan, hidden, inputs, masks)
-        return replace(result, busy_s=time.perf_counter() - begun_s)
+        return replace(result, busy_s=forward_s + time.perf_counter() - begun_s)
 
     def result(self) -> StepResult:
         wait([self._results[0]])  # interrupted here, the result is still the next one

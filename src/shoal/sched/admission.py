@@ -1,12 +1,18 @@
 """Admission: accept a request, or say why not.
 
-Only what can never work is refused here; what merely has to wait is queued. Knows limits, not loads.
+What can never work is a BadRequest. What could be served, but not while so many wait, is refused as QueueFull with the
+time after which it is worth another try. (What a key may ask for is tenants.py; who waited too long, deadlines.py.)
+Knows limits and how many wait; moves nothing, so a refusal leaves no trace.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 from shoal.core.request import Request
-from shoal.errors import BadParameter, EmptyPrompt, PromptTooLong
+from shoal.errors import BadParameter, BadRequest, EmptyPrompt, PromptTooLong, QueueFull
+from shoal.sched.tenants import LimitsOf, no_limits
+
+LONGEST_TIMEOUT_S = 1e8  # three years; beyond that, who wants no limit should say so
 
 
 @dataclass(frozen=True)
@@ -19,16 +25,82 @@ class Limits:
     vocab_size: int
 
 
-class Admission:
-    """Checks one request against the limits and fills in its max_tokens."""
+@dataclass(frozen=True)
+class Rules:
+    """What is refused although it could be served. As it stands here, nothing."""
 
-    def __init__(self, limits: Limits, kv_tokens: int) -> None:
+    max_queue: int = 0  # requests that wait and have never run; 0: any number
+    max_wait_s: float | None = None  # from arrival to the start
+    limits_of: LimitsOf = no_limits  # of a tenant
+
+
+class Pace:
+    """How fast requests have been ending lately.
+
+    >>> pace = Pace()
+    >>> for second in range(10):
+    ...     pace.note(2, now_s=second)
+    >>> pace.wait_s(places=8, now_s=9)  # two a second
+    4.0
+    """
+
+    REMEMBERED = 64  # records in which somebody ended
+    LATELY_S = 60.0
+    SHORTEST_S, LONGEST_S = 1.0, 60.0
+
+    def __init__(self) -> None:
+        self._ends: deque[tuple[float, int]] = deque(maxlen=self.REMEMBERED)  # (when, how many)
+
+    def note(self, ended: int, now_s: float) -> None:
+        self._ends.append((now_s, ended))
+
+    def wait_s(self, places: int, now_s: float) -> float:
+        """How long until so many more have ended; the shortest when nobody knows."""
+        while self._ends and self._ends[0][0] < now_s - self.LATELY_S:
+            self._ends.popleft()
+        ended = sum(count for _, count in self._ends) - (self._ends[0][1] if self._ends else 0)  # since the first
+        if not ended:
+            return self.SHORTEST_S
+        wait_s = places * (now_s - self._ends[0][0]) / ended
+        return min(max(wait_s, self.SHORTEST_S), self.LONGEST_S)
+
+
+class Admission:
+    """Checks requests against the limits. Changes neither them nor anything else."""
+
+    def __init__(self, limits: Limits, kv_tokens: int, max_queue: int = 0) -> None:
         self.limits = limits
         self.kv_tokens = kv_tokens  # positions that fit into the whole KV cache
+        self.max_queue = max_queue
+        self.pace = Pace()
 
-    def check(self, request: Request) -> None:
-        """Raise BadRequest if it can never be served."""
+    def check_room(self, waiting: int, coming: int, now_s: float) -> None:
+        """Raise QueueFull if so many more would be too many."""
+        most = self.max_queue
+        if not most or waiting + coming <= most:
+            return
+        if coming > most:
+            raise BadParameter(f"n is {coming}, but only {most} requests may wait; lower n or raise --max-queue")
+        after_s = self.pace.wait_s(waiting + coming - most, now_s)
+        raise QueueFull(
+            f"{waiting} requests wait already, and at most {most} may; try again in {after_s:.0f} s, "
+            f"or raise --max-queue",
+            after_s,
+        )
+
+    def check(self, request: Request) -> int:
+        """Its max_tokens. Raises BadRequest if it can never be served."""
         self._check_tokens(request)
+        _check_timeout(request.timeout_s)
+        max_tokens = self._check_length(request)
+        if request.params.min_tokens > max_tokens:
+            raise BadParameter(
+                f"min_tokens is {request.params.min_tokens}, but only {max_tokens} tokens fit after this prompt"
+            )
+        _check_goes_on(request, max_tokens)
+        return max_tokens
+
+    def _check_length(self, request: Request) -> int:
         prompt, asked = request.prompt_len, request.params.max_tokens
         context = self.limits.max_model_len
         if prompt >= context:
@@ -48,11 +120,7 @@ class Admission:
                 f"prompt has {prompt} tokens, with its output {total}; the whole KV cache holds {self.kv_tokens}; "
                 f"shorten it, lower max_tokens or raise --kv-memory"
             )
-        request.max_tokens = asked if asked is not None else most
-        if request.params.min_tokens > request.max_tokens:
-            raise BadParameter(
-                f"min_tokens is {request.params.min_tokens}, but only {request.max_tokens} tokens fit after this prompt"
-            )
+        return asked if asked is not None else most
 
     def _check_tokens(self, request: Request) -> None:
         if not request.prompt_len:
@@ -68,3 +136,28 @@ class Admission:
             for token in ids:
                 if not 0 <= token < vocab:
                     raise BadParameter(f"{name} names token {token}; ids run from 0 to {vocab - 1}")
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise BadParameter(f"timeout must be a number of seconds, not {timeout_s!r}")
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:  # nor NaN
+        raise BadParameter(
+            f"timeout must be above 0 and at most {LONGEST_TIMEOUT_S:.0f} seconds, not {timeout_s!r}; "
+            f"leave it out for none"
+        )
+
+
+def _check_goes_on(request: Request, max_tokens: int) -> None:
+    """A request that brings output tokens, from an engine before this one, must have something left to say."""
+    outputs = request.outputs
+    if outputs >= max_tokens:
+        raise BadRequest(f"it has said {outputs} tokens already and max_tokens is {max_tokens}: it has ended")
+    grammar = request.grammar
+    may_stop = outputs > request.params.min_tokens or (outputs > 0 and grammar is not None)
+    if may_stop and request.tokens[-1] in request.stop_ids:
+        raise BadRequest(f"its last token {request.tokens[-1]} is a stop token: it has ended")
+    if grammar is not None and grammar.ended:
+        raise BadRequest("its grammar lets it say nothing more: it has ended")

@@ -11,6 +11,7 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._line: list[tuple[tuple[float, ...], int, Request]] = []
+        self.newcomers = 0  # of those in line, how many have never run; the others lost their blocks
 
     def __len__(self) -> int:
         return len(self._line)
@@ -27,8 +28,13 @@ class WaitingLine:
 
     def push(self, request: Request, key: tuple[float, ...]) -> None:
         insort(self._line, (key, request.order, request))
+        self.newcomers += not request.preemptions
 
     def remove(self, request: Request, key: tuple[float, ...]) -> None:
         place = bisect_left(self._line, (key, request.order), key=lambda entry: entry[:2])
         assert self._line[place][2] is request, f"{request.id} is not where it should be in the line"
         del self._line[place]
+        self.newcomers -= not request.preemptions
+
+    def check(self) -> None:
+        assert self.newcomers == sum(not request.preemptions for request in self), "newcomers are counted wrongly"

@@ -10,17 +10,21 @@ preempted meanwhile are still taken: they are right, only their KV is gone.
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shoal.core.events import Admitted, Finished, PassEvents, Preempted, Rejected
 from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan, StepResult
+from shoal.core.ports import LateMasks
 from shoal.core.request import Reason, Request, State
-from shoal.errors import BadRequest, EngineError
+from shoal.errors import BadRequest, DeadlinePassed, EngineError
+from shoal.errors import Rejected as NotNow
 from shoal.kv.manager import KVManager
-from shoal.sched.admission import Admission, Limits
+from shoal.sched.admission import Admission, Limits, Rules
 from shoal.sched.batching import Batching, Door
+from shoal.sched.deadlines import Deadlines
 from shoal.sched.layout import Layout
 from shoal.sched.memory import Memory
 from shoal.sched.ordering import Order
@@ -28,6 +32,7 @@ from shoal.sched.preempt import Preempt
 from shoal.sched.prefill import Prefill
 from shoal.sched.queue import WaitingLine
 from shoal.sched.rows import RowTable
+from shoal.sched.tenants import Tenants
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,20 @@ class Flight:
     ends: list[int]  # how far each will have been computed
     samples: list[bool]
     events: PassEvents
+    masked: list[tuple[int, Request]]  # (row, request) of those that choose a token and must follow a grammar
 
 
 class Scheduler:
     """Decides what every pass computes."""
 
-    def __init__(self, limits: Limits, kv: KVManager, policies: Policies) -> None:
+    def __init__(self, limits: Limits, kv: KVManager, policies: Policies, rules: Rules | None = None) -> None:
         self.limits = limits
         self.kv = kv
         self.policies = policies
-        self.admission = Admission(limits, kv.pool.total * kv.block_size)
+        rules = rules or Rules()
+        self.admission = Admission(limits, kv.pool.total * kv.block_size, rules.max_queue)
+        self.deadlines = Deadlines(rules.max_wait_s)
+        self.tenants = Tenants(rules.limits_of)
         # twice as many rows as slots, so that a row still read by a late pass keeps nobody waiting
         self.rows = RowTable(2 * limits.max_num_seqs)
         self.requests: dict[str, Request] = {}  # everyone not finished
@@ -97,24 +106,70 @@ class Scheduler:
         self._inside: set[Request] = set()  # grouped batching: members of the group that have not ended
         self._held_back = PassEvents(step=-1)  # … and what they will be told when it ends
         self._dead = 0  # rows of the rectangle whose request has ended
+        self._now_s = 0.0  # the latest time anybody told
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now_s: float) -> None:
-        """Queue a request; raises BadRequest if it can never be served."""
-        if request.id in self.requests:
-            raise EngineError(f"request id {request.id!r} is in use; ids must be unique while a request runs")
+    def submit(self, request: Request, now_s: float, resumed: bool = False) -> None:
+        """Queue a request; raises BadRequest if it can never be served, NotNow if it is refused for the moment."""
+        self.submit_all([request], now_s, resumed)
+
+    def submit_all(self, requests: Sequence[Request], now_s: float, resumed: bool = False) -> None:
+        """Queue all of them (the n samples of a job) or, if this raises, none: then nothing has moved.
+
+        `resumed`: they were accepted before, by an engine that is gone, so no limit on load refuses them again. They
+        may bring what they have said so far as their output.
+        """
+        self._check_ids([request.id for request in requests])
+        self._now_s = max(self._now_s, now_s)
         try:
-            self.admission.check(request)
-        except BadRequest as error:
-            self._between.rejected.append(Rejected(request.id, type(error).__name__, str(error)))
+            max_tokens = [self.admission.check(request) for request in requests]
+            if not resumed:
+                self.tenants.allow(requests, now_s)
+                self.admission.check_room(self.waiting.newcomers, len(requests), now_s)
+        except (BadRequest, NotNow) as error:
+            kind, after_s = type(error).__name__, error.retry_after_s if isinstance(error, NotNow) else None
+            self._between.rejected += [Rejected(request.id, kind, str(error), after_s) for request in requests]
             raise
+        for request, most in zip(requests, max_tokens, strict=True):
+            request.max_tokens = most
+            self._enqueue(request, now_s)
+        self.tenants.enter(requests, now_s, resumed)
+
+    def _check_ids(self, ids: list[str]) -> None:
+        for request_id in ids:
+            if request_id in self.requests or ids.count(request_id) > 1:
+                raise EngineError(f"request id {request_id!r} is in use; ids must be unique while a request runs")
+
+    def _enqueue(self, request: Request, now_s: float) -> None:
         self._between.arrived.append(request.id)
+        self._between.arrived_s.append(now_s)
         request.order = self._arrivals
         request.arrived_s = now_s
+        if request.timeout_s is not None:
+            request.deadline_s = now_s + request.timeout_s
+        if request.outputs:  # its prompt's logprobs were told before its first token
+            request.wants_prompt_logprobs = False
         self._arrivals += 1
         self.requests[request.id] = request
         self.waiting.push(request, self.policies.order.key(request))
+        self.deadlines.arm(request)
+
+    def expire(self, now_s: float) -> None:
+        """End those whose time is over, whether they wait, run or are in flight. plan() begins with this.
+
+        Who has said something keeps it as its answer; who has not is refused.
+        """
+        self._now_s = max(self._now_s, now_s)
+        for request in self.deadlines.due(now_s):
+            out = self._held_back if request in self._inside else self._between
+            if request.outputs:
+                self._end(request, Reason.TIMEOUT, out)
+            else:
+                message = self.deadlines.why(request, now_s)
+                out.rejected.append(Rejected(request.id, DeadlinePassed.__name__, message))
+                self._end(request, Reason.REJECTED, out, error=message)
+        self.tenants.forget(now_s)
 
     def finish(self, request_id: str, reason: Reason, at_output: int | None = None, error: str = "") -> bool:
         """End a request from outside, cut after `at_output` tokens if given. False if it has ended already."""
@@ -132,10 +187,17 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.requests and not self.flights
 
+    @property
+    def news(self) -> bool:
+        """Somebody ended or was refused, and no record has told it yet."""
+        held = self._held_back.finished if not self._inside else ()
+        return bool(self._between.finished or self._between.rejected or held)
+
     # ---- plan -----------------------------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
         """The next pass, or None if there is nothing to compute before another pass comes back."""
+        self.expire(now_s)
         events = PassEvents(self._step, planned_s=now_s, budget_tokens=self.limits.max_num_batched_tokens)
         # a group is taken whole: the budget is for those who come one by one
         draft = Draft(sys.maxsize if self.policies.batching.grouped else self.limits.max_num_batched_tokens)
@@ -156,7 +218,8 @@ class Scheduler:
 
     def wake_s(self, now_s: float) -> float | None:
         """When to plan again although nothing has happened; None: not before something does."""
-        return self.policies.batching.wake_s(self._door(now_s))
+        known = (self.policies.batching.wake_s(self._door(now_s)), self.deadlines.next_s())
+        return min((at_s for at_s in known if at_s is not None), default=None)
 
     def _door(self, now_s: float) -> Door:
         first = self.waiting.first()
@@ -237,7 +300,8 @@ class Scheduler:
         for request in chosen:
             self.waiting.remove(request, self.policies.order.key(request))
             waited_s = now_s - request.arrived_s
-            events.admitted.append(Admitted(request.id, waited_s, request.planned, request.preemptions > 0))
+            resumed, prompt_len = request.preemptions > 0, request.prompt_len
+            events.admitted.append(Admitted(request.id, waited_s, request.planned, resumed, prompt_len))
 
     def _start(self, draft: Draft, request: Request) -> bool:
         """Give it blocks, a row and its first positions; False if it does not fit now."""
@@ -258,7 +322,7 @@ class Scheduler:
         request.holding = holding
         request.computed = request.planned = hit
         if not request.preemptions:
-            request.cached_tokens = hit
+            request.cached_tokens = min(hit, request.prompt_len)  # what it said elsewhere may be cached, too
         if request.group and (request.group.leader is None or request.group.leader.state is not State.RUNNING):
             request.group.leader = request
         request.move(State.RUNNING)
@@ -322,7 +386,12 @@ class Scheduler:
         events.scheduled_ids = [request.id for request in requests]
         events.scheduled_starts, events.scheduled_counts = starts, counts
         events.computed_tokens = len(tokens)
-        self.flights.append(Flight(plan, requests, generations, ends, samples, events))
+        masked = [
+            (request.row, request)
+            for request, sampling in zip(requests, samples, strict=True)
+            if request.grammar is not None and sampling
+        ]
+        self.flights.append(Flight(plan, requests, generations, ends, samples, events, masked))
         self._step += 1
         return plan
 
@@ -348,12 +417,34 @@ class Scheduler:
             request.prompt_len + request.ends_after - 1 if request.ends_after else 0,
         )
 
+    # ---- grammars -------------------------------------------------------------------------------------------------
+
+    @property
+    def masks_wait(self) -> bool:
+        """Whether the newest pass cannot be sampled yet: a grammar in it misses a token of an earlier pass."""
+        return any(
+            request.pending > 1 and request.state is not State.FINISHED for _, request in self.flights[-1].masked
+        )
+
+    def masks(self) -> LateMasks | None:
+        """Which tokens may come of the newest pass; None: all."""
+        masked = [one for one in self.flights[-1].masked if one[1].state is not State.FINISHED]
+        if not masked:
+            return None
+        allowed = np.zeros((len(masked), -(-self.limits.vocab_size // 32)), dtype=np.uint32)
+        for line, (_, request) in zip(allowed, masked, strict=True):
+            assert request.grammar is not None
+            assert request.pending == 1, f"{request} would be masked without its last token"
+            request.grammar.fill(line)
+        return LateMasks(np.array([row for row, _ in masked], dtype=np.int64), allowed)
+
     # ---- commit ---------------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now_s: float) -> PassEvents:
         """Take what came of the oldest pass in flight, and tell what happened. Hot, as above."""
         flight = self.flights.popleft()
         self._check_result(flight.plan, result)
+        self._now_s = max(self._now_s, now_s)
         events = flight.events
         events.padded_tokens, events.busy_s = result.padded, result.busy_s
         out = self._held_back if self.policies.batching.grouped else events
@@ -376,13 +467,16 @@ class Scheduler:
             if sampling:
                 request.pending -= 1
                 if number in failed:
-                    self._end(request, Reason.ERROR, out, error=failed[number])
+                    why = request.grammar.error if request.grammar is not None else ""
+                    self._end(request, Reason.ERROR, out, error=why or failed[number])
                     continue
                 if number in logprobs:
                     out.logprobs[request.id, request.outputs] = logprobs[number]
                 self._append(request, tokens[number], out)
             if alive and request.holding is not None and end // size > request.holding.published:
                 self.kv.publish(request.holding, request.tokens, end)
+        if self.tenants:  # somebody's tokens are counted
+            self.tenants.charge(flight.requests, now_s)
         self.rows.committed(flight.plan.step)
         return self._seal(events, now_s)
 
@@ -406,14 +500,20 @@ class Scheduler:
         return self._seal(PassEvents(-1), now_s)
 
     def _append(self, request: Request, token: int, events: PassEvents) -> None:
+        grammar = request.grammar
+        if grammar is not None and not grammar.accept(token):
+            self._end(request, Reason.ERROR, events, error=grammar.error)
+            return
         outputs = len(request.tokens) - request.prompt_len
         events.owners.append(request.id)
         events.tokens.append(token)
         events.indexes.append(outputs)
         request.tokens.append(token)
         outputs += 1
-        if token in request.stop_ids and outputs > request.params.min_tokens:
+        if token in request.stop_ids and (outputs > request.params.min_tokens or grammar is not None):
             self._end(request, Reason.STOP, events, stop_token=token)
+        elif grammar is not None and grammar.ended:
+            self._end(request, Reason.STOP, events)
         elif outputs >= request.max_tokens:
             self._end(request, Reason.LENGTH, events)
 
@@ -435,6 +535,8 @@ class Scheduler:
             self.waiting.remove(request, self.policies.order.key(request))
         request.move(State.FINISHED)
         self._inside.discard(request)
+        self.deadlines.drop(request)
+        self.tenants.leave(request, self._now_s)
         if reason in (Reason.STOP, Reason.LENGTH):
             self.policies.memory.learn(request)
         request.reason, request.error = reason, error
@@ -463,6 +565,8 @@ class Scheduler:
         if not self._inside and (self._held_back.owners or self._held_back.finished):  # the group has ended
             held, self._held_back = self._held_back, PassEvents(step=-1)
             events.add(held)
+        if events.finished:
+            self.admission.pace.note(len(events.finished), now_s)
         events.committed_s = now_s
         events.running, events.waiting = len(self.running), len(self.waiting)
         pool = self.kv.pool
@@ -478,6 +582,9 @@ class Scheduler:
         assert set(self.requests.values()) == everyone, "a request is lost or in two places"
         self.kv.check(request.holding for request in self.running)
         self.rows.check([request.row for request in self.running])
+        self.waiting.check()
+        self.deadlines.check(self.requests.values())
+        self.tenants.check(self.requests.values())
         under_way: dict[Request, int] = {}
         for flight in self.flights:
             for request, sampling in zip(flight.requests, flight.samples, strict=True):

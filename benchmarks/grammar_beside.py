@@ -1,0 +1,132 @@
+"""Do requests without a grammar slow down beside requests with one?
+
+    python benchmarks/grammar_beside.py --requests 8 --tokens 64 --rounds 3 [--json out.json]
+
+The default model. The same watched requests run alone, beside as many other plain requests, and beside as many that
+must follow a JSON schema; the three ways take turns. Prints the time between two tokens of the watched requests while
+all are running, and what the grammars cost beside what the same company costs without them. "masks" is the host's time
+per pass for computing masks, which runs while the device computes.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+from shoal.build import Built, build, need_tokenizer
+from shoal.config import EngineConfig
+from shoal.core.job import GrammarSpec
+from shoal.core.params import SamplingParams
+from shoal.core.request import Request
+from shoal.text.grammar import Grammars
+
+SCHEMA = {  # long enough that nobody ends before max_tokens
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
+        },
+        "required": ["name", "age", "colours"],
+        "additionalProperties": False,
+    },
+}
+WAYS = ("alone", "beside plain", "beside grammar")
+
+
+class Bench:
+    """One engine, and the three ways to fill it."""
+
+    def __init__(self, built: Built, requests: int, tokens: int) -> None:
+        self.loop = built.loop
+        self.requests = requests
+        self.params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True).resolved({})
+        tokenizer = need_tokenizer(built)
+        self.grammars = Grammars(tokenizer, built.spec.vocab_size, sorted(built.eos))
+        self.spec = GrammarSpec("json", json.dumps(SCHEMA))
+        self.grammars.check(self.spec)
+        self.prompt = tokenizer.chat([{"role": "user", "content": "List some people as JSON."}])
+        self.masks_s = 0.0
+        self._masks = self.loop.engine.masks
+        self.loop.engine.masks = self._timed  # type: ignore[method-assign]
+
+    def _timed(self):  # type: ignore[no-untyped-def]
+        begun_s = time.perf_counter()
+        masks = self._masks()
+        self.masks_s += time.perf_counter() - begun_s
+        return masks
+
+    def run(self, way: str) -> tuple[list[float], float]:
+        """(gaps between tokens of the watched requests, mask seconds per pass), both while all are running."""
+        watched = [Request(f"watched {n}", self.prompt, self.params, seed=n) for n in range(self.requests)]
+        others = [Request(f"other {n}", self.prompt, self.params, seed=1000 + n) for n in range(self.requests)]
+        if way == "beside grammar":
+            for request in others:
+                request.grammar = self.grammars.make(self.spec)
+        everyone = watched if way == "alone" else watched + others
+        for request in everyone:
+            self.loop.submit(request)
+        gaps: list[float] = []
+        masks_s: list[float] = []
+        last_s: float | None = None
+        while not self.loop.idle:
+            before_s = self.masks_s
+            events = self.loop.turn()
+            whole = len(events.owners) == len(everyone)  # else some are not yet there, or have gone
+            if whole and last_s is not None:
+                gaps += [events.committed_s - last_s] * len(watched)
+                masks_s.append(self.masks_s - before_s)
+            last_s = events.committed_s if whole else None
+        return gaps, statistics.fmean(masks_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=8, help="watched ones, and as many beside them")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", metavar="OUT")
+    args = parser.parse_args()
+    config = EngineConfig.from_mapping({"max_num_seqs": 2 * args.requests, "prefix_caching": False})
+    bench = Bench(build(config), args.requests, args.tokens)
+    bench.run("beside grammar")  # everything is loaded and compiled once
+    gaps: dict[str, list[float]] = {way: [] for way in WAYS}
+    masks: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(args.rounds):
+        for way in WAYS:
+            found, masks_s = bench.run(way)
+            gaps[way] += found
+            masks[way].append(masks_s)
+    bench.loop.close()
+    rows = []
+    for way in WAYS:
+        cuts = statistics.quantiles(gaps[way], n=100)
+        rows.append(
+            {
+                "way": way,
+                "requests": args.requests * (1 if way == "alone" else 2),
+                "gaps": len(gaps[way]),
+                "mean_ms": 1000 * statistics.fmean(gaps[way]),
+                "p50_ms": 1000 * cuts[49],
+                "p99_ms": 1000 * cuts[98],
+                "masks_ms_per_pass": 1000 * statistics.fmean(masks[way]),
+            }
+        )
+    for row in rows:
+        print(
+            f"{row['way']:<16}{row['requests']:>4} requests   mean {row['mean_ms']:7.1f} ms   "
+            f"p50 {row['p50_ms']:7.1f} ms   p99 {row['p99_ms']:7.1f} ms   "
+            f"masks {row['masks_ms_per_pass']:5.1f} ms per pass"
+        )
+    ratio = {key.removesuffix("_ms"): rows[2][key] / rows[1][key] for key in ("mean_ms", "p50_ms", "p99_ms")}
+    print("grammar / plain beside:  " + "   ".join(f"{name} {value:.3f}" for name, value in ratio.items()))
+    if args.json:
+        Path(args.json).write_text(json.dumps({"rows": rows, "ratio": ratio}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

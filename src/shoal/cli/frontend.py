@@ -1,0 +1,153 @@
+"""shoal bench frontend: how many tokens per second go through the fronts, and how much later."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.common import new_command
+from shoal.cli.serve import address, listen, make_children
+from shoal.config import EngineConfig
+from shoal.errors import EngineError
+from shoal.serve_config import ServeConfig
+
+
+def add_frontend(kinds: Any) -> None:
+    parser = new_command(
+        kinds,
+        "frontend",
+        "stream from a paced engine through the real fronts: tokens per second, and the delay they add",
+        "shoal bench frontend --streams 256 --rates 6000,12000,16000",
+        run_frontend,
+    )
+    parser.add_argument("--streams", type=int, default=256, help="open at once (default: 256)")
+    parser.add_argument(
+        "--rates", default="6000,12000", metavar="R,R", help="tokens per second offered, by all streams"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each rate (default: 10)")
+    parser.add_argument("--api-workers", type=int, default=1, help="front processes (default: 1)")
+    parser.add_argument(
+        "--pin", action=argparse.BooleanOptionalAction, default=True, help="fronts on the first core alone"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run_frontend(args: argparse.Namespace) -> int:
+    from shoal.cli.compare import numbers
+
+    rows = []
+    for rate in numbers(args.rates, "--rates"):
+        if rate <= 0:
+            raise EngineError("--rates must be above 0")
+        rows.append(measure(args, rate))
+        if not args.json:
+            print(one_line(rows[-1]), flush=True)
+    if args.json:
+        print(json.dumps(rows))
+    return 0
+
+
+def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
+    """One rate, on processes of its own."""
+    from shoal.bench.frontend import figures, run_streams
+
+    tokens = max(2, round(rate * args.seconds / args.streams))
+    serve = ServeConfig(port=0, api_workers=args.api_workers, log_level="warning")
+    engine = EngineConfig(max_num_seqs=args.streams, max_num_batched_tokens=4 * args.streams, prefix_caching=False)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
+        listener = stack.enter_context(listen(serve))
+        paced = {"tick_s": args.streams / rate, "kv_tokens": args.streams * (tokens + 64), "save": str(folder / "sent")}
+        children = make_children(engine, serve, folder, listener, paced)
+        processes = [stack.enter_context(Running(child)) for child in children]
+        host, port = listener.getsockname()[:2]
+        if args.pin:
+            pin(processes)
+        wait_healthy(address(serve, listener))
+        seen = run_streams(host, port, args.streams, tokens)
+        cpu_s = [cpu_seconds(process.pid) for process in processes[1:]]
+        for process in reversed(processes):  # the engine last; it writes what it sent
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+        found = figures(json.loads((folder / "sent").read_text()), seen, rate)
+    return {**found, "front_cpu_us_per_token": round(sum(cpu_s) / max(found.get("tokens", 1), 1) * 1e6, 1)}
+
+
+class Running:
+    """A child process that is ready, and gone at the end."""
+
+    def __init__(self, child: Any) -> None:
+        read, write = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", child.module], stdin=subprocess.PIPE, pass_fds=[write, *child.fds]
+        )
+        os.close(write)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({**child.config(0), "ready_fd": write}).encode())
+        self.process.stdin.close()
+        said = os.read(read, 64)
+        os.close(read)
+        if not said:
+            raise EngineError(f"{child.name} did not start")
+
+    def __enter__(self) -> "subprocess.Popen[bytes]":
+        return self.process
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def pin(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """Fronts on the first core, the rest on the others; where there is only one, all share it."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    first, *others = sorted(os.sched_getaffinity(0))
+    for process in processes[1:]:
+        for thread in os.listdir(f"/proc/{process.pid}/task"):
+            os.sched_setaffinity(int(thread), {first})
+    for pid in (processes[0].pid, 0):
+        os.sched_setaffinity(pid, set(others) or {first})
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used so far."""
+    try:
+        parts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_healthy(url: str) -> None:
+    import time
+    import urllib.error
+    import urllib.request
+
+    for _ in range(200):
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    raise EngineError("the server did not become healthy")
+
+
+def one_line(row: dict[str, Any]) -> str:
+    if not row["tok_s"]:
+        return f"offered {row['offered_tok_s']:,.0f} tok/s: nothing arrived; {row['problems']}"
+    delay = row["delay_ms"]
+    return (
+        f"offered {row['offered_tok_s']:,.0f} tok/s: {row['tok_s']:,.0f} arrived "
+        f"({row['tok_s'] / row['offered_tok_s']:.0%}), "
+        f"added delay p50 {delay['p50']:.1f} p90 {delay['p90']:.1f} p99 {delay['p99']:.1f} ms, "
+        f"{row['front_cpu_us_per_token']:.0f} µs of the fronts' CPU per token"
+        + (f"; {row['missing']} missing, {len(row['problems'])} problems" if row["missing"] or row["problems"] else "")
+    )

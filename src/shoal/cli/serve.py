@@ -1,0 +1,138 @@
+"""shoal serve: an OpenAI-compatible server. This process is the supervisor of its engine and its fronts."""
+
+import argparse
+import ipaddress
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.common import new_command
+from shoal.config import EngineConfig, add_flags
+from shoal.errors import BadConfig
+from shoal.serve_config import ServeConfig, as_json, read_options
+
+
+def add_serve(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "serve",
+        "serve a model to many users over HTTP, as OpenAI's API",
+        "shoal serve --port 8000 --max-num-seqs 32 --api-key alice=sk-0123456789",
+        run_serve,
+        log_level=False,  # it is one of the options below
+    )
+    parser.add_argument("model", nargs="?", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with 'option: value' lines")
+    parser.add_argument("--json", action="store_true", help="print the ready message as one JSON line")
+    add_flags(parser, ServeConfig)
+    add_flags(parser)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    engine, serve = read_options(args)
+    from shoal.engine.supervise import Supervisor
+    from shoal.obs.logs import set_up_logs
+
+    set_up_logs(serve.log_level, serve.log_format)
+    listener = listen(serve)
+    folder = Path(tempfile.mkdtemp(prefix="shoal-"))  # only this user can enter it
+    try:
+        children = make_children(engine, serve, folder, listener)
+        supervisor = Supervisor(
+            children[0],
+            children[1:],
+            serve.drain_timeout,
+            lambda: say_hello(engine, serve, listener, args.json),
+        )
+        return supervisor.run()
+    finally:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def listen(serve: ServeConfig) -> socket.socket:
+    """The port, taken before anything slow begins."""
+    family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((serve.host, serve.port))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise BadConfig(
+            f"cannot listen on {serve.host}:{serve.port}: {error.strerror or error}; choose another --host or --port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def make_children(
+    engine: EngineConfig,
+    serve: ServeConfig,
+    folder: Path,
+    listener: socket.socket,
+    paced: Mapping[str, Any] | None = None,
+) -> Any:
+    """The engine, then the fronts. `paced`: an engine that computes nothing, for measuring the fronts."""
+    from shoal.engine.supervise import Child
+
+    logs = {"log_level": serve.log_level, "log_format": serve.log_format, "folder": str(folder)}
+
+    def for_engine(life: int) -> Mapping[str, Any]:
+        return {**logs, "engine": as_json(engine), "epoch": life, "paced": paced}
+
+    def for_front(name: str, life: int) -> Mapping[str, Any]:
+        return {
+            **logs,
+            "serve": as_json(serve),
+            "model": engine.model,
+            "chat_template": engine.chat_template,
+            "listen_fd": listener.fileno(),
+            "name": f"{name}.{life}",
+        }
+
+    fronts = [
+        Child(name, "shoal.front_main", lambda life, name=name: for_front(name, life), [listener.fileno()])  # type: ignore[misc]
+        for name in (f"front-{number}" for number in range(serve.api_workers))
+    ]
+    return [Child("the engine", "shoal.engine_main", for_engine), *fronts]
+
+
+def say_hello(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:
+    """Where it is, and a line to try it with."""
+    url = address(serve, listener)
+    if as_line:
+        import json
+
+        print(json.dumps({"ready": True, "url": url}), flush=True)
+        return
+    key = " -H 'Authorization: Bearer YOUR-KEY'" if serve.api_key else ""
+    insecure = " -k" if serve.ssl_certfile else ""
+    body = shlex.quote('{"messages": [{"role": "user", "content": "Tell me about fish."}], "stream": true}')
+    print(
+        f"\nShoal is ready.\n"
+        f"  API      {url}/v1\n"
+        f"  chat     {url}/\n"
+        f"  docs     {url}/docs\n"
+        f"  metrics  {url}/metrics\n\n"
+        f"  curl{insecure} {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {body}\n",
+        flush=True,
+    )
+    sys.stdout.flush()
+
+
+def address(serve: ServeConfig, listener: socket.socket) -> str:
+    """A URL that works from this machine."""
+    host, port = listener.getsockname()[:2]
+    try:
+        anywhere = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        anywhere = False
+    shown = "127.0.0.1" if anywhere else f"[{host}]" if ":" in host else host
+    return f"{'https' if serve.ssl_certfile else 'http'}://{shown}:{port}"

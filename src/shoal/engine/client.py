@@ -1,0 +1,296 @@
+"""The engine as a front sees it: jobs go out, what becomes of them comes back to their sinks.
+
+Owns every job of this front until it has ended: its prompt, parameters and tokens so far. So when the engine is
+restarted, jobs are handed to the new one and go on where they were; a token is taken only if its index is the number
+of tokens already there, so none is lost or doubled. Knows no HTTP and no text.
+"""
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from shoal.core.clock import Clock, WallClock
+from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink
+from shoal.core.request import Reason
+from shoal.engine import wire
+from shoal.errors import EngineDown
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+ANSWER_S = 5.0  # longest wait for an answer to a question
+MOST_RESUMES = 3  # a job that was there when the engine died so often is not tried again
+
+
+@dataclass
+class LiveJob:
+    """A job that has not ended."""
+
+    number: int
+    job: Job
+    sink: Sink
+    begun_s: float
+    said: dict[int, list[int]]  # sample → its output so far, for samples that have not ended
+    prompt_told: int = 0  # how many prompt logprobs the sink has
+    accepted: bool = False
+    resumes: int = 0
+
+
+@dataclass
+class Question:
+    """Somebody waits for an answer."""
+
+    answer: "asyncio.Future[bytes]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class ZmqClient:
+    """An EngineClient over ZMQ. Made, started, used and closed on one event loop."""
+
+    def __init__(self, folder: Path, name: str, clock: Clock | None = None) -> None:
+        self.folder = folder
+        self.name = name
+        self.clock = clock or WallClock()
+        self._info: EngineInfo | None = None
+        self._live: dict[int, LiveJob] = {}  # by number
+        self._numbers: dict[str, int] = {}  # by job id
+        self._count = 0
+        self._questions: dict[int, Question] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._monitor: Any = None
+
+    # ---- for the front --------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo | None:
+        return self._info
+
+    @property
+    def jobs(self) -> int:
+        return len(self._live)
+
+    def start(self) -> None:
+        """Connect, as soon as there is an engine; needs a running event loop."""
+        self._context = zmq.asyncio.Context()
+        socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self.name.encode())
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for an engine that is not there
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        socket.connect(f"ipc://{self.folder / wire.ADDRESS}")
+        self._tasks = [
+            asyncio.create_task(self._watch(self._monitor), name="engine connection"),
+            asyncio.create_task(self._listen(socket), name="engine messages"),
+            asyncio.create_task(self._ping(), name="engine pings"),
+        ]
+
+    async def close(self) -> None:
+        """Abort what still runs and disconnect."""
+        for live in list(self._live.values()):
+            self.abort(live.job.id)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
+        if self._context is not None:
+            self._context.term()
+        self._info = None
+
+    def submit(self, job: Job, sink: Sink) -> None:
+        if self._info is None:
+            raise EngineDown("the engine is starting or being restarted; try again in a few seconds", 5.0)
+        self._count += 1
+        said: dict[int, list[int]] = {sample: [] for sample in range(job.params.n)}
+        live = LiveJob(self._count, job, sink, self.clock.now_s(), said)
+        if not self._say(wire.pack_job(live.number, job)):
+            raise EngineDown("the engine has just gone away; try again in a few seconds", 5.0)
+        self._live[live.number] = live
+        self._numbers[job.id] = live.number
+
+    def abort(self, job_id: str) -> None:
+        number = self._numbers.get(job_id)
+        if number is not None:
+            self._forget(self._live[number])
+            self._say(wire.Abort(number))
+
+    def finish_at(self, job_id: str, sample: int, outputs: int) -> None:
+        number = self._numbers.get(job_id)
+        if number is not None:
+            self._say(wire.FinishAt(number * wire.SAMPLES + sample, outputs))
+            if self._info is None:  # the engine is gone, and need not come back for this sample
+                live = self._live[number]
+                if live.said.pop(sample, None) is not None:
+                    self._accept(live)
+                    live.sink.ended(sample, Ending(Reason.STOP.value))
+                    self._flush_or_forget(live)
+
+    async def ask(self, what: str) -> Any:
+        if self._info is None:
+            raise EngineDown("the engine is starting or being restarted; try again in a few seconds", 5.0)
+        self._count += 1
+        number, question = self._count, Question()
+        self._questions[number] = question
+        try:
+            self._say(wire.Ask(number, what))
+            text = await asyncio.wait_for(question.answer, ANSWER_S)
+        except TimeoutError:
+            raise EngineDown(
+                f"the engine has not answered for {ANSWER_S:g} s; it may be busy with a long pass"
+            ) from None
+        finally:
+            del self._questions[number]
+        return text.decode() if what == "metrics" else json.loads(text)
+
+    # ---- to and from the engine -----------------------------------------------------------------------------------
+
+    def _say(self, message: wire.Message) -> bool:
+        """False if there is nobody to hear it."""
+        if self._socket is None or self._socket.closed:
+            return False
+        sent: Any = self._socket.send(wire.pack(message), zmq.NOBLOCK)  # with NOBLOCK it is done at once or not at all
+        return not sent.cancelled() and sent.done() and sent.exception() is None
+
+    async def _watch(self, monitor: Any) -> None:
+        """The engine came, or went."""
+        while True:
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._say(wire.Hello())
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._gone()
+
+    def _gone(self) -> None:
+        if self._info is not None:
+            log.warning("the engine is gone; %d jobs wait for the next one", len(self._live))
+        self._info = None
+        for question in self._questions.values():
+            if not question.answer.done():
+                question.answer.set_exception(EngineDown("the engine went away before it answered", 5.0))
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            if self._info is not None:
+                self._say(wire.Ping())
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            data = await socket.recv()
+            try:
+                said = wire.read_engine(data)
+                if isinstance(said, wire.Pass):
+                    self._take(said)
+                elif isinstance(said, wire.Ready):
+                    self._ready(said)
+                else:
+                    self._answered(said)
+            except Exception:  # one bad message must not deafen this front
+                log.exception("a message of the engine could not be taken")
+
+    def _answered(self, said: wire.Answer) -> None:
+        question = self._questions.get(said.number)
+        if question is not None and not question.answer.done():
+            question.answer.set_result(said.text)
+
+    def _ready(self, said: wire.Ready) -> None:
+        """An engine that knows nothing of this front's jobs: hand over those that have not ended."""
+        self._info = EngineInfo(
+            said.epoch, said.max_model_len, said.vocab_size, said.kv_tokens, said.dtype, said.device
+        )
+        for live in list(self._live.values()):
+            live.resumes += 1
+            if live.resumes > MOST_RESUMES:
+                self._fail(live, "the engine died several times while it computed this request")
+            else:
+                self._say(wire.pack_job(live.number, live.job, live.said))
+
+    # ---- what becomes of jobs -------------------------------------------------------------------------------------
+
+    def _take(self, said: wire.Pass) -> None:
+        """Tell the sinks. Hot: once per token."""
+        if self._info is None or said.epoch != self._info.epoch:
+            return  # from an engine that is gone
+        told: dict[int, LiveJob] = {}
+        for key, packed in said.prompt_logprobs:
+            live = self._live.get(key // wire.SAMPLES)
+            if live is not None:
+                fresh = packed[live.prompt_told :] if live.resumes else packed
+                live.prompt_told += len(fresh)
+                live.sink.prompt_logprobs([wire.unpack_logprobs(one) for one in fresh])
+        logprobs = dict(said.logprobs) if said.logprobs else {}
+        for place, (key, token, index) in enumerate(zip(said.keys, said.tokens, said.indexes, strict=True)):
+            number, sample = divmod(key, wire.SAMPLES)
+            live = self._live.get(number)
+            if live is None:
+                continue
+            output = live.said.get(sample)
+            if output is None or len(output) != index:
+                continue  # of a sample that has ended, or said again after a restart
+            output.append(token)
+            if not live.accepted:
+                self._accept(live)
+            live.sink.token(sample, token, wire.unpack_logprobs(logprobs[place]) if place in logprobs else None)
+            told[number] = live
+        for key, reason, stop_token, cached, preemptions, queue_s, error in said.ended:
+            number, sample = divmod(key, wire.SAMPLES)
+            live = self._live.get(number)
+            if live is not None and live.said.pop(sample, None) is not None:
+                self._accept(live)
+                live.sink.ended(sample, Ending(reason, stop_token, cached, preemptions, queue_s, error))
+                told[number] = live
+        for key, kind, message, retry_after_s in said.refused:
+            live = self._live.get(key // wire.SAMPLES)
+            if live is not None:
+                self._refused(live, key % wire.SAMPLES, Refusal(kind, message, retry_after_s))
+                told[live.number] = live
+        for live in told.values():
+            self._flush_or_forget(live)
+
+    def _accept(self, live: LiveJob) -> None:
+        if not live.accepted:
+            live.accepted = True
+            live.sink.accepted()
+
+    def _refused(self, live: LiveJob, sample: int, refusal: Refusal) -> None:
+        """Before any token the whole job is refused; after that only one sample can have come too late."""
+        if not live.accepted:
+            live.sink.refused(refusal)
+            self._say(wire.Abort(live.number))
+            live.said.clear()
+        elif refusal.kind == "DeadlinePassed":
+            live.said.pop(sample, None)
+            live.sink.ended(sample, Ending(Reason.TIMEOUT.value))
+        else:  # a new engine does not take what the old one had begun
+            self._fail(live, refusal.message)
+
+    def _fail(self, live: LiveJob, error: str) -> None:
+        self._accept(live)
+        for sample in list(live.said):
+            live.sink.ended(sample, Ending(Reason.ERROR.value, error=error))
+        live.said.clear()
+        self._flush_or_forget(live)
+
+    def _flush_or_forget(self, live: LiveJob) -> None:
+        if not live.said:
+            self._forget(live)
+        live.sink.flush()
+
+    def _forget(self, live: LiveJob) -> None:
+        self._live.pop(live.number, None)
+        if self._numbers.get(live.job.id) == live.number:
+            del self._numbers[live.job.id]

@@ -1,0 +1,221 @@
+"""The supervisor: starts the engine and the fronts as processes, watches them, and starts again what died.
+
+Owns processes, signals and the private folder; apart from the fronts, so that none of their trouble is its own. Each
+child reads its config as JSON from standard input and says "ready" on a pipe. Knows nothing of what they do.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from shoal.core.clock import Clock, WallClock
+from shoal.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+USERS_MISTAKE = 2  # exit code of a child that was asked for the impossible; trying again would not help
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+MOST_FAILED_STARTS = 5  # in a row, without having been ready once
+KILL_AFTER_S = 5.0  # a child that was told to stop and has not
+
+
+@dataclass
+class Child:
+    """One process, in all its lives."""
+
+    name: str
+    module: str
+    config: Callable[[int], Mapping[str, Any]]  # of the life with this number
+    fds: Sequence[int] = ()  # files it inherits
+    process: "subprocess.Popen[bytes] | None" = None
+    ready: bool = False
+    lives: int = 0
+    failures: int = 0  # starts in a row that were never ready
+    start_at_s: float = 0.0
+    pipe: int = -1
+    was_ready: bool = field(default=False)
+
+
+class Supervisor:
+    """Keeps its children alive until it is told to stop."""
+
+    def __init__(
+        self,
+        engine: Child,
+        fronts: Sequence[Child],
+        drain_timeout_s: float,
+        on_ready: Callable[[], None],
+        clock: Clock | None = None,
+    ) -> None:
+        self.engine = engine
+        self.fronts = list(fronts)
+        self.drain_timeout_s = drain_timeout_s
+        self.clock = clock or WallClock()
+        self._on_ready = on_ready
+        self._told_ready = False
+        self._asked_to_stop = 0
+        self._selector = selectors.DefaultSelector()
+        self._wake_r, self._wake_w = os.pipe()
+
+    @property
+    def children(self) -> list[Child]:
+        return [self.engine, *self.fronts]
+
+    def run(self) -> int:
+        """Start everybody, stay until a signal ends it; the exit code."""
+        os.set_blocking(self._wake_w, False)
+        self._selector.register(self._wake_r, selectors.EVENT_READ, None)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up
+        try:
+            while not self._asked_to_stop:
+                code = self._look_after()
+                if code is not None:
+                    self._stop_all(drain=False)
+                    return code
+                self._sleep(self._next_start_s())
+            self._stop_all(drain=True)
+            return 0
+        except BaseException:
+            self._stop_all(drain=False)
+            raise
+        finally:
+            signal.set_wakeup_fd(-1)
+            self._selector.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._asked_to_stop += 1
+
+    # ---- alive ----------------------------------------------------------------------------------------------------
+
+    def _look_after(self) -> int | None:
+        """Start who should run and does not. An exit code if that makes no sense any more."""
+        for child in self.children:
+            code = None if child.process is None else child.process.poll()
+            if code is not None:
+                self._buried(child, code)
+                if code == USERS_MISTAKE and not child.was_ready:
+                    return USERS_MISTAKE  # it has said what is wrong
+                if child.failures >= MOST_FAILED_STARTS:
+                    log.error("%s failed to start %d times in a row; giving up", child.name, child.failures)
+                    return 1
+            if child.process is None and self.clock.now_s() >= child.start_at_s:
+                self._start(child)
+        if not self._told_ready and all(child.ready for child in self.children):
+            self._told_ready = True
+            self._on_ready()
+        return None
+
+    def _start(self, child: Child) -> None:
+        read, write = os.pipe()
+        config = {**child.config(child.lives), "ready_fd": write}
+        child.process = subprocess.Popen(
+            [sys.executable, "-m", child.module],
+            stdin=subprocess.PIPE,
+            pass_fds=[write, *child.fds],
+            start_new_session=True,  # Ctrl-C is for the supervisor alone
+        )
+        os.close(write)
+        child.pipe, child.ready = read, False
+        child.lives += 1
+        self._selector.register(read, selectors.EVENT_READ, child)
+        assert child.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), child.process.stdin as pipe:
+            pipe.write(json.dumps(config).encode())
+
+    def _buried(self, child: Child, code: int) -> None:
+        """It died: say so, and when it will be started again."""
+        self._hear_pipe(child)
+        if child.pipe >= 0:
+            self._close_pipe(child)
+        child.failures = 0 if child.ready else child.failures + 1
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**child.failures) if child.failures else 0.0
+        child.process, child.ready = None, False
+        child.start_at_s = self.clock.now_s() + pause_s
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if code != USERS_MISTAKE:
+            log.error("%s %s; it is started again in %.1f s", child.name, how, pause_s)
+
+    def _next_start_s(self) -> float:
+        now_s = self.clock.now_s()
+        return min((max(0.0, c.start_at_s - now_s) for c in self.children if c.process is None), default=60.0)
+
+    def _sleep(self, most_s: float) -> None:
+        """Until something happens."""
+        for key, _ in self._selector.select(most_s):
+            if key.data is None:
+                os.read(self._wake_r, 4096)
+            else:
+                self._hear_pipe(key.data)
+
+    def _hear_pipe(self, child: Child) -> None:
+        if child.pipe < 0:
+            return
+        os.set_blocking(child.pipe, False)
+        try:
+            said = os.read(child.pipe, 64)
+        except BlockingIOError:
+            return
+        if said:
+            child.ready = child.was_ready = True
+        else:
+            self._close_pipe(child)
+
+    def _close_pipe(self, child: Child) -> None:
+        self._selector.unregister(child.pipe)
+        os.close(child.pipe)
+        child.pipe = -1
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def _stop_all(self, drain: bool) -> None:
+        """Fronts first: they let what runs finish, for which they need the engine."""
+        patience_s = self.drain_timeout_s + KILL_AFTER_S if drain else KILL_AFTER_S
+        self._end(self.fronts, patience_s, watch_engine=drain)
+        self._end([self.engine], KILL_AFTER_S)
+
+    def _end(self, children: Sequence[Child], patience_s: float, watch_engine: bool = False) -> None:
+        asked = self._asked_to_stop
+        until_s = self.clock.now_s() + patience_s
+        for child in children:
+            if child.process is not None:
+                child.process.terminate()
+        while any(child.process is not None and child.process.poll() is None for child in children):
+            if self.clock.now_s() >= until_s or self._asked_to_stop > asked:  # asked twice: now
+                for child in children:
+                    if child.process is not None:
+                        child.process.kill()
+            elif watch_engine and self.engine.process is not None and self.engine.process.poll() is not None:
+                self._buried(self.engine, self.engine.process.returncode)  # what drains still needs it
+                self._start(self.engine)
+            self._sleep(min(0.2, max(0.0, until_s - self.clock.now_s())) or 0.05)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when the supervisor dies, however it dies. Linux only; a no-op elsewhere."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    PR_SET_PDEATHSIG = 1
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise EngineError("the supervisor is gone already")
+
+
+def say_ready(fd: int) -> None:
+    """Tell the supervisor that this process serves."""
+    with contextlib.suppress(OSError):
+        os.write(fd, b"ready\n")

@@ -1,0 +1,107 @@
+"""The engine's own process: `python -m shoal.engine_main`, config in as JSON on standard input, never a pickled object.
+
+Builds the engine, opens its socket in the private folder and serves fronts until SIGTERM. Exit code 2 means that what
+was asked for is impossible, and the reason is on standard error.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.bench.paced import Emissions, PacedExecutor
+from shoal.config import EngineConfig
+from shoal.core.job import EngineInfo
+from shoal.engine import wire
+from shoal.engine.engine import Engine
+from shoal.engine.host import Host, Inbox, InboxClock, open_socket
+from shoal.engine.loop import EngineLoop
+from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
+from shoal.errors import ShoalError
+from shoal.obs.logs import set_up_logs
+from shoal.obs.metrics import EngineMetrics
+from shoal.sched.admission import Limits
+
+log = logging.getLogger("shoal.engine_main")
+
+
+def main() -> int:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = json.load(sys.stdin)
+    set_up_logs(config["log_level"], config["log_format"])
+    try:
+        run(config)
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return USERS_MISTAKE
+    return 0
+
+
+def run(config: Mapping[str, Any]) -> None:
+    folder = Path(config["folder"])
+    socket = open_socket(folder)
+    host = make_host(config, socket)
+    signal.signal(signal.SIGTERM, lambda number, frame: host.stop())
+    socket.bind(f"ipc://{folder / wire.ADDRESS}")
+    info = host.info
+    log.info(
+        "engine ready: %s on %s, context %d, KV cache of %d tokens",
+        info.dtype, info.device, info.max_model_len, info.kv_tokens,
+    )  # fmt: skip
+    say_ready(config["ready_fd"])
+    try:
+        host.run()
+    finally:
+        host.loop.close()
+        socket.close(linger=0)
+    if config.get("paced"):
+        assert isinstance(host.metrics, Emissions)
+        host.metrics.save(Path(config["paced"]["save"]))
+
+
+def make_host(config: Mapping[str, Any], socket: Inbox) -> Host:
+    """The engine of this config, behind the socket."""
+    from shoal.build import build  # loads torch
+
+    engine = EngineConfig(**config["engine"])
+    if config.get("paced"):
+        return paced_host(engine, config["paced"], socket)
+    built = build(engine, InboxClock(socket), progress=sys.stderr.isatty())
+    info = EngineInfo(
+        config["epoch"],
+        built.limits.max_model_len,
+        built.limits.vocab_size,
+        built.kv_blocks * built.config.block_size,
+        str(built.dtype).removeprefix("torch."),
+        built.device,
+    )
+    make_grammar = None
+    if built.tokenizer is not None:
+        from shoal.text.grammar import Grammars
+
+        make_grammar = Grammars(built.tokenizer, built.spec.vocab_size, sorted(built.eos)).make
+    return Host(built.loop, socket, info, EngineMetrics(), make_grammar)
+
+
+def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) -> Host:
+    """An engine that computes nothing, for measuring fronts."""
+    from shoal.build import make_scheduler
+
+    limits = Limits(paced["kv_tokens"], engine.max_num_seqs, engine.max_num_batched_tokens, vocab_size=1000)
+    scheduler = make_scheduler(engine, limits, -(-paced["kv_tokens"] // engine.block_size) + engine.max_num_seqs)
+    executor = PacedExecutor(paced["tick_s"], tokens=list(range(50, 100)))
+    loop = EngineLoop(Engine(scheduler), executor, InboxClock(socket), depth=1)
+    info = EngineInfo(0, limits.max_model_len, limits.vocab_size, paced["kv_tokens"], "none", "paced")
+    return Host(loop, socket, info, Emissions())
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to do, and torch's threads need not be waited for

@@ -1,0 +1,130 @@
+"""A front's own process: `python -m shoal.front_main`, config in as JSON on standard input.
+
+HTTP, tokenizing and detokenizing; no torch. Accepts connections on a socket it inherits, so that several fronts can
+share one port. SIGTERM drains: no new requests, what runs may finish, then exit code 0.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.engine.client import ZmqClient
+from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
+from shoal.errors import BadConfig, ShoalError
+from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.obs.logs import set_up_logs
+from shoal.obs.metrics import FrontMetrics
+from shoal.serve_config import ServeConfig, serve_config_from_json
+from shoal.server.app import Front, make_app
+from shoal.server.protocol import make_server
+from shoal.server.settings import ServerSettings
+from shoal.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("shoal.front_main")
+
+
+def main() -> int:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config = json.load(sys.stdin)
+    set_up_logs(config["log_level"], config["log_format"])
+    try:
+        import uvloop
+
+        uvloop.run(run(config))
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return USERS_MISTAKE
+    return 0
+
+
+async def run(config: Mapping[str, Any]) -> None:
+    serve = serve_config_from_json(config["serve"])
+    files = find_model(config["model"])
+    tokenizer = load_tokenizer(files, read_template(config["chat_template"]))
+    client = ZmqClient(Path(config["folder"]), config["name"])
+    client.start()
+    settings = make_settings(serve, files)
+    front = make_app(
+        settings,
+        client,
+        tokenizer,
+        make_grammars(files, tokenizer),
+        frozenset(eos_ids(files)),
+        dict(sampling_defaults(files)),
+        FrontMetrics(),
+    )
+    server = make_server(front, settings, ssl_certfile=serve.ssl_certfile, ssl_keyfile=serve.ssl_keyfile)
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    serving = asyncio.create_task(server.serve([socket.socket(fileno=config["listen_fd"])]))
+    say_ready(config["ready_fd"])
+    await wait_for_first(stopping, serving)
+    await drain(front, serve.drain_timeout)
+    server.should_exit = server.force_exit = True
+    await serving
+    await client.close()
+
+
+async def wait_for_first(stopping: asyncio.Event, serving: "asyncio.Task[None]") -> None:
+    waiting = asyncio.create_task(stopping.wait())
+    await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+
+
+async def drain(front: Front, timeout_s: float) -> None:
+    """Let what runs finish, but not for ever; what is cut off is told so."""
+    front.draining = True
+    log.info("draining: %d requests run, they have %g s", front.active, timeout_s)
+    until_s = asyncio.get_running_loop().time() + timeout_s
+    while front.active and asyncio.get_running_loop().time() < until_s:
+        await asyncio.sleep(0.05)
+    if front.active:
+        log.warning("%d requests did not finish in time and are cut off", front.active)
+        front.end_all()
+        await asyncio.sleep(0.2)  # so that they can be told
+
+
+def make_settings(serve: ServeConfig, files: ModelFiles) -> ServerSettings:
+    return ServerSettings(
+        models=serve.served_model_name or (files.name,),
+        api_keys=tuple(serve.keys()),
+        max_body_bytes=serve.max_body,
+        slow_client_timeout_s=serve.slow_client_timeout,
+        drain_timeout_s=serve.drain_timeout,
+        allowed_origins=serve.allowed_origins,
+        log_prompts=serve.log_prompts,
+    )
+
+
+def make_grammars(files: ModelFiles, tokenizer: Tokenizer | None) -> Any:
+    """What checks schemas before they go to the engine."""
+    if tokenizer is None:
+        return None
+    from shoal.text.grammar import Grammars
+
+    return Grammars(tokenizer, int(files.config.get("vocab_size") or tokenizer.vocab_size), eos_ids(files))
+
+
+def read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise BadConfig(f"cannot read the chat template {path}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

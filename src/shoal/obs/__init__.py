@@ -1,0 +1,1 @@
+"""Seeing what the engine does: readers of events. They change nothing and nobody waits for them."""

@@ -1,0 +1,285 @@
+"""Prometheus metrics: what an engine did, from its events, and what a front answered.
+
+EngineMetrics lives in the engine's process and stands in the way of every pass, so it counts in bulk: the tokens of a
+pass share one time, and most of their owners were last heard at one time too. Knows events; knows no scheduler, no
+clock, no process and no HTTP beyond the names of the routes.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shoal.core.events import Finished, PassEvents
+from shoal.core.job import EngineInfo
+from shoal.core.request import Reason
+from shoal.errors import BadRequest, Rejected
+
+OTHER = "other"
+
+# a small model on a GPU answers in a millisecond, a long prompt on a CPU in a minute
+WAIT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+ANSWER_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+# finer where people feel the difference: 5 to 200 ms from token to token
+GAP_S = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2,
+    5, 10,
+)  # fmt: skip
+REQUESTS = tuple(2**power for power in range(11))  # 1 … 1,024
+TOKENS = tuple(2**power for power in range(18))  # 1 … 131,072
+SHARE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
+
+GAUGES = {
+    "shoal_requests_running": "Requests that hold a place in the batch",
+    "shoal_requests_waiting": "Requests in the waiting line, preempted ones included",
+    "shoal_kv_blocks_held": "KV blocks that requests hold",
+    "shoal_kv_blocks_cached": "KV blocks nobody holds, kept for prefix hits until somebody needs them",
+    "shoal_kv_blocks_capacity": "KV blocks there are",
+    "shoal_kv_use_ratio": "Share of the KV blocks that requests hold",
+}
+COUNTERS = {
+    "shoal_requests_arrived": "Requests taken into the waiting line",
+    "shoal_prompt_tokens": "Prompt tokens of requests, counted when they first run",
+    "shoal_prefix_hit_tokens": "Of those, found in the prefix cache",
+    "shoal_output_tokens": "Tokens generated",
+    "shoal_computed_tokens": "Positions computed for requests: prompt, output and what a preemption lost",
+    "shoal_recomputed_tokens": "Of those, computed before and lost to a preemption",
+    "shoal_padded_tokens": "Positions computed for nobody",
+    "shoal_budget_tokens": "Positions the passes could have computed for requests",
+    "shoal_preemptions": "Requests that lost their blocks to another",
+}
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "shoal_queue_seconds": ("From a request's arrival to its first place in a batch", WAIT_S),
+    "shoal_time_to_first_token_seconds": ("From a request's arrival to its first token", WAIT_S),
+    "shoal_inter_token_seconds": ("From one token of a request to its next", GAP_S),
+    "shoal_end_to_end_seconds": ("From a request's arrival to its end, where it ended with an answer", ANSWER_S),
+    "shoal_step_seconds": ("What the device took to compute a pass", GAP_S),
+    "shoal_step_turnaround_seconds": ("From a pass's plan to its commit, with the passes ahead of it", GAP_S),
+    "shoal_batch_requests": ("Requests in a pass", REQUESTS),
+    "shoal_batch_tokens": ("Positions computed for requests in a pass", TOKENS),
+    "shoal_budget_use_ratio": ("Share of its token budget that a pass used", SHARE),
+    "shoal_request_prompt_tokens": ("Length of a request's prompt, counted when it first runs", TOKENS),
+    "shoal_request_output_tokens": ("Length of an answer", TOKENS),
+}
+FINISHED = "shoal_requests_finished"
+REJECTED = "shoal_requests_rejected"
+LABELLED = {
+    FINISHED: ("reason", "Requests that ended, by reason"),
+    REJECTED: ("kind", "Requests refused, by the name of the error"),
+}
+ANSWERED = frozenset({Reason.STOP, Reason.LENGTH, Reason.TIMEOUT})
+# all kinds there are, so that every series exists from the start and a new name cannot make new ones for ever
+KINDS = (*sorted(kind.__name__ for base in (BadRequest, Rejected) for kind in base.__subclasses__()), OTHER)
+
+HTTP = "shoal_http_requests"
+FRONT = {
+    HTTP: "HTTP requests answered, by route and status",
+    "shoal_http_active_requests": "Generation requests this front has not finished",
+    "shoal_engine_up": "1 while the engine answers, else 0",
+    "shoal_engine_restarts": "How often the engine was started again",
+}
+ROUTES = frozenset({
+    "/", "/docs", "/openapi.json", "/static", "/health", "/version", "/metrics", "/tokenize", "/detokenize",
+    "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions",
+})  # fmt: skip
+FOLDERS = {"/static/": "/static", "/v1/models/": "/v1/models/{model}"}
+
+
+class Tally:
+    """A histogram that takes many equal values at once.
+
+    >>> tally = Tally("shoal_example_seconds", "An example", (0.1, 1))
+    >>> tally.add(0.1, times=3)
+    >>> tally.add(5.0)
+    >>> tally.counts
+    [3, 0, 1]
+    """
+
+    __slots__ = ("bounds", "counts", "help", "name", "total")
+
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+        self.name, self.help, self.bounds = name, help, bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last: beyond all bounds
+        self.total = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def family(self) -> Metric:
+        names = [*map(str, map(float, self.bounds)), "+Inf"]
+        buckets = list(zip(names, accumulate(self.counts), strict=True))
+        return HistogramMetricFamily(self.name, self.help, buckets=buckets, sum_value=self.total)
+
+
+class EngineMetrics(Collector):
+    """Counts what one engine's passes tell. A request with n samples is n requests here."""
+
+    def __init__(self) -> None:
+        self.gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
+        self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self.tallies = {name: Tally(name, help, bounds) for name, (help, bounds) in HISTOGRAMS.items()}
+        self.reasons = {reason.value: 0 for reason in Reason}
+        self.kinds = dict.fromkeys(KINDS, 0)
+        # of requests that have not ended
+        self._arrived_s: dict[str, float] = {}
+        self._heard_s: dict[str, float] = {}  # when its last token came
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    @property
+    def tracked(self) -> int:
+        """How many entries are kept about requests: none when nobody is in the engine."""
+        return len(self._arrived_s) + len(self._heard_s)
+
+    def take(self, events: PassEvents) -> None:
+        """Count one record. To be called once for each, in order."""
+        self._come(events)
+        if events.scheduled_ids:
+            self._pass(events)
+        if events.owners:
+            self._tokens(events)
+        for finished in events.finished:
+            self._end(finished, events.committed_s)
+        self._gauges(events)
+
+    def render(self) -> bytes:
+        """All of it as Prometheus text."""
+        return generate_latest(self._registry)
+
+    # ---- what a record tells --------------------------------------------------------------------------------------
+
+    def _come(self, events: PassEvents) -> None:
+        self._arrived_s.update(zip(events.arrived, events.arrived_s, strict=True))
+        self.totals["shoal_requests_arrived"] += len(events.arrived)
+        self.totals["shoal_preemptions"] += len(events.preempted)
+        for refused in events.rejected:
+            self.kinds[refused.kind if refused.kind in self.kinds else OTHER] += 1
+            self._forget(refused.id)
+        for admitted in events.admitted:
+            if not admitted.resumed:  # who comes back has been counted
+                self.totals["shoal_prompt_tokens"] += admitted.prompt_tokens
+                self.totals["shoal_prefix_hit_tokens"] += min(admitted.cached_tokens, admitted.prompt_tokens)
+                self.tallies["shoal_request_prompt_tokens"].add(admitted.prompt_tokens)
+                self.tallies["shoal_queue_seconds"].add(admitted.waited_s)
+
+    def _pass(self, events: PassEvents) -> None:
+        totals, tallies = self.totals, self.tallies
+        totals["shoal_computed_tokens"] += events.computed_tokens
+        totals["shoal_recomputed_tokens"] += events.recomputed_tokens
+        totals["shoal_padded_tokens"] += events.padded_tokens
+        totals["shoal_budget_tokens"] += events.budget_tokens
+        tallies["shoal_step_seconds"].add(events.busy_s)
+        tallies["shoal_step_turnaround_seconds"].add(events.committed_s - events.planned_s)
+        tallies["shoal_batch_requests"].add(len(events.scheduled_ids))
+        tallies["shoal_batch_tokens"].add(events.computed_tokens)
+        if events.budget_tokens:
+            tallies["shoal_budget_use_ratio"].add(events.computed_tokens / events.budget_tokens)
+
+    def _tokens(self, events: PassEvents) -> None:
+        """Hot: up to a thousand tokens in every pass, so whoever was last heard at one time is counted together."""
+        now_s, heard_s = events.committed_s, self._heard_s
+        gaps = self.tallies["shoal_inter_token_seconds"]
+        self.totals["shoal_output_tokens"] += len(events.owners)
+        heard_now = dict.fromkeys(events.owners, now_s)
+        together = len(events.owners) - len(heard_now)
+        if together:  # tokens that came with another of the same request: a group's, when it ends
+            gaps.add(0.0, together)
+        before = Counter(map(heard_s.get, heard_now))
+        if before.pop(None, 0):
+            self._first_tokens(events)
+        for last_s, times in before.items():
+            assert last_s is not None
+            gaps.add(now_s - last_s, times)
+        heard_s.update(heard_now)
+
+    def _first_tokens(self, events: PassEvents) -> None:
+        waits = self.tallies["shoal_time_to_first_token_seconds"]
+        for owner, index in zip(events.owners, events.indexes, strict=True):
+            if index == 0 and owner in self._arrived_s:  # else it had its first in an engine that is gone
+                waits.add(events.committed_s - self._arrived_s[owner])
+
+    def _end(self, finished: Finished, now_s: float) -> None:
+        self.reasons[finished.reason.value] += 1
+        arrived_s = self._forget(finished.id)
+        if finished.reason in ANSWERED:
+            self.tallies["shoal_request_output_tokens"].add(finished.outputs)
+            if arrived_s is not None:
+                self.tallies["shoal_end_to_end_seconds"].add(now_s - arrived_s)
+
+    def _forget(self, id: str) -> float | None:
+        self._heard_s.pop(id, None)
+        return self._arrived_s.pop(id, None)
+
+    def _gauges(self, events: PassEvents) -> None:
+        gauges = self.gauges
+        gauges["shoal_requests_running"] = events.running
+        gauges["shoal_requests_waiting"] = events.waiting
+        gauges["shoal_kv_blocks_held"] = events.blocks_held
+        gauges["shoal_kv_blocks_cached"] = events.blocks_cached
+        gauges["shoal_kv_blocks_capacity"] = events.blocks_total
+        gauges["shoal_kv_use_ratio"] = events.blocks_held / events.blocks_total if events.blocks_total else 0.0
+
+    # ---- as Prometheus wants it -----------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        for name, help in GAUGES.items():
+            yield GaugeMetricFamily(name, help, value=self.gauges[name])
+        for name, help in COUNTERS.items():
+            yield CounterMetricFamily(name, help, value=self.totals[name])
+        for name, values in ((FINISHED, self.reasons), (REJECTED, self.kinds)):
+            label, help = LABELLED[name]
+            yield _by_label(name, help, [label], {(key,): value for key, value in values.items()})
+        for tally in self.tallies.values():
+            yield tally.family()
+
+
+class FrontMetrics(Collector):
+    """Counts what one front answered. Knows of the engine only whether it is up and how often it was started."""
+
+    def __init__(self) -> None:
+        self.answers: Counter[tuple[str, ...]] = Counter()
+        self._active = 0
+        self._up = False
+        self._restarts = 0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def count(self, route: str, status: int) -> None:
+        """One answer. The route may be a path as it was asked; a path nobody serves is "other"."""
+        self.answers[route_of(route), str(status)] += 1
+
+    def render(self, active: int, info: EngineInfo | None) -> bytes:
+        """All of it as Prometheus text; the engine's own follows it."""
+        self._active, self._up = active, info is not None
+        if info is not None:
+            self._restarts = max(self._restarts, info.epoch)  # while it is down the last number stands
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield _by_label(HTTP, FRONT[HTTP], ["route", "status"], self.answers)
+        for name, value in (("shoal_http_active_requests", self._active), ("shoal_engine_up", int(self._up))):
+            yield GaugeMetricFamily(name, FRONT[name], value=value)
+        yield CounterMetricFamily("shoal_engine_restarts", FRONT["shoal_engine_restarts"], value=self._restarts)
+
+
+def route_of(path: str) -> str:
+    """The route a path belongs to, as a label: of these there are few, of paths as many as people type.
+
+    >>> route_of("/v1/models/some-model"), route_of("/wp-login.php")
+    ('/v1/models/{model}', 'other')
+    """
+    if path in ROUTES:
+        return path
+    return next((route for folder, route in FOLDERS.items() if path.startswith(folder)), OTHER)
+
+
+def _by_label(name: str, help: str, labels: list[str], values: Mapping[tuple[str, ...], int]) -> Metric:
+    family = CounterMetricFamily(name, help, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family

@@ -1,0 +1,169 @@
+"""Options of a server, and where all options come from: flags, SHOAL_* variables and a YAML file.
+
+Owns the names, defaults and limits of everything about a server that is not its engine. A flag wins over a variable,
+a variable over the file, the file over the default; a key that does not exist is an error wherever it stands.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import Field, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shoal.config import EngineConfig, Options, option, parse_bytes
+from shoal.core.names import pick
+from shoal.errors import BadConfig
+
+PREFIX = "SHOAL_"
+LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(Options):
+    """Everything that shapes a server beyond its engine."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all", group="server")
+    port: int = option(8000, "port to listen on; 0: any free one", parse=int, group="server")
+    served_model_name: tuple[str, ...] = option((), "name that clients call the model by", group="server")
+    api_key: tuple[str, ...] = option((), "key that clients must send, as NAME=KEY or KEY", group="server")
+    api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
+    allowed_origins: tuple[str, ...] = option((), "web origin that may call from a browser; * for all", group="server")
+    ssl_certfile: str | None = option(None, "certificate, for https", group="server")
+    ssl_keyfile: str | None = option(None, "its private key", group="server")
+    max_body: int = option(4 * 2**20, "most bytes of one request's body", parse=parse_bytes, group="server")
+    slow_client_timeout: float = option(
+        30.0, "seconds after which a client that does not read is cut off", parse=float, group="server"
+    )
+    drain_timeout: float = option(
+        30.0, "seconds that running requests get to finish when the server stops", parse=float, group="server"
+    )
+    log_level: str = option("info", "least important message that is logged", choices=LEVELS, group="server")
+    log_format: str = option("text", "of the log: text, or json lines", choices=("text", "json"), group="server")
+    log_prompts: bool = option(False, "write prompts into the log", group="server")
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if not 0 <= self.port <= 65535:
+            raise BadConfig(f"port must be between 0 and 65535, not {self.port}")
+        self._at_least("api_workers", 1)
+        self._at_least("max_body", 1024)
+        for name in ("slow_client_timeout", "drain_timeout"):
+            if not 0 <= getattr(self, name) < 1e6:
+                raise BadConfig(f"{name} must be a number of seconds, not {getattr(self, name)}")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise BadConfig("https needs both --ssl-certfile and --ssl-keyfile")
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            path = getattr(self, name)
+            if path is not None and not os.access(path, os.R_OK):
+                raise BadConfig(f"cannot read {name} {path}; give the path of a PEM file")
+        keys = [key for _, key in self.keys()]
+        if any(len(key) < 8 for key in keys):
+            raise BadConfig("an API key must have at least 8 characters")
+        if len(set(keys)) < len(keys) or len({name for name, _ in self.keys()}) < len(keys):
+            raise BadConfig("two API keys, or their names, are the same; each must be its own")
+
+    def keys(self) -> list[tuple[str, str]]:
+        """(name, key) of every API key; one without a name is called by its number.
+
+        >>> ServeConfig(api_key=("alice=sk-12345678", "sk-abcdefgh")).keys()
+        [('alice', 'sk-12345678'), ('key-2', 'sk-abcdefgh')]
+        """
+        found = []
+        for number, text in enumerate(self.api_key, 1):
+            named = re.fullmatch(r"([A-Za-z0-9_.-]+)=(.{8,})", text)
+            found.append((named[1], named[2]) if named else (f"key-{number}", text))
+        return found
+
+
+TABLE: dict[str, tuple[type[Any], "Field[Any]"]] = {
+    item.name: (config, item) for config in (EngineConfig, ServeConfig) for item in fields(config)
+}
+
+
+def read_options(
+    args: argparse.Namespace, environ: Mapping[str, str] | None = None
+) -> tuple[EngineConfig, ServeConfig]:
+    """Both configs, from the flags in `args`, the environment and the file of --config."""
+    values: dict[str, Any] = {}
+    values |= _from_file(getattr(args, "config", None))
+    values |= _from_environment(os.environ if environ is None else environ)
+    values |= {name: value for name, value in vars(args).items() if name in TABLE and value is not None}
+    found = {}
+    for config in (EngineConfig, ServeConfig):
+        own = {name: _as_tuple(value, TABLE[name][1]) for name, value in values.items() if TABLE[name][0] is config}
+        found[config] = own
+    return EngineConfig.from_mapping(found[EngineConfig]), _server(found[ServeConfig])
+
+
+def _server(values: dict[str, Any]) -> ServeConfig:
+    if "max_body" in values:
+        values["max_body"] = parse_bytes(values["max_body"])
+    return ServeConfig(**values)
+
+
+def _as_tuple(value: Any, item: "Field[Any]") -> Any:
+    if not isinstance(item.default, tuple):
+        return value
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _from_file(path: str | None) -> dict[str, Any]:
+    """The keys of a YAML file; - and _ mean the same in them."""
+    if path is None:
+        return {}
+    import yaml  # here, so that commands without a file need no YAML reader
+
+    try:
+        read = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise BadConfig(f"cannot read the config file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if read is None:
+        return {}
+    if not isinstance(read, dict):
+        raise BadConfig(f"{path} must hold 'option: value' lines, not a {type(read).__name__}")
+    found = {}
+    for key, value in read.items():
+        name = str(key).replace("-", "_")
+        pick(TABLE, name, f"option in {path}")
+        found[name] = value
+    return found
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """SHOAL_MAX_NUM_SEQS=8 and the like; lists have commas between their items."""
+    found = {}
+    for key, text in environ.items():
+        if not key.startswith(PREFIX):
+            continue
+        name = key.removeprefix(PREFIX).lower()
+        _, item = pick(TABLE, name, f"option in the environment ({key})")
+        found[name] = _parse(text, item, key)
+    return found
+
+
+def _parse(text: str, item: "Field[Any]", key: str) -> Any:
+    if isinstance(item.default, bool):
+        known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.lower() not in known:
+            raise BadConfig(f"{key} must be true or false, not {text!r}")
+        return known[text.lower()]
+    if isinstance(item.default, tuple):
+        return tuple(part for part in text.split(",") if part)
+    try:
+        return item.metadata["parse"](text)
+    except ValueError as error:
+        raise BadConfig(f"{key} cannot be {text!r}: {error}") from error
+
+
+def as_json(config: Options) -> dict[str, Any]:
+    """For another process; from_json() is the way back."""
+    return asdict(config)  # type: ignore[call-overload, no-any-return]
+
+
+def serve_config_from_json(values: Mapping[str, Any]) -> ServeConfig:
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return ServeConfig(**given)

@@ -1,0 +1,314 @@
+"""The front: every route, and the walk of a generation request from its body to its last event.
+
+Owns the requests that are being answered. Knows no engine: it is handed an EngineClient. One object per process; all
+of it lives on one event loop.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+
+from shoal.core.job import EngineInfo
+from shoal.core.ports import EngineClient
+from shoal.errors import Draining, EngineDown
+from shoal.server import compose
+from shoal.server.auth import Keys
+from shoal.server.errors import HttpError, as_http, internal
+from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
+from shoal.server.jobs import Call, CollectSink
+from shoal.server.openai import ChatRequest, CompletionRequest, read
+from shoal.server.plain import Plain
+from shoal.server.prepare import GrammarChecker, Plan, Preparer
+from shoal.server.protocol import TRANSPORT
+from shoal.server.settings import ServerSettings
+from shoal.server.stream import Stream
+from shoal.server.thoughts import Words
+from shoal.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Exchange], Awaitable[None]]
+GONE = 499  # for the log: the client left before it was answered
+SHOWN_PROMPT = 20_000  # characters of a body in the log, where that was asked for
+
+
+class Counts(Protocol):
+    """What a front counts; obs/metrics.py has one that Prometheus reads."""
+
+    def count(self, route: str, status: int) -> None: ...
+
+    def render(self, active: int, info: EngineInfo | None) -> bytes: ...
+
+
+class NoCounts:
+    """Counts nothing."""
+
+    def count(self, route: str, status: int) -> None: ...
+
+    def render(self, active: int, info: EngineInfo | None) -> bytes:
+        return b""
+
+
+class Endpoint:
+    """One path: who answers which method. Any other method is a 405."""
+
+    def __init__(self, front: "Front", route: str, open: bool = False, **handlers: Handler) -> None:
+        self.front = front
+        self.route = route
+        self.open = open  # needs no key
+        self.handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["shoal.exchange"]
+        exchange.route = self.route
+        if not self.open:
+            exchange.tenant = self.front.keys.tenant(exchange.headers.get(b"authorization"))
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        handler = self.handlers.get(method)
+        if handler is None:
+            allowed = ", ".join(self.handlers)
+            raise HttpError(
+                405,
+                f"{self.route} answers {allowed} only, not {exchange.method}",
+                code="method_not_allowed",
+                headers=((b"allow", allowed.encode()),),
+            )
+        await handler(exchange)
+
+
+class Front:
+    """An ASGI application. `draining` refuses new generation requests; `active` counts those not yet answered."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarChecker | None,
+        eos_ids: Collection[int],
+        sampling_defaults: Mapping[str, Any],
+        metrics: Counts | None = None,
+    ) -> None:
+        self.settings = settings
+        self.client = client
+        self.tokenizer = tokenizer
+        self.metrics: Counts = metrics or NoCounts()
+        self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
+        self.words = Words(tokenizer)
+        self.keys = Keys(settings.api_keys)
+        self.draining = False
+        self.active = 0
+        self.calls: set[Call] = set()
+        self.streams: set[Stream] = set()
+        self._sweeping = False
+        self._entry: Callable[[Scope, Receive, Send], Awaitable[None]] = self._answer
+        if settings.allowed_origins:
+            self._entry = CORSMiddleware(
+                self._answer,
+                allow_origins=settings.allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "x-shoal-warning", "retry-after"),
+            )
+        self.router = self._routes()
+        if tokenizer is not None:
+            _ = tokenizer.pieces  # built now, not in the middle of the first answer
+
+    def _routes(self) -> Router:
+        plain = Plain(self)
+        paths: list[tuple[str, str, dict[str, Any]]] = [
+            ("/v1/completions", "/v1/completions", {"POST": self._completions}),
+            ("/v1/chat/completions", "/v1/chat/completions", {"POST": self._chat}),
+            ("/v1/models", "/v1/models", {"GET": plain.models}),
+            ("/v1/models/{model:path}", "/v1/models/{model}", {"GET": plain.model}),
+            ("/tokenize", "/tokenize", {"POST": plain.tokenize}),
+            ("/detokenize", "/detokenize", {"POST": plain.detokenize}),
+            ("/version", "/version", {"GET": plain.version}),
+            ("/metrics", "/metrics", {"GET": plain.metrics}),
+            ("/health", "/health", {"GET": plain.health, "open": True}),
+            ("/openapi.json", "/openapi.json", {"GET": plain.openapi, "open": True}),
+        ]
+        page = {"GET": plain.page, "open": True}
+        paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in plain.pages]
+        routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
+        return Router(routes, redirect_slashes=False, default=self._not_found)
+
+    # ---- every request --------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"only HTTP is served here, not {scope['type']}")
+        await self._entry(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self.settings)
+        scope["shoal.exchange"] = exchange
+        try:
+            await self.router(scope, receive, send)
+        except Disconnected:
+            pass
+        except Exception as error:
+            answer = as_http(error)
+            if answer is None:
+                log.exception("a request failed", extra={"fields": {"id": exchange.id, "route": exchange.route}})
+                answer = internal()
+            if exchange.status:  # too late to say so: break it off
+                raise
+            await exchange.reply_error(answer)
+        finally:
+            exchange.status = exchange.status or GONE
+            self.metrics.count(exchange.route, exchange.status)
+            exchange.write_log()
+
+    async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise HttpError(404, "there is nothing at this path; /docs lists what there is", code="not_found")
+
+    # ---- generation -----------------------------------------------------------------------------------------------
+
+    async def _completions(self, exchange: Exchange) -> None:
+        async def plan(body: bytes) -> Plan:
+            return await self.preparer.completion(read(CompletionRequest, body), exchange.uid, exchange.tenant)
+
+        await self._generate(exchange, plan, f"cmpl-{exchange.uid}")
+
+    async def _chat(self, exchange: Exchange) -> None:
+        async def plan(body: bytes) -> Plan:
+            return await self.preparer.chat(read(ChatRequest, body), exchange.uid, exchange.tenant)
+
+        await self._generate(exchange, plan, f"chatcmpl-{exchange.uid}")
+
+    async def _generate(self, exchange: Exchange, plan: Callable[[bytes], Awaitable[Plan]], id: str) -> None:
+        if self.draining:
+            raise Draining("the server is about to stop; ask another one, or this one later")
+        if self.client.info is None:
+            raise EngineDown("the engine is starting or being restarted; try again in a few seconds")
+        body = await exchange.json_body()
+        if self.settings.log_prompts:
+            exchange.facts["body"] = body[: SHOWN_PROMPT * 4].decode(errors="replace")[:SHOWN_PROMPT]
+        self.active += 1
+        watcher = Watcher(exchange.receive)
+        call: Call | None = None
+        try:
+            planned = await plan(body)
+            if watcher.gone:
+                return
+            call = Call(self.client, planned, self.tokenizer, self.preparer.eos)
+            watcher.leave = call.leave
+            self.calls.add(call)
+            await (self._stream if planned.stream else self._collect)(exchange, call, id)
+        finally:
+            self.active -= 1
+            watcher.task.cancel()
+            if call is not None:
+                self.calls.discard(call)
+                if not call.over:
+                    call.abort()
+                note(exchange, call)
+
+    async def _collect(self, exchange: Exchange, call: Call, id: str) -> None:
+        call.submit([CollectSink(call, number) for number in range(len(call.plan.jobs))])
+        while not call.over:
+            await call.change()
+        if call.gone:
+            return
+        if call.error is not None:
+            raise call.error
+        answer = compose.answer(call, self.words, id, int(time.time()))
+        await exchange.reply_json(answer, headers=warning(call.plan))
+
+    async def _stream(self, exchange: Exchange, call: Call, id: str) -> None:
+        stream = Stream(call, self.words, id, int(time.time()), self.settings.max_unsent_bytes)
+        stream.transport = (exchange.scope.get("extensions") or {}).get(TRANSPORT)
+        call.submit(stream.sinks)
+        while not call.decided:  # only then is it known which status to answer with
+            await call.change()
+        if call.gone:
+            return
+        if call.error is not None:
+            raise call.error
+        self.streams.add(stream)
+        self._watch_writers()
+        try:
+            await exchange.start(
+                200,
+                [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),  # nginx would keep events back
+                    *warning(call.plan),
+                ],
+            )
+            await stream.write(exchange.send)
+            await stream.finish(exchange.send, self._late_error(exchange, call))
+        finally:
+            self.streams.discard(stream)
+
+    def _late_error(self, exchange: Exchange, call: Call) -> HttpError | None:
+        """What went wrong after the answer had begun; it becomes an event."""
+        if call.error is None:
+            return None
+        answer = as_http(call.error)
+        if answer is None:
+            log.error("a stream failed", exc_info=call.error, extra={"fields": {"id": exchange.id}})
+            answer = internal()
+        exchange.facts["error"] = answer.detail.code
+        return answer
+
+    def end_all(self) -> None:
+        """Whoever still waits is told that the server stops: by a status, or by an event where a stream has begun."""
+        for call in list(self.calls):
+            call.fail(Draining("the server stopped before the answer was done; ask again"))
+
+    # ---- slow readers ---------------------------------------------------------------------------------------------
+
+    def _watch_writers(self) -> None:
+        if not self._sweeping and self.streams:
+            self._sweeping = True
+            wait_s = min(1.0, max(0.05, self.settings.slow_client_timeout_s / 4))
+            asyncio.get_running_loop().call_later(wait_s, self._sweep)
+
+    def _sweep(self) -> None:
+        """Cut off clients that have not taken anything for too long. Runs while there are streams."""
+        limit_s, now_s = self.settings.slow_client_timeout_s, time.monotonic()
+        for stream in list(self.streams):
+            if stream.sending_since_s and now_s - stream.sending_since_s > limit_s:
+                stream.cut_off(f"it has read nothing for {limit_s:g} s")
+        self._sweeping = False
+        self._watch_writers()
+
+
+def warning(plan: Plan) -> tuple[tuple[bytes, bytes], ...]:
+    return ((b"x-shoal-warning", f"ignored: {', '.join(plan.warnings)}".encode()),) if plan.warnings else ()
+
+
+def note(exchange: Exchange, call: Call) -> None:
+    """What the log tells about a generation request; never its text."""
+    exchange.facts |= {
+        "prompt_tokens": call.prompt_tokens,
+        "cached_tokens": call.cached_tokens,
+        "output_tokens": call.output_tokens,
+        "queue_s": round(call.queue_s, 6),
+        "stream": call.plan.stream,
+    }
+    if call.first_token_s:
+        exchange.facts["ttft_s"] = round(call.first_token_s - exchange.began_s, 6)
+    if call.gone:
+        exchange.facts["gone"] = True
+
+
+def make_app(
+    settings: ServerSettings,
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    grammars: GrammarChecker | None,
+    eos_ids: Collection[int],
+    sampling_defaults: Mapping[str, Any],
+    front_metrics: Counts | None = None,
+) -> Front:
+    """The ASGI application of one front process. Run it with protocol.serve()."""
+    return Front(settings, client, tokenizer, grammars, eos_ids, sampling_defaults, front_metrics)

@@ -1,0 +1,176 @@
+"""Errors as clients see them: OpenAI's shape, the right status, and nothing of our insides.
+
+Owns the table from exceptions to statuses. Knows nothing of routes or of how an answer is sent.
+"""
+
+import math
+import re
+
+import msgspec
+
+from shoal import errors as known
+from shoal.core.job import Refusal
+from shoal.errors import (
+    BadParameter,
+    BadRequest,
+    DeadlinePassed,
+    Draining,
+    EngineDown,
+    EngineError,
+    PromptTooLong,
+    QueueFull,
+    RateLimited,
+    Rejected,
+    ShoalError,
+)
+
+# kind of error → HTTP status, type, code; the first that fits
+TABLE: tuple[tuple[type[ShoalError], int, str, str | None], ...] = (
+    (PromptTooLong, 400, "invalid_request_error", "context_length_exceeded"),
+    (BadRequest, 400, "invalid_request_error", None),
+    (QueueFull, 429, "rate_limit_error", "queue_full"),
+    (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (DeadlinePassed, 503, "service_unavailable_error", "deadline_passed"),
+    (Draining, 503, "service_unavailable_error", "draining"),
+    (EngineDown, 503, "service_unavailable_error", "engine_down"),
+    (Rejected, 503, "service_unavailable_error", None),
+)
+# also when the engine does not say: a client that comes back at once helps nobody
+RETRY_S: dict[type[ShoalError], float] = {QueueFull: 1.0, RateLimited: 1.0, Draining: 5.0, EngineDown: 5.0}
+INTERNAL = "something failed inside the server; its log tells more under this request's id"
+SHOWN = 200  # characters of a value that a message repeats
+
+
+class Detail(msgspec.Struct):
+    """What went wrong. `param` is the field to change; `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """Every answer that is no success looks like this."""
+
+    error: Detail
+
+
+class HttpError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.detail = Detail(message, type, param, code)
+        self.headers = headers
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(self.detail))
+
+
+class BadField(BadRequest):
+    """A field of a request that cannot be used; `param` is its name."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def as_http(error: BaseException) -> HttpError | None:
+    """How to answer an exception; None for one that nobody expected."""
+    if isinstance(error, HttpError):
+        return error
+    if not isinstance(error, ShoalError) or isinstance(error, EngineError):
+        return None
+    for kind, status, type_, code in TABLE:
+        if isinstance(error, kind):
+            after_s = getattr(error, "retry_after_s", None)
+            if after_s is None:
+                after_s = RETRY_S.get(kind)
+            headers = () if after_s is None else ((b"retry-after", b"%d" % max(1, math.ceil(after_s))),)
+            return HttpError(status, str(error), type=type_, param=_param(error), code=code, headers=headers)
+    return None
+
+
+def internal() -> HttpError:
+    """For what nobody expected: says nothing, on purpose."""
+    return HttpError(500, INTERNAL, type="server_error", code="internal_error")
+
+
+def as_error(refusal: Refusal) -> ShoalError:
+    """The exception that an engine's refusal stands for."""
+    kind = getattr(known, refusal.kind, None)
+    if not isinstance(kind, type) or not issubclass(kind, ShoalError):
+        return EngineError(f"{refusal.kind}: {refusal.message}")
+    if issubclass(kind, Rejected):
+        return kind(refusal.message, refusal.retry_after_s)
+    return kind(refusal.message)
+
+
+def _param(error: ShoalError) -> str | None:
+    given = getattr(error, "param", None)
+    if isinstance(given, str):
+        return given
+    if isinstance(error, PromptTooLong):
+        return "prompt"
+    if isinstance(error, BadParameter):  # most messages begin with the name
+        text = str(error)
+        named = re.match(r"[a-z]+(_[a-z]+)*", text)
+        if named and named[0] in PARAMETERS:
+            return named[0]
+        return "stop" if "stop string" in text else "prompt" if text.startswith("token id") else None
+    return None
+
+
+PARAMETERS = frozenset(
+    {
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "logit_bias", "seed", "n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "logprobs",
+        "prompt_logprobs", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    }
+)  # fmt: skip
+
+# ---- bodies that are not what they should be -----------------------------------------------------------------------
+
+_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_NAMED = re.compile(r"Object (?P<how>contains unknown|missing required) field `(?P<name>[^`]*)`")
+_PART_TYPE = re.compile(r"messages\[\d+\]\.content\[\d+\]\.type")
+
+
+def bad_body(error: Exception, refused: dict[str, str]) -> HttpError:
+    """The answer to a body that cannot be read. `refused` says why known but unsupported fields are refused."""
+    if isinstance(error, RecursionError):
+        return HttpError(400, "the body is nested too deeply", code="bad_json")
+    if not isinstance(error, msgspec.ValidationError):
+        return HttpError(400, f"the body is not JSON in UTF-8: {error}", code="bad_json")
+    what, param = str(error), ""
+    place = _PLACE.search(what)
+    if place:
+        what, param = what[: place.start()], place["path"]
+    named = _NAMED.match(what)
+    if named:
+        param = cut(f"{param}.{named['name']}" if param else named["name"])
+    top = re.split(r"[.\[]", param, maxsplit=1)[0]
+    if top in refused:
+        return HttpError(400, f"{top} {refused[top]}", param=top, code="unsupported_field")
+    if named and named["how"].startswith("missing"):
+        return HttpError(400, f"{param} is missing", param=param, code="missing_field")
+    if named:
+        return HttpError(400, f"{param} is not a field that is known here", param=param, code="unknown_field")
+    hint = "; only parts of type 'text' are understood" if _PART_TYPE.fullmatch(param) else ""
+    return HttpError(400, f"{param or 'the body'}: {cut(what)}{hint}", param=param or None, code="bad_value")
+
+
+def cut(text: str) -> str:
+    """A client's own words in a message, shortened where they are long."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -1,0 +1,156 @@
+"""One HTTP request and its answer: id, body within limits, headers, and the line in the log.
+
+Owns what every answer has in common, so that no layer has to stand between a stream and its socket. Knows no routes.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from shoal.server.errors import HttpError
+from shoal.server.settings import ServerSettings
+
+log = logging.getLogger("shoal.server.access")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+JSON = b"application/json"
+MOST_ID = 128  # characters of an X-Request-Id
+
+
+class Exchange:
+    """A request being answered."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings) -> None:
+        self.scope = scope
+        self.receive = receive
+        self.send = send
+        self.settings = settings
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.uid = secrets.token_hex(12)  # ours, never twice: names the jobs
+        self.id = valid_id(self.headers.get(b"x-request-id")) or self.uid
+        self.route = "unknown"
+        self.tenant = ""
+        self.status = 0  # 0: no answer has begun
+        self.began_s = time.monotonic()
+        self.facts: dict[str, Any] = {}  # for the log
+
+    # ---- in -------------------------------------------------------------------------------------------------------
+
+    async def json_body(self) -> bytes:
+        """The body, if it says that it is JSON: a web page of another site cannot say so without being asked first."""
+        kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != JSON:
+            raise HttpError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
+        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise HttpError(415, "send the body as it is, without Content-Encoding")
+        return await self.body()
+
+    async def body(self) -> bytes:
+        limit = self.settings.max_body_bytes
+        told = self.headers.get(b"content-length", b"0")
+        if not told.isdigit() or int(told[:20]) > limit:
+            raise too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.settings.slow_client_timeout_s):
+                while True:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise Disconnected
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise too_large(limit)
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"the body did not arrive within {self.settings.slow_client_timeout_s:g} s; send it faster",
+                headers=((b"connection", b"close"),),
+            ) from None
+
+    # ---- out ------------------------------------------------------------------------------------------------------
+
+    async def start(self, status: int, headers: list[Header]) -> None:
+        self.status = status
+        headers.append((b"x-request-id", self.id.encode()))
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def reply(self, status: int, body: bytes, kind: bytes = JSON, headers: tuple[Header, ...] = ()) -> None:
+        """A whole answer at once."""
+        await self.start(status, [(b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers])
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def reply_json(self, value: Any, status: int = 200, headers: tuple[Header, ...] = ()) -> None:
+        await self.reply(status, msgspec.json.encode(value), headers=headers)
+
+    async def reply_error(self, error: HttpError) -> None:
+        await self.reply(error.status, error.body(), headers=error.headers)
+
+    # ---- afterwards -----------------------------------------------------------------------------------------------
+
+    def write_log(self) -> None:
+        fields = {
+            "id": self.id,
+            "method": self.method,
+            "route": self.route,
+            "status": self.status,
+            "total_s": round(time.monotonic() - self.began_s, 6),
+            **({"key": self.tenant} if self.tenant else {}),
+            **self.facts,
+        }
+        quiet = self.route in ("/health", "/metrics") and self.status == 200  # asked every few seconds by machines
+        log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
+
+
+class Watcher:
+    """Waits for the client to go away, from the moment its request was read."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.gone = False
+        self.leave: Callable[[], None] | None = None
+        self.task = asyncio.create_task(self._watch(receive))
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        if self.leave is not None:
+            self.leave()
+
+
+class Disconnected(Exception):
+    """The client went away before it had asked."""
+
+
+def too_large(limit: int) -> HttpError:
+    return HttpError(
+        413,
+        f"the body has more than {limit} bytes; send less, or raise --max-body",
+        code="body_too_large",
+        headers=((b"connection", b"close"),),  # the rest of it is not read
+    )
+
+
+def valid_id(header: bytes | None) -> str | None:
+    """A request id as the client sent it, if it can be written into a log and a header.
+
+    >>> valid_id(b"abc-1"), valid_id(b"a\\x00"), valid_id(b"")
+    ('abc-1', None, None)
+    """
+    if not header or len(header) > MOST_ID or not all(0x21 <= byte <= 0x7E for byte in header):
+        return None
+    return header.decode("ascii")

@@ -1,0 +1,227 @@
+"""What clients may ask: the fields of completions and chat requests, in OpenAI's words and a few that people know.
+
+Owns names and types of fields, and which are refused or ignored. A field that is not named here is refused by name.
+What the values mean is checked in core/params.py. Knows no tokens, no HTTP and no engine.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct
+
+from shoal.core.params import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOPS
+from shoal.server.errors import bad_body
+
+# Why a field that OpenAI or others have is refused here. A null is fine for all of them.
+REFUSED: dict[str, str] = {
+    "suffix": "is not supported: no text can be inserted in front of other text; remove it",
+    "tools": "is not supported yet; remove it",
+    "tool_choice": "is not supported yet; remove it or set it to 'none'",
+    "functions": "is not supported (nor is its successor tools); remove it",
+    "function_call": "is not supported (nor is its successor tool_choice); remove it",
+    "audio": "is not supported: this server answers with text only; remove it",
+    "modalities": "may only be ['text']; remove it",
+    "chat_template": "cannot come with a request; start the server with --chat-template",
+}
+# Taken with any value and without effect; an answer's X-Shoal-Warning names those that came.
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+)  # fmt: skip
+MOST_BIASES = 1024
+MOST_STOP_IDS = 256
+MOST_SALT = 256  # characters
+
+
+def _hint(**schema: Any) -> Meta:
+    """Limits that the API's description shows. They are enforced, with better words, by core/params.py."""
+    return Meta(extra_json_schema=schema)
+
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, _hint(minimum=1, maximum=2**31 - 1)]
+Nothing = Annotated[None, Meta(description="Refused by name.")]
+Whatever = Annotated[Any, Meta(description="Ignored; the answer's X-Shoal-Warning header says so.")]
+
+
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
+    """A JSON schema as OpenAI wraps it."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # always so here
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """text: anything; json_object: any JSON object; json_schema: JSON that fits the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """What the answer must look like: exactly one of these."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | None = None
+    grammar: str | None = None  # Lark, as llguidance has it
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """include_usage: one more chunk at the end that tells the tokens used."""
+
+    include_usage: bool | None = None
+
+
+class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of request have in common. None always means: the default."""
+
+    model: str | None = None
+    temperature: Annotated[float, _hint(minimum=0, maximum=100)] | None = None
+    top_p: Annotated[float, _hint(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, _hint(minimum=-1, maximum=2**31 - 1)] | None = None
+    min_p: Annotated[float, _hint(minimum=0, maximum=1)] | None = None
+    repetition_penalty: Annotated[float, _hint(exclusiveMinimum=0, maximum=10)] | None = None
+    presence_penalty: Annotated[float, _hint(minimum=-2, maximum=2)] | None = None
+    frequency_penalty: Annotated[float, _hint(minimum=-2, maximum=2)] | None = None
+    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=MOST_BIASES)] | None = None
+    seed: Annotated[int, _hint(minimum=-(2**63), maximum=2**64 - 1)] | None = None
+    n: Annotated[int, _hint(minimum=1, maximum=MAX_SAMPLES)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, _hint(minimum=0, maximum=2**31 - 1)] | None = None
+    stop: str | Annotated[list[str], _hint(maxItems=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    timeout: Annotated[float, Meta(gt=0, le=1e6)] | None = None  # seconds, from arrival to the last token
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower goes first
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MOST_SALT)] | None = None
+    return_token_ids: bool | None = None
+    # without effect
+    user: Whatever = UNSET
+    metadata: Whatever = UNSET
+    store: Whatever = UNSET
+    service_tier: Whatever = UNSET
+    safety_identifier: Whatever = UNSET
+    prompt_cache_key: Whatever = UNSET
+    parallel_tool_calls: Whatever = UNSET
+
+    def ignored(self) -> list[str]:
+        """The fields that came and have no effect."""
+        return [name for name in IGNORED if getattr(self, name) is not UNSET]
+
+
+class CompletionRequest(Asked, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[str | TokenId | list[TokenId]]  # not ids beside other things; see prompts()
+    best_of: Annotated[int, _hint(minimum=1, maximum=MAX_SAMPLES)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, _hint(minimum=0, maximum=MAX_LOGPROBS)] | None = None
+    suffix: Nothing = None
+
+    def prompts(self) -> list[str | list[int]] | None:
+        """One or more prompts, each a text or token ids; None where the list mixes ids with other things.
+
+        >>> CompletionRequest(prompt=[1, 2]).prompts(), CompletionRequest(prompt=["a", [3]]).prompts()
+        ([[1, 2]], ['a', [3]])
+        """
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [one for one in self.prompt if isinstance(one, int)]
+        if not ids:
+            return [one for one in self.prompt if not isinstance(one, int)]
+        return [ids] if len(ids) == len(self.prompt) else None
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    """A piece of a message; text is the only kind there is."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message. Which roles may follow each other is the model's chat template's to say."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None  # of an earlier answer; the template writes them down
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # what an earlier answer may carry when a client sends it back; not shown to the template
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As text/template.py takes it."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": part.type, "text": part.text} for part in content]
+        elif content is None and self.role == "assistant" and not self.tool_calls:
+            content = ""
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        return message
+
+
+class ChatRequest(Asked, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None  # the newer name of max_tokens
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, _hint(minimum=0, maximum=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # variables for the chat template, such as enable_thinking
+    tools: Annotated[list[Any], Meta(max_length=0, description="Refused by name unless empty.")] | None = None
+    tool_choice: Literal["none"] | None = None
+    functions: Nothing = None
+    function_call: Nothing = None
+    audio: Nothing = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template: Nothing = None
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None  # for a prompt; true by default
+    add_generation_prompt: bool | None = None  # for messages; true by default
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None  # false by default: all of it is shown
+
+
+Body = TypeVar("Body", bound=Struct)
+_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+}
+
+
+def read(kind: type[Body], body: bytes) -> Body:
+    """A request's body; one that is not what it should be is an HttpError that names the place."""
+    try:
+        read: Body = _DECODERS[kind].decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise bad_body(error, REFUSED) from None
+    return read

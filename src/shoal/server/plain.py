@@ -1,0 +1,115 @@
+"""The endpoints that generate nothing: models, tokens, health, metrics, pages.
+
+Knows the front it belongs to; each handler is a few lines. Knows no engine beyond the EngineClient.
+"""
+
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from shoal.errors import EngineDown
+from shoal.server import openapi
+from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList, TokenizeAnswer, Version
+from shoal.server.errors import BadField
+from shoal.server.exchange import Exchange
+from shoal.server.openai import DetokenizeRequest, TokenizeRequest, read
+from shoal.server.pages import load_pages
+from shoal.server.prepare import aside, no_model
+
+if TYPE_CHECKING:
+    from shoal.server.app import Front
+
+PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Plain:
+    """Handlers for what needs no engine, or only a word from it."""
+
+    def __init__(self, front: "Front") -> None:
+        self.front = front
+        self.created = int(time.time())
+        self.pages = load_pages()
+        self.description = msgspec.json.encode(openapi.describe(front.settings))
+
+    # ---- models ---------------------------------------------------------------------------------------------------
+
+    def _card(self, name: str) -> ModelCard:
+        return ModelCard(name, "model", self.created, "shoal", self.front.settings.model, self._max_model_len())
+
+    def _max_model_len(self) -> int | None:
+        info = self.front.client.info
+        return None if info is None else info.max_model_len
+
+    async def models(self, exchange: Exchange) -> None:
+        await exchange.reply_json(ModelList("list", [self._card(name) for name in self.front.settings.models]))
+
+    async def model(self, exchange: Exchange) -> None:
+        name = exchange.scope["path_params"]["model"]
+        if name not in self.front.settings.models:
+            raise no_model(name, self.front.settings)
+        await exchange.reply_json(self._card(name))
+
+    # ---- tokens ---------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        asked = read(TokenizeRequest, await exchange.json_body())
+        preparer = self.front.preparer
+        preparer.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise BadField("prompt", "give either prompt or messages")
+        if asked.messages is not None:
+            opens = asked.add_generation_prompt is not False
+            ids = await preparer.chat_ids(asked.messages, opens, asked.chat_template_kwargs)
+        else:
+            ids = await preparer.text_ids(asked.prompt or "", asked.add_special_tokens is not False)
+        await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        asked = read(DetokenizeRequest, await exchange.json_body())
+        self.front.preparer.check_model(asked.model)
+        tokenizer = self.front.preparer.need_tokenizer("tokens")
+        over = max(asked.tokens, default=0)
+        if over >= 2**31 or over >= max(tokenizer.vocab_size, self._vocab_size()):
+            raise BadField("tokens", f"token id {over} is not in the vocabulary")
+        skip = bool(asked.skip_special_tokens)
+        text = await aside(len(asked.tokens), lambda: tokenizer.decode(asked.tokens, skip_special=skip))
+        await exchange.reply_json(DetokenizeAnswer(text))
+
+    def _vocab_size(self) -> int:
+        info = self.front.client.info
+        return 0 if info is None else info.vocab_size
+
+    # ---- how it is ------------------------------------------------------------------------------------------------
+
+    async def health(self, exchange: Exchange) -> None:
+        if self.front.draining:
+            await exchange.reply_json(Health("draining"), 503)
+        elif self.front.client.info is None:
+            await exchange.reply_json(Health("down"), 503)
+        else:
+            await exchange.reply_json(Health("ok"))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.reply_json(Version(self.front.settings.version))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        try:
+            engine = str(await self.front.client.ask("metrics")).encode()
+        except EngineDown:
+            engine = b""
+        own = self.front.metrics.render(self.front.active, self.front.client.info)
+        await exchange.reply(200, engine + own, PROMETHEUS)
+
+    # ---- pages ----------------------------------------------------------------------------------------------------
+
+    async def openapi(self, exchange: Exchange) -> None:
+        await exchange.reply(200, self.description)
+
+    async def page(self, exchange: Exchange) -> None:
+        page = self.pages[exchange.path]
+        if exchange.headers.get(b"if-none-match") == page.tag:
+            await exchange.start(304, list(page.headers()))
+            await exchange.send({"type": "http.response.body", "body": b""})
+        else:
+            await exchange.reply(200, page.body, page.kind, page.headers())

@@ -1,0 +1,295 @@
+"""From a request's body to jobs: parameters, token ids, grammar and seed.
+
+Owns the order of the checks and what may not be combined. Long texts and grammars are worked on in threads, so that the
+event loop never waits. Knows no HTTP beyond its errors, and no engine beyond what EngineInfo says.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from shoal.core.job import EngineInfo, GrammarSpec, Job
+from shoal.core.params import SamplingParams
+from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
+from shoal.server.errors import BadField, HttpError, cut
+from shoal.server.openai import Asked, ChatMessage, ChatRequest, CompletionRequest
+from shoal.server.rules import chat_logprobs, chat_max_tokens, grammar_of, include_usage, samples
+from shoal.server.settings import ServerSettings
+from shoal.text.tokenizer import Tokenizer
+
+SHORT = 4096  # characters that are tokenized at once, on the event loop; that takes about a millisecond
+NO_TOKENIZER = "the model has no tokenizer, so it takes token ids only"
+PASSED = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "skip_special_tokens",
+)  # fmt: skip
+OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # of a chat template
+T = TypeVar("T")
+
+
+class GrammarChecker(Protocol):
+    """Whether a grammar can be used. May take long; raises BadGrammar. Called from threads."""
+
+    def check(self, spec: GrammarSpec) -> object: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One HTTP request, ready to be submitted and then written down."""
+
+    jobs: list[Job]
+    chat: bool
+    keep: int  # answers shown for each prompt; fewer than are sampled with best_of
+    model: str
+    stream: bool
+    include_usage: bool = False
+    top: int | None = None  # logprobs to show for each token; None: none at all
+    echo: list[str] | None = None  # the text of each prompt
+    token_ids: bool = False
+    warnings: list[str]
+
+    @property
+    def skip_special(self) -> bool:
+        return self.jobs[0].params.skip_special_tokens
+
+
+class Preparer:
+    """Knows the model's side: tokenizer, defaults, end tokens, grammars."""
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarChecker | None,
+        eos_ids: Collection[int],
+        sampling_defaults: Mapping[str, Any],
+        info: Callable[[], EngineInfo | None],
+    ) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.grammars = grammars
+        self.eos = frozenset(eos_ids)
+        self.defaults = dict(sampling_defaults)
+        self.info = info
+        self._grammar_slots = asyncio.Semaphore(settings.grammar_threads)
+        self._grammars_waiting = 0
+
+    # ---- the two kinds of request ---------------------------------------------------------------------------------
+
+    async def completion(self, asked: CompletionRequest, id: str, tenant: str = "") -> Plan:
+        model = self.check_model(asked.model)
+        prompts = asked.prompts()
+        if prompts is None:
+            raise BadField("prompt", "prompt mixes token ids with other things; put each list of ids into a list")
+        if not prompts:
+            raise BadField("prompt", "prompt is an empty list; give at least one prompt")
+        keep, sampled = samples(asked)
+        logprobs = asked.logprobs if sampled == keep else asked.logprobs or 0  # best_of ranks by them
+        params = self._params(
+            asked,
+            n=sampled,
+            max_tokens=asked.max_tokens if asked.max_tokens is not None else self.settings.default_max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=asked.logprobs if asked.echo else None,
+        )
+        self._check_count(len(prompts) * sampled)
+        if asked.echo and self.tokenizer is None:
+            raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
+        if asked.echo and asked.stream and asked.logprobs is not None and sampled > 1:
+            raise BadField("echo", "echo with logprobs and n above 1 cannot be streamed; leave one of them out")
+        ids = [
+            await self._encode(prompt, f"prompt {i}" if len(prompts) > 1 else "prompt")
+            for i, prompt in enumerate(prompts)
+        ]
+        grammar = await self._grammar(asked, params)
+        return Plan(
+            jobs=self._jobs(asked, id, tenant, ids, params, grammar),
+            chat=False,
+            keep=keep,
+            model=model,
+            stream=bool(asked.stream),
+            include_usage=include_usage(asked),
+            top=asked.logprobs,
+            echo=[self._text(prompt, params) for prompt in prompts] if asked.echo else None,
+            token_ids=self._shows_ids(asked),
+            warnings=asked.ignored(),
+        )
+
+    async def chat(self, asked: ChatRequest, id: str, tenant: str = "") -> Plan:
+        model = self.check_model(asked.model)
+        top = chat_logprobs(asked)
+        limit = chat_max_tokens(asked)
+        params = self._params(
+            asked,
+            n=1 if asked.n is None else asked.n,
+            max_tokens=limit if limit is not None else self.settings.default_chat_max_tokens,
+            logprobs=top,
+        )
+        self._check_count(params.n)
+        ids = await self.chat_ids(asked.messages, True, asked.chat_template_kwargs)
+        self._check_ids(ids, "messages")
+        grammar = await self._grammar(asked, params)
+        return Plan(
+            jobs=self._jobs(asked, id, tenant, [ids], params, grammar),
+            chat=True,
+            keep=params.n,
+            model=model,
+            stream=bool(asked.stream),
+            include_usage=include_usage(asked),
+            top=top,
+            token_ids=self._shows_ids(asked),
+            warnings=asked.ignored(),
+        )
+
+    # ---- shared with /tokenize ------------------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; no name means the one model there is."""
+        if name is None:
+            return self.settings.model
+        if name not in self.settings.models:
+            raise no_model(name, self.settings)
+        return name
+
+    async def text_ids(self, text: str, add_special: bool = True) -> list[int]:
+        tokenizer = self.need_tokenizer("prompt")
+        return await aside(len(text), lambda: tokenizer.encode(text, add_special))
+
+    async def chat_ids(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool, variables: Mapping[str, Any] | None
+    ) -> list[int]:
+        tokenizer = self.need_tokenizer("messages")
+        given = dict(variables or {})
+        for name in given:
+            if name in OWN_VARIABLES or name in tokenizer.special or not name.isidentifier():
+                raise BadField(
+                    "chat_template_kwargs", f"chat_template_kwargs cannot set {cut(name)!r}; the server sets it"
+                )
+        plain = [message.plain() for message in messages]
+        size = sum(_size(message) for message in plain) + (SHORT if given else 0)
+        try:
+            return await aside(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
+        except BadChat as error:
+            raise BadField("messages", str(error)) from error
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise BadField(param, f"{NO_TOKENIZER}; send a list of ids as the prompt of /v1/completions")
+        return self.tokenizer
+
+    # ---- parts ----------------------------------------------------------------------------------------------------
+
+    def _params(self, asked: Asked, **more: Any) -> SamplingParams:
+        given = {name: getattr(asked, name) for name in PASSED if getattr(asked, name) is not None}
+        params = SamplingParams(**given, **more).resolved(self.defaults)
+        if params.stop and self.tokenizer is None:
+            raise BadField("stop", f"stop strings cannot be found: {NO_TOKENIZER}; use stop_token_ids")
+        if asked.stream_options is not None and not asked.stream:
+            raise BadField("stream_options", "stream_options has a meaning only with stream set to true")
+        return params
+
+    def _check_count(self, choices: int) -> None:
+        if choices > self.settings.max_choices:
+            raise BadField(
+                "prompt",
+                f"prompt and n ask for {choices} answers, limit {self.settings.max_choices}; ask in several requests",
+            )
+
+    async def _encode(self, prompt: str | list[int], where: str) -> list[int]:
+        ids = await self.text_ids(prompt) if isinstance(prompt, str) else prompt
+        self._check_ids(ids, where)
+        return ids
+
+    def _check_ids(self, ids: list[int], where: str) -> None:
+        """What the engine would refuse as well, before a large message is sent to it."""
+        if not ids:
+            raise EmptyPrompt(f"{where} has no tokens; give at least one (a BOS token will do)")
+        info = self.info()
+        if info is None:
+            return
+        if len(ids) >= info.max_model_len:
+            raise PromptTooLong(
+                f"{where} has {len(ids)} tokens; the limit is {info.max_model_len} for prompt and output together; "
+                f"shorten it to at most {info.max_model_len - 1}"
+            )
+        if max(ids) >= info.vocab_size:
+            raise BadField(
+                "prompt", f"token id {max(ids)} is not in the vocabulary; ids run from 0 to {info.vocab_size - 1}"
+            )
+
+    def _text(self, prompt: str | list[int], params: SamplingParams) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return self.need_tokenizer("echo").decode(prompt, skip_special=params.skip_special_tokens)
+
+    def _shows_ids(self, asked: Asked) -> bool:
+        return self.tokenizer is None if asked.return_token_ids is None else asked.return_token_ids
+
+    async def _grammar(self, asked: Asked, params: SamplingParams) -> GrammarSpec | None:
+        spec, param = grammar_of(asked)
+        if spec is None:
+            return None
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(params, name):
+                raise BadField(name, f"{name} cannot be used with {param}: the grammar says where the answer ends")
+        if self.grammars is None or self.tokenizer is None:
+            raise BadField(param, f"{param} cannot be used: {NO_TOKENIZER}")
+        if self._grammars_waiting >= self.settings.max_waiting_grammars:
+            raise QueueFull("too many grammars are waiting to be compiled; try again soon", 1.0)
+        self._grammars_waiting += 1
+        try:
+            async with self._grammar_slots:
+                await asyncio.to_thread(self.grammars.check, spec)
+        except BadGrammar as error:
+            raise BadField(param, str(error)) from error
+        finally:
+            self._grammars_waiting -= 1
+        return spec
+
+    def _jobs(
+        self,
+        asked: Asked,
+        id: str,
+        tenant: str,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        grammar: GrammarSpec | None,
+    ) -> list[Job]:
+        ends = self.eos if grammar is not None or not params.ignore_eos else frozenset()
+        stop_ids = frozenset(params.stop_token_ids) | ends
+        salt = asked.cache_salt or ""
+        return [
+            Job(
+                id=f"{id}.{number}",
+                prompt=prompt,
+                params=params,
+                seed=params.seed if params.seed is not None else secrets.randbits(63),
+                stop_ids=stop_ids,
+                tenant=tenant,
+                salt=f"{tenant}\n{salt}" if tenant else salt,  # two keys never share cached prefixes
+                priority=asked.priority or 0,
+                timeout_s=asked.timeout,
+                grammar=grammar,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+
+
+def no_model(name: str, settings: ServerSettings) -> HttpError:
+    text = f"no model is called {cut(name)!r}; there is {', '.join(map(repr, settings.models))}"
+    return HttpError(404, text, param="model", code="model_not_found")
+
+
+async def aside(size: int, work: Callable[[], T]) -> T:
+    """Do small work at once and large work in a thread."""
+    return work() if size <= SHORT else await asyncio.to_thread(work)
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """About how many characters a message has."""
+    return (
+        len(message["content"]) if set(message) == {"role", "content"} and isinstance(message["content"], str) else 512
+    )

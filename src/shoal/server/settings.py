@@ -1,0 +1,44 @@
+"""What a front must be told before it can serve.
+
+Owns the names and defaults; whoever starts a front fills it in from flags. Knows no flags and no files.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+
+def own_version() -> str:
+    try:
+        return version("shoal")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How one front answers. All fronts of a server have the same.
+
+    >>> ServerSettings(models=("tiny",)).model
+    'tiny'
+    """
+
+    models: tuple[str, ...]  # names the model answers to; the first is the one it calls itself
+    api_keys: tuple[tuple[str, str], ...] = ()  # (name, key); none: everybody may ask
+    allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser; none: no CORS headers
+    max_body_bytes: int = 4 * 2**20
+    max_head_bytes: int = 64 * 2**10  # of the request line and headers
+    max_choices: int = 1024  # prompts times samples of one HTTP request
+    slow_client_timeout_s: float = 30.0  # for one who does not read, or does not finish sending
+    keep_alive_s: float = 75.0  # an idle connection is kept so long
+    drain_timeout_s: float = 30.0
+    max_unsent_bytes: int = 2 * 2**20  # of one stream whose client reads too slowly
+    default_max_tokens: int | None = 16  # of /v1/completions, as OpenAI has it; None: until the context is full
+    default_chat_max_tokens: int | None = None
+    log_prompts: bool = False
+    grammar_threads: int = 2  # schemas compiled at the same time
+    max_waiting_grammars: int = 64  # … and how many may wait for that
+    version: str = own_version()
+
+    @property
+    def model(self) -> str:
+        return self.models[0]

@@ -1,0 +1,319 @@
+"""Grammars: what an answer may look like, and which tokens may come next.
+
+Owns the use of llguidance: a GrammarSpec becomes a compiled grammar, within limits of size and time, and a matcher for
+each sample. A front asks check(), the engine's process make(). Knows nothing of HTTP, of requests or of scores.
+"""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as Backend
+
+from shoal.core.job import GrammarSpec
+from shoal.core.names import pick
+from shoal.errors import BadGrammar, QueueFull, UnknownName
+from shoal.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+Words = npt.NDArray[np.uint32]
+
+MAX_TEXT_BYTES = 64 * 1024  # of a schema, regex, choice or grammar
+COMPILE_LIMIT_S = 2.0  # from its text to the first few masks
+COMPILERS = 2  # grammars compiled at the same time; more wait as long as one may take
+TRIAL_TOKENS = 8  # so far a grammar is followed before it is taken: most that are too complex show it at once
+KEPT = 16  # compiled grammars that are kept, those used last
+MAX_LEXER_STATES = 25_000  # of one grammar, at 1 to 2 kB each: what is kept takes well under a gigabyte at worst
+INITIAL_FUEL = 200_000  # of work for the first lexer states: some tens of milliseconds; a fifth of llguidance's default
+STEP_FUEL = 100_000  # … and for one mask; half the default
+MAX_GRAMMAR_SIZE = 100_000  # symbols in all productions; a fifth of the default
+# Whitespace between the parts of JSON is what a model likes, but not forever: a small one gets lost in it.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+ERROR_CHARACTERS = 400  # of llguidance's own words
+
+WHAT = {
+    "json_object": "JSON object",
+    "json": "JSON schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "Lark grammar",
+}
+HINTS = {  # words in llguidance's message → what to do about it
+    r"[Uu]nimplemented": "remove these keywords, they are not supported",
+    r"[Uu]nsatisfiable|NoExtension": "no text can satisfy it; change it",
+    r"look-around|backreference": "rewrite it without look-around and backreferences",
+    r"too (many|large|deep|complex)|limit|max is|fuel": "make it smaller or simpler",
+}
+
+
+class Matcher:
+    """Where one sample stands in its grammar; the engine's Grammar port.
+
+    The tokens that end an answer are allowed where the grammar may end, and only there. It has `ended` as soon as
+    nothing else could follow, so that the last pass for an end token need not be waited for.
+    """
+
+    __slots__ = ("_ends", "_matcher", "ended", "error")
+
+    def __init__(self, matcher: "LLMatcher", ends: Words) -> None:
+        self._matcher = matcher
+        self._ends = ends  # the bits of the end tokens
+        self.ended = False
+        self.error = ""
+
+    def accept(self, token: int) -> bool:
+        """The sample said this token. False: that was not allowed, and it cannot go on."""
+        matcher = self._matcher
+        if self.error:
+            pass
+        elif self.ended:
+            self.error = "" if self._is_end(token) else f"token {token} came after the end of the grammar"
+        elif self._is_end(token):
+            self.ended = matcher.is_accepting()
+            self.error = "" if self.ended else f"end token {token} came in the middle of the grammar"
+        elif matcher.consume_token(token) and not matcher.is_error():
+            self.ended = matcher.is_stopped()
+        else:
+            self.error = f"token {token} does not follow the grammar: {shortened(matcher.get_error())}"
+        return not self.error
+
+    def fill(self, line: Words) -> None:
+        """Set the bit of every token that may come next, clear all others."""
+        if self.error or self.ended:
+            line[:] = 0 if self.error else self._ends
+            return
+        assert line.flags.c_contiguous, "llguidance writes to plain memory"
+        try:
+            self._matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+        except Exception as error:
+            self.error = f"the grammar could not be followed: {shortened(str(error))}"
+        if self._matcher.is_error():  # llguidance allows the end then, but that would be half an answer
+            self.error = f"the grammar is too complex to follow: {shortened(self._matcher.get_error())}"
+        if self.error:
+            line[:] = 0
+        elif (line & self._ends).any() and not self._matcher.is_accepting():
+            line &= ~self._ends  # llguidance spells text with special tokens where a grammar asks for their very text
+            if not line.any():
+                self.error = "the grammar asks for the text of an end token; write it without that text"
+
+    def _is_end(self, token: int) -> bool:
+        return bool(self._ends[token // 32] >> np.uint32(token % 32) & np.uint32(1))
+
+
+class Grammars:
+    """Compiles grammars for one model's vocabulary. May be used from several threads.
+
+    Nothing can stop llguidance once it compiles, so there are three fences: the text is bounded, llguidance counts its
+    own work and gives up (LLParserLimits), and check() does not wait for longer than COMPILE_LIMIT_S. A thread that it
+    no longer waits for runs on until llguidance gives up, and until then one compiler less is there for others. The
+    fences do not bound a single mask by the clock: a grammar made to be slow has been seen to take 0.2 s for one mask.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_ids = sorted({token for token in eos_ids if 0 <= token < vocab_size})
+        self._ends = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+        for token in self.eos_ids:
+            self._ends[token // 32] |= np.uint32(1) << np.uint32(token % 32)
+        self._lock = threading.Lock()
+        self._compilers = threading.BoundedSemaphore(COMPILERS)
+        self._vocabulary: LLTokenizer | None = None
+        self._kept: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Raise BadGrammar if this cannot be followed, saying what to change. Blocks: call it off the event loop."""
+        if self._known(spec) is not None:
+            return
+        check_text(spec)
+        if not self._compilers.acquire(timeout=COMPILE_LIMIT_S):
+            raise QueueFull("too many grammars are being compiled; try again soon", retry_after_s=COMPILE_LIMIT_S)
+        done: Future[None] = Future()
+        threading.Thread(target=self._check, args=(spec, done), name="shoal-grammar", daemon=True).start()
+        try:
+            done.result(COMPILE_LIMIT_S)
+        except TimeoutError:
+            raise BadGrammar(
+                f"the {WHAT[spec.kind]} takes longer than {COMPILE_LIMIT_S:g} s to compile; make it smaller or simpler"
+            ) from None
+
+    def make(self, spec: GrammarSpec, output: Sequence[int] = ()) -> Matcher:
+        """A matcher for one sample that has said `output` so far. Raises BadGrammar as check() does."""
+        compiled = self._known(spec)
+        if compiled is None:
+            check_text(spec)
+            compiled = self._compiled(spec)
+        matcher = Matcher(compiled.deep_copy(), self._ends)
+        for token in output:
+            matcher.accept(token)
+        return matcher
+
+    def warm(self) -> None:
+        """Read the vocabulary now; else the first grammar waits for that (a third of a second for 50,000 tokens)."""
+        self._for_llguidance()
+
+    # ---- compiling ------------------------------------------------------------------------------------------------
+
+    def _known(self, spec: GrammarSpec) -> "LLMatcher | None":
+        with self._lock:
+            if spec in self._kept:
+                self._kept.move_to_end(spec)
+            return self._kept.get(spec)
+
+    def _check(self, spec: GrammarSpec, done: "Future[None]") -> None:
+        """On a thread of its own: whatever happens, somebody is told and the compiler is free again."""
+        try:
+            compiled = self._compiled(spec, keep=False)
+            self._try(spec, compiled)
+            self._keep(spec, compiled)
+            done.set_result(None)
+        except BaseException as error:  # a panic inside llguidance is not an Exception
+            done.set_exception(error if isinstance(error, BadGrammar) else bad(spec, str(error)))
+        finally:
+            self._compilers.release()
+
+    def _compiled(self, spec: GrammarSpec, keep: bool = True) -> "LLMatcher":
+        vocabulary = self._for_llguidance()
+        from llguidance import LLMatcher
+
+        try:
+            compiled = LLMatcher(vocabulary, source_of(spec), limits=limits(), log_level=0)
+        except ValueError as error:
+            raise bad(spec, str(error)) from error
+        if compiled.is_error():
+            raise bad(spec, compiled.get_error())
+        if keep:
+            self._keep(spec, compiled)
+        return compiled
+
+    def _keep(self, spec: GrammarSpec, compiled: "LLMatcher") -> None:
+        with self._lock:
+            self._kept[spec] = compiled
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+
+    def _try(self, spec: GrammarSpec, compiled: "LLMatcher") -> None:
+        """Follow it for a few tokens: much of the work, and so the limits on it, comes only with the masks."""
+        matcher = Matcher(compiled.deep_copy(), self._ends)
+        line = np.zeros_like(self._ends)
+        draw = np.random.default_rng(0)
+        for _ in range(TRIAL_TOKENS):
+            matcher.fill(line)
+            allowed = np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))
+            if not matcher.error and not len(allowed):
+                matcher.error = "no token of the model's vocabulary can continue it"
+            if matcher.error or not matcher.accept(int(draw.choice(allowed))):
+                raise bad(spec, matcher.error)
+            if matcher.ended:
+                return
+
+    def _for_llguidance(self) -> "LLTokenizer":
+        """The vocabulary as llguidance wants it, read once."""
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = read_vocabulary(self.tokenizer.backend, self.vocab_size, self.eos_ids)
+            return self._vocabulary
+
+
+def read_vocabulary(backend: Backend, vocab_size: int, eos_ids: list[int]) -> "LLTokenizer":
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as error:
+        raise BadGrammar("grammars need the llguidance package; pip install 'shoal[server]'") from error
+    if backend.truncation is not None or backend.padding is not None:
+        backend = Backend.from_str(backend.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+    try:
+        return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=eos_ids or None)
+    except ValueError as error:
+        raise BadGrammar(
+            f"this model's tokenizer cannot be used with grammars ({shortened(str(error))}); ask without one"
+        ) from error
+
+
+def limits() -> "LLParserLimits":
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=INITIAL_FUEL,
+        step_lexer_fuel=STEP_FUEL,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        verbose_errors=False,  # they would show the text of one user's grammar in a log
+    )
+
+
+def check_text(spec: GrammarSpec) -> None:
+    """Refuse what need not be compiled to be known as wrong."""
+    try:
+        pick(WHAT, spec.kind, "kind of grammar")
+    except UnknownName as error:
+        raise BadGrammar(str(error)) from error
+    try:
+        size = len(spec.text.encode())
+    except UnicodeEncodeError as error:
+        raise bad(spec, f"it is not valid Unicode: {error.reason}") from error
+    if size > MAX_TEXT_BYTES:
+        raise BadGrammar(f"the {WHAT[spec.kind]} has {size} bytes, the limit is {MAX_TEXT_BYTES}; make it smaller")
+    if spec.kind == "choice":
+        choices_of(spec)
+    if spec.kind == "json" and not isinstance(read_json(spec), dict):
+        raise BadGrammar("a JSON schema is a JSON object; give one, or ask for any JSON object without a schema")
+
+
+def read_json(spec: GrammarSpec) -> object:
+    try:
+        return json.loads(spec.text)
+    except (ValueError, RecursionError) as error:
+        raise BadGrammar(f"the {WHAT[spec.kind]} is not JSON: {error}; correct it") from error
+
+
+def source_of(spec: GrammarSpec) -> str:
+    """The grammar in llguidance's own form."""
+    from llguidance import LLMatcher
+
+    if spec.kind in ("json", "json_object"):
+        schema = spec.text if spec.kind == "json" else '{"type": "object"}'
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind == "choice":  # one terminal, which may have far more alternatives than a rule
+        quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices_of(spec))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(quoted)}")
+    return LLMatcher.grammar_from_lark(spec.text)
+
+
+def choices_of(spec: GrammarSpec) -> list[str]:
+    """What a choice chooses from.
+
+    >>> choices_of(GrammarSpec("choice", '["yes", "no"]'))
+    ['yes', 'no']
+    """
+    found = read_json(spec)
+    if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
+        raise BadGrammar("a choice is a JSON list of strings; give at least one, and none that is empty")
+    return found
+
+
+def bad(spec: GrammarSpec, why: str) -> BadGrammar:
+    hint = next((hint for words, hint in HINTS.items() if re.search(words, why)), "correct it")
+    return BadGrammar(f"the {WHAT[spec.kind]} cannot be used: {shortened(why)}; {hint}")
+
+
+def shortened(message: str) -> str:
+    """llguidance's message without its trimmings, on one line.
+
+    >>> shortened("lexer error: too many states\\n<non-verbose/>")
+    'lexer error: too many states'
+    """
+    words = " ".join(message.replace("<non-verbose/>", "").split())
+    return words if len(words) <= ERROR_CHARACTERS else words[:ERROR_CHARACTERS] + " …"

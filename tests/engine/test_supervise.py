@@ -1,0 +1,159 @@
+"""The supervisor with real processes that do nothing but live and die."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+CHILD = """
+import json, os, signal, sys, time
+sys.path.insert(0, {source!r})
+from shoal.engine.supervise import die_with_parent, say_ready
+die_with_parent()
+config = json.load(sys.stdin)
+with open({log!r}, "a") as log:
+    log.write(f"{{config['name']}} {{config['life']}} {{os.getpid()}}\\n")
+if config.get("exit") is not None:
+    sys.exit(config["exit"])
+if config["life"] < config.get("die_young", 0):
+    os.kill(os.getpid(), signal.SIGKILL)
+def leave(number, frame):
+    with open({log!r}, "a") as log:
+        log.write(f"{{config['name']}} left\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, signal.SIG_IGN if config.get("deaf") else leave)
+say_ready(config["ready_fd"])
+while True:
+    time.sleep(0.1)
+"""
+
+SUPERVISOR = """
+import json, logging, sys
+logging.basicConfig()
+from shoal.engine import supervise
+supervise.KILL_AFTER_S = 0.5
+supervise.FIRST_PAUSE_S = 0.01
+options = json.loads(sys.argv[1])
+def child(name):
+    return supervise.Child(name, "dummy_child", lambda life: {"name": name, "life": life, **options.get(name, {})})
+print("begin", flush=True)
+front = supervise.Supervisor(child("engine"), [child("front")], 0.3, lambda: print("ready", flush=True))
+sys.exit(front.run())
+"""
+
+
+class Family:
+    """A supervisor and its children."""
+
+    def __init__(self, tmp_path: Path, **options: dict[str, object]) -> None:
+        source = str(Path(__file__).parents[2] / "src")
+        self.log = tmp_path / "log"
+        self.log.write_text("")
+        (tmp_path / "dummy_child.py").write_text(textwrap.dedent(CHILD.format(source=source, log=str(self.log))))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISOR, json.dumps(options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{source}"},
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def lines(self) -> list[str]:
+        return self.log.read_text().splitlines()
+
+    def pid(self, name: str) -> int:
+        return int(next(line for line in reversed(self.lines()) if line.startswith(f"{name} ")).split()[2])
+
+    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=30)
+        return self.process.returncode, errors
+
+
+def wait_for(family: Family, text: str) -> None:
+    import time
+
+    for _ in range(600):
+        if any(text in line for line in family.lines()):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"never: {text}; {family.lines()}")
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
+
+
+def test_everybody_starts_and_leaves_fronts_first(tmp_path: Path) -> None:
+    family = Family(tmp_path)
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    assert family.end() == (0, "")
+    assert [line for line in family.lines() if line.endswith("left")] == ["front left", "engine left"]
+
+
+def test_a_killed_child_is_started_again_in_a_new_life(tmp_path: Path) -> None:
+    family = Family(tmp_path)
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    os.kill(family.pid("engine"), signal.SIGKILL)
+    wait_for(family, "engine 1 ")
+    os.kill(family.pid("front"), signal.SIGKILL)
+    wait_for(family, "front 1 ")
+    code, errors = family.end(signal.SIGINT)
+    assert code == 0
+    assert "engine was killed by SIGKILL" in errors
+
+
+def test_a_child_that_asks_for_the_impossible_ends_it_all_with_code_2(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"exit": 2})
+    family.process.communicate(timeout=30)
+    assert family.process.returncode == 2
+    assert sum(line.startswith("engine ") for line in family.lines()) == 1
+
+
+def test_a_loop_of_failed_starts_ends(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"die_young": 99})
+    _, errors = family.process.communicate(timeout=30)
+    assert family.process.returncode == 1
+    assert "giving up" in errors
+    assert sum(line.startswith("engine ") and not line.endswith("left") for line in family.lines()) == 5
+
+
+def test_a_few_failed_starts_do_not(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"die_young": 3})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    assert family.end()[0] == 0
+
+
+def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"deaf": True}, front={"deaf": True})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    engine, front = family.pid("engine"), family.pid("front")
+    assert family.end()[0] == 0
+    assert gone(engine)
+    assert gone(front)
+
+
+def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+    import time
+
+    family = Family(tmp_path)
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    pids = [family.pid("engine"), family.pid("front")]
+    family.process.kill()
+    family.process.communicate()
+    for _ in range(500):
+        if all(gone(pid) for pid in pids):
+            return
+        time.sleep(0.02)
+    raise AssertionError("orphans")

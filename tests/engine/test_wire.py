@@ -1,0 +1,381 @@
+"""Host and client over a real socket, with the fake device: what crosses processes, and what survives a restart."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from shoal.core.events import PassEvents
+from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, Sink
+from shoal.core.params import SamplingParams
+from shoal.core.request import Logprobs
+from shoal.engine import host as host_module
+from shoal.engine import wire
+from shoal.engine.client import ZmqClient
+from shoal.engine.engine import Engine
+from shoal.engine.host import Host, InboxClock, open_socket
+from shoal.engine.loop import EngineLoop
+from shoal.errors import EngineDown
+from tests.fakes import VOCAB, FakeExecutor, make_scheduler, oracle
+
+
+class NoMetrics:
+    def take(self, events: PassEvents) -> None:
+        pass
+
+    def render(self) -> bytes:
+        return b"passes 1\n"
+
+
+class SlowExecutor(FakeExecutor):
+    """Waits before each result, so that a test can act in the middle of a run."""
+
+    gate: threading.Semaphore | None = None
+
+    def result(self) -> Any:
+        if self.gate is not None:
+            self.gate.acquire(timeout=5)
+        return super().result()
+
+
+class EngineThread:
+    """A host on a thread: what the engine's process does, without the process."""
+
+    def __init__(self, folder: Path, epoch: int = 0, gate: threading.Semaphore | None = None, **options: Any) -> None:
+        scheduler = make_scheduler(**options)
+        executor = SlowExecutor(scheduler.kv.pool.total, scheduler.kv.block_size)
+        executor.gate = gate
+        self.gate = gate
+        self.socket = open_socket(folder)
+        info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake")
+        self.loop = EngineLoop(Engine(scheduler), executor, InboxClock(self.socket), check=True)
+        self.host = Host(self.loop, self.socket, info, NoMetrics())
+        self.socket.bind(f"ipc://{folder / wire.ADDRESS}")
+        self.thread = threading.Thread(target=self.host.run, daemon=True)
+        self.thread.start()
+
+    def kill(self) -> None:
+        """As abrupt as a thread can end: nobody is told anything."""
+        self.host.stop()
+        if self.gate is not None:
+            self.gate.release()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        self.socket.close(linger=0)
+
+
+class Notes(Sink):
+    """Writes down what it is told."""
+
+    def __init__(self, samples: int = 1) -> None:
+        self.tokens: dict[int, list[int]] = {sample: [] for sample in range(samples)}
+        self.logprobs: list[Logprobs] = []
+        self.of_prompt: list[Logprobs] = []
+        self.endings: dict[int, Ending] = {}
+        self.refusal: Refusal | None = None
+        self.was_accepted = 0
+        self.flushes = 0
+        self.done = asyncio.Event()
+        self.grew = asyncio.Event()
+
+    def refused(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+
+    def accepted(self) -> None:
+        self.was_accepted += 1
+
+    def prompt_logprobs(self, values: list[Logprobs]) -> None:
+        self.of_prompt += values
+
+    def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
+        assert self.was_accepted
+        self.tokens[sample].append(token)
+        if logprobs:
+            self.logprobs.append(logprobs)
+        self.grew.set()
+
+    def ended(self, sample: int, ending: Ending) -> None:
+        assert sample not in self.endings
+        self.endings[sample] = ending
+
+    def flush(self) -> None:
+        self.flushes += 1
+        if self.refusal or len(self.endings) == len(self.tokens):
+            self.done.set()
+
+
+def make_job(id: str = "a", prompt: list[int] | None = None, **params: Any) -> Job:
+    chosen = SamplingParams(**{"max_tokens": 12, **params})
+    return Job(id=id, prompt=prompt or [1, 2, 3, 4, 5], params=chosen, seed=7, stop_ids=frozenset({3}))
+
+
+def expected(job: Job, sample: int = 0) -> list[int]:
+    assert job.params.max_tokens is not None
+    return oracle(job.prompt, job.params.max_tokens, job.stop_ids, job.seed, sample, job.params.min_tokens)
+
+
+async def until(holds: Callable[[], Any], what: str) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never: {what}")
+
+
+@asynccontextmanager
+async def connected(folder: Path, name: str = "front") -> AsyncIterator[ZmqClient]:
+    client = ZmqClient(folder, name)
+    client.start()
+    try:
+        await until(lambda: client.info, "the engine answers")
+        yield client
+    finally:
+        await client.close()
+
+
+def run(story: Any) -> None:
+    asyncio.run(asyncio.wait_for(story, 60))
+
+
+def test_tokens_arrive_as_if_there_were_no_wire(tmp_path: Path) -> None:
+    engine = EngineThread(tmp_path)
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            assert client.info is not None
+            assert client.info.max_model_len == 200
+            jobs = [make_job(f"job-{k}", [k + 1] * (k + 1), n=1 + k % 3) for k in range(12)]
+            notes = [Notes(job.params.n) for job in jobs]
+            for job, note in zip(jobs, notes, strict=True):
+                client.submit(job, note)
+            for job, note in zip(jobs, notes, strict=True):
+                await note.done.wait()
+                assert note.tokens == {sample: expected(job, sample) for sample in range(job.params.n)}
+                assert note.was_accepted == 1
+                assert {ending.reason for ending in note.endings.values()} <= {"stop", "length"}
+            assert client.jobs == 0
+            state = await client.ask("state")
+            assert state["running"] == state["waiting"] == state["owners"] == state["blocks"]["held"] == 0
+            assert state["fronts"] == {"front": 0}
+            assert await client.ask("metrics") == "passes 1\n"
+
+    run(story())
+    engine.kill()
+
+
+def test_logprobs_cross_the_wire(tmp_path: Path) -> None:
+    engine = EngineThread(tmp_path)
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            note = Notes()
+            client.submit(make_job(logprobs=0, prompt_logprobs=0), note)
+            await note.done.wait()
+            assert [one.token for one in note.logprobs] == note.tokens[0]
+            assert [one.token for one in note.of_prompt] == [2, 3, 4, 5]
+
+    run(story())
+    engine.kill()
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "says"),
+    [
+        (make_job(prompt=[1] * 300), "PromptTooLong", "300 tokens"),
+        (make_job(prompt=[VOCAB]), "BadParameter", "not in the vocabulary"),
+        (
+            Job(id="g", prompt=[1], params=SamplingParams(), seed=1, grammar=GrammarSpec("regex", "a")),
+            "BadGrammar",
+            "no tokenizer",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_alone(tmp_path: Path, job: Job, kind: str, says: str) -> None:
+    engine = EngineThread(tmp_path)
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            fine, bad = Notes(), Notes()
+            client.submit(make_job("fine"), fine)
+            client.submit(job, bad)
+            await bad.done.wait()
+            assert bad.refusal is not None
+            assert bad.refusal.kind == kind
+            assert says in bad.refusal.message
+            assert not bad.was_accepted
+            await fine.done.wait()
+            assert fine.tokens[0] == expected(make_job("fine"))
+            assert client.jobs == 0
+
+    run(story())
+    engine.kill()
+
+
+def test_an_aborted_job_says_nothing_more_and_holds_nothing(tmp_path: Path) -> None:
+    engine = EngineThread(tmp_path, gate=(gate := threading.Semaphore(3)))
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            note = Notes(2)
+            client.submit(make_job(n=2, max_tokens=100, min_tokens=100), note)
+            await note.grew.wait()
+            client.abort("a")
+            said = {sample: list(tokens) for sample, tokens in note.tokens.items()}
+            assert client.jobs == 0
+            for _ in range(10):
+                gate.release()
+            await until(lambda: engine.loop.idle, "the engine is idle")
+            await asyncio.sleep(0.05)
+            assert note.tokens == said
+            state = await client.ask("state")
+            assert state["owners"] == state["queue_s"] == state["blocks"]["held"] == 0
+            client.abort("a")  # once more does no harm
+            client.abort("nobody")
+
+    run(story())
+    engine.kill()
+
+
+def test_a_stop_string_ends_one_sample_where_the_front_found_it(tmp_path: Path) -> None:
+    engine = EngineThread(tmp_path, gate=(gate := threading.Semaphore(4)))
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            note = Notes(2)
+            client.submit(make_job(n=2, max_tokens=60, min_tokens=60), note)
+            await note.grew.wait()
+            client.finish_at("a", 0, 1)
+            for _ in range(200):
+                gate.release()
+            await note.done.wait()
+            assert note.endings[0].reason == "stop"
+            assert len(note.tokens[0]) < 60
+            assert note.endings[1].reason == "length"
+            assert len(note.tokens[1]) == 60
+
+    run(story())
+    engine.kill()
+
+
+def test_jobs_go_on_where_they_were_when_the_engine_is_started_again(tmp_path: Path) -> None:
+    first = EngineThread(tmp_path, gate=(gate := threading.Semaphore(9)))
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            jobs = [make_job(f"job-{k}", [k + 1] * 4, n=2, max_tokens=40, min_tokens=k * 4) for k in range(6)]
+            notes = [Notes(2) for _ in jobs]
+            for job, note in zip(jobs, notes, strict=True):
+                client.submit(job, note)
+            await notes[0].grew.wait()
+            await asyncio.to_thread(first.kill)
+            await until(lambda: client.info is None, "the client notices")
+            with pytest.raises(EngineDown):
+                client.submit(make_job("late"), Notes())
+            with pytest.raises(EngineDown):
+                await client.ask("state")
+            second = EngineThread(tmp_path, epoch=1)
+            for job, note in zip(jobs, notes, strict=True):
+                await note.done.wait()
+                assert note.tokens == {sample: expected(job, sample) for sample in range(2)}
+                assert note.was_accepted == 1
+            assert client.info is not None
+            assert client.info.epoch == 1
+            assert client.jobs == 0
+            await asyncio.to_thread(second.kill)
+
+    run(story())
+    del gate
+
+
+def test_a_job_that_sees_the_engine_die_too_often_fails(tmp_path: Path) -> None:
+    async def story() -> None:
+        engine = EngineThread(tmp_path, gate=threading.Semaphore(2))
+        async with connected(tmp_path) as client:
+            note = Notes()
+            client.submit(make_job(max_tokens=100, min_tokens=100), note)
+            for epoch in range(1, 5):
+                await asyncio.to_thread(engine.kill)
+                await until(lambda: client.info is None, "the client notices")
+                engine = EngineThread(tmp_path, epoch=epoch, gate=threading.Semaphore(1))
+                await until(lambda: client.info, "the next engine answers")
+            await note.done.wait()
+            assert note.endings[0].reason == "error"
+            assert "died several times" in note.endings[0].error
+            assert client.jobs == 0
+            await asyncio.to_thread(engine.kill)
+
+    run(story())
+
+
+def test_a_silent_front_is_forgotten_and_its_jobs_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "SILENCE_S", 0.3)
+    monkeypatch.setattr(host_module, "IDLE_S", 0.05)
+    engine = EngineThread(tmp_path, gate=(gate := threading.Semaphore(0)))
+    context = zmq.Context()
+    front = context.socket(zmq.DEALER)
+    front.connect(f"ipc://{tmp_path / wire.ADDRESS}")
+    front.send(wire.pack(wire.Hello()))
+    assert isinstance(wire.read_engine(front.recv()), wire.Ready)
+    front.send(wire.pack(wire.pack_job(1, make_job(max_tokens=100, min_tokens=100))))
+    front.close(linger=1000)
+
+    async def story() -> None:
+        await until(lambda: engine.host.owners, "the job has arrived")
+        for _ in range(100):
+            gate.release()
+            await asyncio.sleep(0.01)
+        await until(lambda: not engine.host.owners and not engine.host.fronts, "the front is forgotten")
+        await until(lambda: engine.loop.idle, "its requests are gone")
+
+    run(story())
+    engine.kill()
+    context.term()
+
+
+def test_noise_on_the_socket_harms_nobody(tmp_path: Path) -> None:
+    engine = EngineThread(tmp_path)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"ipc://{tmp_path / wire.ADDRESS}")
+    for noise in (
+        b"",
+        b"\x93",
+        b"x" * 1000,
+        msgspec.msgpack.encode(["Submit", 1]),
+        msgspec.msgpack.encode([["Hello"]]),
+    ):
+        stranger.send(noise)
+    stranger.send_multipart([b"a", b"b", b"c"])
+    stranger.send(wire.pack(wire.Abort(99)))
+    stranger.send(wire.pack(wire.FinishAt(99, 1)))
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            note = Notes()
+            client.submit(make_job(), note)
+            await note.done.wait()
+            assert note.tokens[0] == expected(make_job())
+
+    run(story())
+    engine.kill()
+    stranger.close(linger=0)
+    context.term()
+
+
+def test_jobs_are_packed_without_loss() -> None:
+    params = SamplingParams(
+        temperature=0.5, top_k=3, stop=["a", "b"], logit_bias={5: -1.5}, seed=2**64 - 1, n=4, stop_token_ids=[1]
+    )
+    job = Job(
+        id="x", prompt=[1, 2], params=params, seed=-(2**63), stop_ids=frozenset({4, 5}), tenant="t", salt="s",
+        priority=-3, timeout_s=1.5, grammar=GrammarSpec("choice", '["a"]'),
+    )  # fmt: skip
+    said = wire.read_front(wire.pack(wire.pack_job(3, job)))
+    assert isinstance(said, wire.Submit)
+    assert wire.unpack_job(said) == job

@@ -1,0 +1,291 @@
+"""What the metrics say, held against what the real scheduler did."""
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from shoal.core.events import Admitted, Finished, PassEvents, Rejected
+from shoal.core.job import EngineInfo
+from shoal.core.request import Reason
+from shoal.errors import PromptTooLong
+from shoal.obs import metrics
+from shoal.obs.metrics import EngineMetrics, FrontMetrics, Tally
+from shoal.sched.scheduler import Scheduler
+from tests.fakes import FakeExecutor, make_request, make_scheduler
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
+
+
+def read(text: bytes) -> dict[str, float]:
+    """Every sample by its name and labels, as Prometheus would take it; no name comes twice."""
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        assert family.documentation
+        for sample in family.samples:
+            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
+            key = f"{sample.name}{{{labels}}}" if labels else sample.name
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
+
+
+class Drive:
+    """A real scheduler on a fake device; a pass is planned at one second and committed at another."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.executor = FakeExecutor(scheduler.kv.pool.total, scheduler.kv.block_size)
+        self.metrics = EngineMetrics()
+        self.records: list[PassEvents] = []
+
+    def turn(self, plan_s: float, commit_s: float) -> PassEvents:
+        plan = self.scheduler.plan(plan_s)
+        if plan is None:
+            return self.note(self.scheduler.take_between(commit_s))
+        self.executor.forward(plan)
+        return self.note(self.scheduler.commit(self.executor.result(), commit_s))
+
+    def note(self, events: PassEvents) -> PassEvents:
+        self.metrics.take(events)
+        self.records.append(events)
+        return events
+
+    def run(self, now_s: float = 0.0) -> None:
+        while not self.scheduler.idle:
+            self.turn(now_s, now_s + 1)
+            now_s += 1
+
+    def read(self) -> dict[str, float]:
+        return read(self.metrics.render())
+
+    def total(self, count: Callable[[PassEvents], int]) -> int:
+        return sum(count(events) for events in self.records)
+
+
+def test_the_times_of_one_request() -> None:
+    drive = Drive(make_scheduler(max_num_batched_tokens=4))
+    drive.scheduler.submit(make_request("a", [1] * 8, max_tokens=3), 10.0)
+    for plan_s, commit_s in ((10.5, 11.0), (11.0, 12.0), (12.0, 12.1), (12.1, 14.1)):
+        drive.turn(plan_s, commit_s)
+    seen = drive.read()
+    assert seen["shoal_queue_seconds_sum"] == 0.5
+    assert seen["shoal_time_to_first_token_seconds_sum"] == 2.0
+    assert seen['shoal_time_to_first_token_seconds_bucket{le="1.0"}'] == 0
+    assert seen['shoal_time_to_first_token_seconds_bucket{le="2.0"}'] == 1
+    assert seen["shoal_inter_token_seconds_count"] == 2
+    assert seen["shoal_inter_token_seconds_sum"] == pytest.approx(2.1)
+    assert seen["shoal_end_to_end_seconds_sum"] == pytest.approx(4.1)
+    assert seen["shoal_step_turnaround_seconds_sum"] == pytest.approx(3.6)
+    assert seen['shoal_requests_finished_total{reason="length"}'] == 1
+    assert seen["shoal_request_prompt_tokens_sum"] == seen["shoal_prompt_tokens_total"] == 8
+    assert seen["shoal_request_output_tokens_sum"] == seen["shoal_output_tokens_total"] == 3
+    assert seen["shoal_computed_tokens_total"] == 10
+    assert seen["shoal_budget_tokens_total"] == 16
+    assert seen['shoal_budget_use_ratio_bucket{le="0.3"}'] == 2
+    assert seen['shoal_budget_use_ratio_bucket{le="1.0"}'] == 4
+    assert drive.metrics.tracked == 0
+
+
+def test_the_gauges_are_those_of_the_last_record() -> None:
+    drive = Drive(make_scheduler(blocks=16, block_size=4, max_num_seqs=2, max_num_batched_tokens=64))
+    for name in "abc":
+        drive.scheduler.submit(make_request(name, [ord(name) % 40] * 9), 0.0)
+    drive.turn(0.0, 1.0)
+    seen = drive.read()
+    assert (seen["shoal_requests_running"], seen["shoal_requests_waiting"]) == (2, 1)
+    assert (seen["shoal_kv_blocks_held"], seen["shoal_kv_blocks_capacity"]) == (6, 16)
+    assert seen["shoal_kv_use_ratio"] == 6 / 16
+    drive.run(1.0)
+    seen = drive.read()
+    assert (seen["shoal_requests_running"], seen["shoal_requests_waiting"], seen["shoal_kv_use_ratio"]) == (0, 0, 0)
+    assert seen["shoal_kv_blocks_cached"] == drive.scheduler.kv.pool.cached > 0
+
+
+def test_a_prompt_seen_before_is_a_prefix_hit() -> None:
+    drive = Drive(make_scheduler(block_size=4))
+    for name in "ab":
+        drive.scheduler.submit(make_request(name, range(10)), 0.0)
+        drive.run()
+    seen = drive.read()
+    assert (seen["shoal_prompt_tokens_total"], seen["shoal_prefix_hit_tokens_total"]) == (20, 8)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_adds_up_and_leaves_nothing_behind(seed: int) -> None:
+    """Two passes in flight, preemptions, and clients that go away at any time."""
+    dice = random.Random(seed)
+    drive = Drive(make_scheduler(blocks=12, block_size=4, watermark=0.0, keep=seed % 2 == 0))
+    scheduler, now_s, names = drive.scheduler, 0.0, [f"r{number}" for number in range(60)]
+    to_come = list(names)
+    while to_come or not scheduler.idle:
+        while to_come and dice.random() < 0.4:
+            scheduler.submit(make_request(to_come.pop(), [dice.randrange(9)] * dice.randint(1, 20), 12), now_s)
+        while len(scheduler.flights) < 2 and (plan := scheduler.plan(now_s)) is not None:
+            drive.executor.forward(plan)
+        if dice.random() < 0.2:
+            scheduler.finish(dice.choice(names), Reason.ABORT)
+        now_s += dice.random()
+        if scheduler.flights:
+            drive.note(scheduler.commit(drive.executor.result(), now_s))
+        else:
+            drive.note(scheduler.take_between(now_s))
+        assert drive.metrics.tracked <= 2 * len(scheduler.requests)
+    drive.note(scheduler.take_between(now_s))
+    seen = drive.read()
+    first = {owner for events in drive.records for owner in events.owners}
+    tokens = drive.total(lambda events: len(events.owners))
+    aborted = drive.total(lambda events: sum(one.reason is Reason.ABORT for one in events.finished))
+    assert aborted > 0
+    assert drive.metrics.tracked == 0
+    assert seen["shoal_requests_arrived_total"] == 60
+    assert sum(value for name, value in seen.items() if name.startswith("shoal_requests_finished")) == 60
+    assert seen['shoal_requests_finished_total{reason="abort"}'] == aborted
+    assert seen["shoal_end_to_end_seconds_count"] == 60 - aborted
+    assert seen["shoal_output_tokens_total"] == tokens
+    assert seen["shoal_time_to_first_token_seconds_count"] == len(first)
+    assert seen["shoal_inter_token_seconds_count"] == tokens - len(first)
+    assert seen["shoal_computed_tokens_total"] == drive.executor.computed_tokens
+    assert seen["shoal_preemptions_total"] == drive.total(lambda events: len(events.preempted)) > 0
+    assert seen["shoal_recomputed_tokens_total"] == drive.total(lambda events: events.recomputed_tokens) > 0
+    assert seen["shoal_queue_seconds_count"] == len({one.id for events in drive.records for one in events.admitted})
+
+
+def test_a_groups_answers_come_at_its_end_and_all_at_once() -> None:
+    drive = Drive(make_scheduler(batching="static", group_size=2, layout="padded", prefill="inline"))
+    for name, many in (("a", 3), ("b", 5)):
+        drive.scheduler.submit(make_request(name, [1] * 4, max_tokens=many), 0.0)
+    drive.run()
+    seen = drive.read()
+    ended_s = drive.records[-1].committed_s
+    assert seen["shoal_time_to_first_token_seconds_sum"] == 2 * ended_s
+    assert (seen["shoal_inter_token_seconds_count"], seen["shoal_inter_token_seconds_sum"]) == (6, 0)
+    assert seen["shoal_padded_tokens_total"] == drive.total(lambda events: events.padded_tokens) > 0
+    assert drive.metrics.tracked == 0
+
+
+def test_who_began_in_an_engine_that_is_gone_has_no_first_token_here() -> None:
+    drive = Drive(make_scheduler())
+    drive.scheduler.submit(make_request("a", [1] * 4, max_tokens=6, output=[5, 6]), 0.0)
+    drive.run()
+    seen = drive.read()
+    assert seen["shoal_time_to_first_token_seconds_count"] == 0
+    assert (seen["shoal_output_tokens_total"], seen["shoal_inter_token_seconds_count"]) == (4, 3)
+    assert drive.metrics.tracked == 0
+
+
+def test_a_refusal_is_counted_by_its_kind_and_leaves_nothing_behind() -> None:
+    drive = Drive(make_scheduler(max_model_len=10))
+    with pytest.raises(PromptTooLong):
+        drive.scheduler.submit(make_request("a", [1] * 40), 0.0)
+    drive.turn(0.0, 1.0)
+    late = Rejected("b", "DeadlinePassed", "it waited too long")
+    drive.note(PassEvents(-1, arrived=["b"], arrived_s=[1.0], rejected=[late]))
+    drive.note(PassEvents(-1, rejected=[Rejected(f"c{number}", f"Made{number}", "") for number in range(50)]))
+    seen = drive.read()
+    assert seen['shoal_requests_rejected_total{kind="PromptTooLong"}'] == 1
+    assert seen['shoal_requests_rejected_total{kind="DeadlinePassed"}'] == 1
+    assert seen['shoal_requests_rejected_total{kind="other"}'] == 50
+    assert seen['shoal_requests_rejected_total{kind="QueueFull"}'] == 0
+    assert not any("Made" in name for name in seen)
+    assert drive.metrics.tracked == 0
+
+
+def test_a_request_told_to_have_started_after_it_ended_leaves_nothing_behind() -> None:
+    """An abort is told with pass k, the start of a request that k+1 was to compute with k+1."""
+    counted = EngineMetrics()
+    counted.take(PassEvents(0, committed_s=2.0, arrived=["a"], arrived_s=[1.0]))
+    counted.take(PassEvents(1, committed_s=3.0, finished=[Finished("a", Reason.ABORT, 0, 0, 0)]))
+    counted.take(PassEvents(2, committed_s=4.0, admitted=[Admitted("a", 0.5, 4, False, 8)]))
+    assert counted.tracked == 0
+    seen = read(counted.render())
+    assert (seen["shoal_queue_seconds_sum"], seen["shoal_prefix_hit_tokens_total"]) == (0.5, 4)
+    assert seen["shoal_end_to_end_seconds_count"] == 0
+
+
+def test_a_tally_agrees_with_the_librarys_histogram() -> None:
+    dice = random.Random(3)
+    library = Histogram("x_seconds", "x", buckets=metrics.GAP_S, registry=CollectorRegistry())
+    tally = Tally("x_seconds", "x", metrics.GAP_S)
+    for value in [*metrics.GAP_S, 0.0, 11.0, *(dice.expovariate(10) for _ in range(500))]:
+        times = dice.randint(1, 4)
+        tally.add(value, times)
+        for _ in range(times):
+            library.observe(value)
+    theirs = [(one.name, one.labels, one.value) for family in library.collect() for one in family.samples]
+    ours = [(one.name, one.labels, one.value) for one in tally.family().samples]
+    assert [one for one in theirs if one[0].endswith(("_bucket", "_count"))] == [
+        one for one in ours if one[0] != "x_seconds_sum"
+    ]
+    assert tally.total == pytest.approx(library._sum.get())
+
+
+def test_the_text_is_all_ours_and_every_bucket_holds_the_ones_below() -> None:
+    drive = Drive(make_scheduler())
+    for number in range(5):
+        drive.scheduler.submit(make_request(str(number), [number] * 7), 0.0)
+    drive.run()
+    families = list(text_string_to_metric_families(drive.metrics.render().decode()))
+    assert {family.name for family in families} == {
+        *metrics.GAUGES, *metrics.COUNTERS, *metrics.HISTOGRAMS, *metrics.LABELLED,
+    }  # fmt: skip
+    for family in families:
+        assert family.name.startswith("shoal_")
+        if family.type == "histogram":
+            counts = [one.value for one in family.samples if one.name.endswith("_bucket")]
+            assert counts == sorted(counts)
+            assert counts[-1] == next(one.value for one in family.samples if one.name.endswith("_count"))
+
+
+# ---- the front
+
+INFO = EngineInfo(epoch=2, max_model_len=100, vocab_size=50, kv_tokens=64, dtype="float32", device="cpu")
+
+
+def test_answers_are_counted_by_route_and_status() -> None:
+    front = FrontMetrics()
+    for status in (200, 200, 429):
+        front.count("/v1/chat/completions", status)
+    front.count("/static/chat.js", 200)
+    front.count("/v1/models/some-model", 404)
+    seen = read(front.render(7, INFO))
+    assert seen['shoal_http_requests_total{route="/v1/chat/completions",status="200"}'] == 2
+    assert seen['shoal_http_requests_total{route="/v1/chat/completions",status="429"}'] == 1
+    assert seen['shoal_http_requests_total{route="/static",status="200"}'] == 1
+    assert seen['shoal_http_requests_total{route="/v1/models/{model}",status="404"}'] == 1
+    assert seen["shoal_http_active_requests"] == 7
+    assert (seen["shoal_engine_up"], seen["shoal_engine_restarts_total"]) == (1, 2)
+
+
+def test_paths_nobody_serves_make_one_series() -> None:
+    front = FrontMetrics()
+    for number in range(1000):
+        front.count(f'/wp-{number}"\n', 404)
+        front.count(f"/static/{number}", 404)
+    series = [name for name in read(front.render(0, None)) if name.startswith("shoal_http_requests_total")]
+    assert len(series) == 2
+
+
+def test_an_engine_that_is_down_keeps_its_count_of_restarts() -> None:
+    front = FrontMetrics()
+    assert read(front.render(0, None))["shoal_engine_restarts_total"] == 0
+    front.render(0, INFO)
+    seen = read(front.render(0, None))
+    assert (seen["shoal_engine_up"], seen["shoal_engine_restarts_total"]) == (0, 2)
+
+
+def test_both_texts_can_follow_each_other() -> None:
+    front = FrontMetrics()
+    front.count("/health", 200)
+    text = front.render(0, INFO) + EngineMetrics().render()
+    assert read(text)["shoal_requests_running"] == 0
+
+
+def test_every_metric_stands_in_the_docs_and_no_other() -> None:
+    counters = {*metrics.COUNTERS, *metrics.LABELLED, metrics.HTTP, "shoal_engine_restarts"}
+    names = {*metrics.GAUGES, *metrics.HISTOGRAMS, *metrics.FRONT} - counters | {f"{name}_total" for name in counters}
+    assert set(re.findall(r"^\| `(\w+)", PAGE.read_text(), re.MULTILINE)) == names

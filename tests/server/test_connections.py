@@ -1,0 +1,303 @@
+"""Clients that go away, do not read, or send what they should not: over real sockets."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_client import FakeClient, until
+from tests.server.fronts import front, listening, raw_request, run
+
+FOREVER = {"prompt": "x", "max_tokens": 10**6, "stream": True, "ignore_eos": True}
+
+
+def endless() -> FakeClient:
+    return FakeClient(lambda job, sample: [50] * min(job.params.max_tokens or 1, 10**6), tick_s=0.001)
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+def test_a_client_that_leaves_a_stream_ends_its_job() -> None:
+    async def work() -> None:
+        client = endless()
+        app = front(client)
+        async with listening(app) as port:
+            async with connected(port) as (reader, writer):
+                writer.write(raw_request("/v1/completions", FOREVER))
+                await reader.readuntil(b"data: ")
+                assert len(client.running) == 1
+            await until(lambda: not client.running and not app.active)
+            assert client.aborted == [client.submitted[0].id]
+            assert not app.streams
+
+    run(work)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_before_it_is_accepted_ends_its_jobs(stream: bool) -> None:
+    async def work() -> None:
+        client = FakeClient(tick_s=None)  # nothing ever happens
+        app = front(client)
+        async with listening(app) as port:
+            async with connected(port) as (_, writer):
+                writer.write(raw_request("/v1/completions", {"prompt": ["x", "y"], "stream": stream}))
+                await until(lambda: len(client.running) == 2)
+            await until(lambda: not client.running and not app.active)
+            assert len(client.aborted) == 2
+
+    run(work)
+
+
+def test_a_client_that_leaves_an_answer_not_streamed_ends_its_job() -> None:
+    async def work() -> None:
+        client = endless()
+        app = front(client)
+        async with listening(app) as port:
+            async with connected(port) as (_, writer):
+                writer.write(raw_request("/v1/completions", {**FOREVER, "stream": False}))
+                await until(lambda: bool(client.running))
+            await until(lambda: not client.running and not app.active)
+
+    run(work)
+
+
+def test_one_who_does_not_read_is_cut_off_and_slows_nobody() -> None:
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 10**6, tick_s=0.0)
+        app = front(client, slow_client_timeout_s=0.5, max_unsent_bytes=10**9)
+        async with listening(app) as port:
+            slow = socket.socket()
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            slow.connect(("127.0.0.1", port))
+            slow.sendall(raw_request("/v1/completions", {**FOREVER, "logprobs": 5}))
+            await until(lambda: any(stream.sending_since_s for stream in app.streams))
+            async with connected(port) as (reader, writer):
+                writer.write(raw_request("/v1/completions", {**FOREVER, "max_tokens": 50}, "connection: close"))
+                assert (await reader.read()).count(b'"text":"P"') == 50  # while the other is stuck
+            await until(lambda: not client.running and not app.active)
+            assert client.submitted[0].id in client.aborted
+            slow.close()
+
+    run(work)
+
+
+def test_a_stuck_stream_may_not_pile_up_more_than_its_share() -> None:
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 10**6, tick_s=0.0)
+        app = front(client, slow_client_timeout_s=10**6, max_unsent_bytes=50_000)
+        async with listening(app) as port:
+            slow = socket.socket()
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            slow.connect(("127.0.0.1", port))
+            slow.sendall(raw_request("/v1/completions", {**FOREVER, "logprobs": 5}))
+            await until(lambda: bool(client.aborted))
+            await until(lambda: not app.active)
+            slow.close()
+
+    run(work)
+
+
+def test_one_who_reads_slowly_but_steadily_is_served() -> None:
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0)
+        app = front(client, slow_client_timeout_s=5)
+        async with listening(app) as port, connected(port) as (reader, writer):
+            writer.write(raw_request("/v1/completions", {**FOREVER, "logprobs": 5}, "connection: close"))
+            text = b""
+            while part := await reader.read(100_000):
+                text += part
+                await asyncio.sleep(0.005)
+            assert b"[DONE]" in text
+            assert not client.aborted
+
+    run(work)
+
+
+def test_a_connection_is_used_again() -> None:
+    async def work() -> None:
+        async with listening(front()) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            for stream in (False, True, False):
+                answer = await http.post("/v1/completions", json={"prompt": "a b", "stream": stream})
+                assert answer.status_code == 200
+            assert (await http.head("/health")).status_code == 200
+
+    run(work)
+
+
+def test_a_head_without_end_is_refused() -> None:
+    async def work() -> None:
+        async with listening(front(max_head_bytes=4096)) as port, connected(port) as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nx: ")
+            for _ in range(100):
+                writer.write(b"y" * 10_000)
+                try:
+                    await writer.drain()
+                except ConnectionError:
+                    break
+            with suppress(ConnectionError):  # the refusal was lost with the connection; it ended, and that is the point
+                assert b" 431 " in await reader.readline()
+
+    run(work)
+
+
+def test_one_who_never_finishes_its_request_is_cut_off() -> None:
+    async def work() -> None:
+        async with listening(front(slow_client_timeout_s=0.3)) as port:
+            for start in (b"", b"GET /health HTTP/1.1\r\nhost:"):
+                async with connected(port) as (reader, writer):
+                    writer.write(start)
+                    assert await ended(reader) == b""
+            async with connected(port) as (reader, writer):
+                writer.write(raw_request("/v1/completions", FOREVER)[:-5])
+                assert (await ended(reader)).startswith(b"HTTP/1.1 408 ")
+
+    run(work)
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+def test_a_second_request_before_the_first_answer_ends_the_connection_after_it() -> None:
+    async def work() -> None:
+        client = FakeClient(tick_s=0.01)
+        app = front(client)
+        async with listening(app) as port, connected(port) as (reader, writer):
+            one = raw_request("/v1/completions", {"prompt": "a b c"})
+            writer.write(one + one)
+            answers = await reader.read()
+            assert answers.count(b"HTTP/1.1 200") == 1
+            assert len(client.submitted) == 1
+
+    run(work)
+
+
+def test_a_client_that_pipelines_and_leaves_ends_its_job() -> None:
+    async def work() -> None:
+        client = endless()
+        app = front(client)
+        async with listening(app) as port:
+            async with connected(port) as (_, writer):
+                one = raw_request("/v1/completions", {**FOREVER, "stream": False})
+                writer.write(one + one)
+                await until(lambda: bool(client.running))
+            await until(lambda: not client.running and not app.active)
+
+    run(work)
+
+
+def test_garbage_on_the_line_harms_nobody() -> None:
+    async def work() -> None:
+        app = front()
+        async with listening(app) as port:
+            for garbage in (
+                b"\x16\x03\x01\x02\x00",
+                b"GET\r\n\r\n",
+                b"\r\n\r\n\r\n",
+                b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+            ):
+                async with connected(port) as (_, writer):
+                    writer.write(garbage)
+                    await writer.drain()
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+                assert (await http.get("/health")).status_code == 200
+
+    run(work)
+
+
+def test_when_told_to_stop_it_finishes_what_it_has_begun() -> None:
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 30, tick_s=0.01)
+        app = front(client)
+        async with httpx.AsyncClient() as http:
+            async with listening(app) as port:
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                asking = asyncio.create_task(http.post(url, json={"prompt": "x", "max_tokens": 30}))
+                await until(lambda: bool(client.running))
+            answer = await asking
+            assert answer.json()["usage"]["completion_tokens"] == 30
+
+    run(work)
+
+
+def test_a_hundred_streams_with_random_leavers_leave_nothing_behind() -> None:
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 100, tick_s=0.001)
+        app = front(client)
+
+        async def one(port: int, number: int) -> int:
+            async with connected(port) as (reader, writer):
+                body: dict[str, Any] = {"prompt": f"{number}", "max_tokens": 100, "stream": number % 4 > 0}
+                writer.write(raw_request("/v1/completions", body, "connection: close"))
+                if number % 3 == 0:
+                    await asyncio.sleep(number / 2000)
+                    return 0
+                text = await reader.read()
+                return (
+                    text.count(b'"text":"P"')
+                    if body["stream"]
+                    else json.loads(body_of(text))["usage"]["completion_tokens"]
+                )
+
+        async with listening(app) as port:
+            counts = await asyncio.gather(*(one(port, number) for number in range(100)))
+            assert set(counts) == {0, 100}
+            await until(lambda: not client.running and not app.active)
+        assert not app.streams
+
+    run(work)
+
+
+def body_of(answer: bytes) -> bytes:
+    return answer.partition(b"\r\n\r\n")[2]
+
+
+def test_what_is_not_http_is_a_400_in_openais_shape() -> None:
+    async def work() -> None:
+        async with listening(front()) as port:
+            chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            for garbage in (b"\x00\x01\r\n\r\n", chunked + b"transfer-encoding: chunked\r\n\r\nzz\r\n"):
+                async with connected(port) as (reader, writer):
+                    writer.write(garbage)
+                    answer = await reader.read()
+                    assert answer.startswith(b"HTTP/1.1 400 ")
+                    assert json.loads(body_of(answer))["error"]["message"]
+
+    run(work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_still_waits_when_the_server_stops_is_told(stream: bool) -> None:
+    async def work() -> None:
+        client = endless()
+        app = front(client)
+        async with listening(app) as port, httpx.AsyncClient() as http:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            asking = asyncio.create_task(http.post(url, json={**FOREVER, "stream": stream}))
+            await until(lambda: any(call.output_tokens for call in app.calls))
+            app.end_all()
+            answer = await asking
+            assert not client.running
+        if stream:
+            assert '"code":"draining"' in answer.text
+            assert answer.text.endswith("data: [DONE]\n\n")
+        else:
+            assert answer.status_code == 503
+
+    run(work)

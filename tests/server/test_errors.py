@@ -1,0 +1,66 @@
+"""Every error a client can meet: its status, its shape, and that it tells nothing of our insides."""
+
+import inspect
+
+import pytest
+
+from shoal import errors
+from shoal.core.job import Refusal
+from shoal.server.errors import as_error, as_http, internal
+
+EXPECTED = {
+    "BadRequest": 400, "EmptyPrompt": 400, "PromptTooLong": 400, "BadParameter": 400, "BadGrammar": 400, "BadChat": 400,
+    "QueueFull": 429, "RateLimited": 429, "Rejected": 503, "DeadlinePassed": 503, "Draining": 503, "EngineDown": 503,
+}  # fmt: skip
+KINDS = [name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.ShoalError)]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_refusal_of_an_engine_has_its_status(name: str) -> None:
+    answer = as_http(as_error(Refusal(name, "do something else")))
+    if name not in EXPECTED:  # not a client's fault: nobody is told more than that
+        assert answer is None
+        return
+    assert answer is not None
+    assert answer.status == EXPECTED[name]
+    assert answer.detail.message == "do something else"
+
+
+def test_a_refusal_of_a_kind_nobody_knows_is_an_internal_error() -> None:
+    for kind in ("NoSuchKind", "annotations", "__name__"):
+        assert as_http(as_error(Refusal(kind, "secret"))) is None
+    assert internal().status == 500
+    assert "secret" not in internal().detail.message
+
+
+@pytest.mark.parametrize(
+    ("refusal", "seconds"),
+    [
+        (Refusal("QueueFull", "x", 2.1), b"3"),
+        (Refusal("RateLimited", "x", 0.0), b"1"),
+        (Refusal("QueueFull", "x"), b"1"),
+        (Refusal("EngineDown", "x"), b"5"),
+        (Refusal("DeadlinePassed", "x"), None),
+    ],
+)
+def test_retry_after_is_told_in_whole_seconds(refusal: Refusal, seconds: bytes | None) -> None:
+    answer = as_http(as_error(refusal))
+    assert answer is not None
+    assert dict(answer.headers).get(b"retry-after") == seconds
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("temperature must be between 0 and 100, not -1", "temperature"),
+        ("min_tokens 5 is more than max_tokens 3; lower the first", "min_tokens"),
+        ("logit_bias[7] must be between -100 and 100", "logit_bias"),
+        ("at most 64 stop strings, not 65", "stop"),
+        ("token id 900 is not in the vocabulary", "prompt"),
+        ("something else is wrong", None),
+    ],
+)
+def test_the_field_at_fault_is_found_in_the_message(message: str, param: str | None) -> None:
+    answer = as_http(errors.BadParameter(message))
+    assert answer is not None
+    assert answer.detail.param == param

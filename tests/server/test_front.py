@@ -1,0 +1,314 @@
+"""What every request meets: keys, ids, sizes, methods; and the endpoints that generate nothing."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fake_client import FakeClient, until
+from tests.server.fronts import ask, ask_async, complete, error_of, front, run, tokenizer
+
+KEYS = (("alice", "sk-alice-key"), ("bob", "sk-bob-key"))
+JSON = {"content-type": "application/json"}
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer sk-alice-ke", "Bearer sk-alice-keyy", "Basic sk-alice-key", "é"]
+)
+def test_without_a_known_key_there_is_a_401(header: str | None) -> None:
+    app = front(api_keys=KEYS)
+    headers = {} if header is None else {"authorization": header.encode()}
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/version")):
+        answer = ask(app, method, path, headers=headers)
+        assert error_of(answer, 401)["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_health_and_pages_need_no_key() -> None:
+    app = front(api_keys=KEYS)
+    for path in ("/health", "/", "/docs", "/openapi.json", "/static/style.css"):
+        assert ask(app, "GET", path).status_code == 200, path
+
+
+def test_a_known_key_is_let_in_and_its_name_goes_to_the_engine() -> None:
+    client = FakeClient()
+    app = front(client, api_keys=KEYS)
+    for name, key in KEYS:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": "x", "cache_salt": "s"}
+        assert ask(app, "POST", "/v1/completions", json=body, headers=headers).status_code == 200
+        assert client.submitted[-1].tenant == name
+    assert client.submitted[0].salt != client.submitted[1].salt  # keys never share cached prefixes
+
+
+def test_keys_are_kept_only_as_hashes() -> None:
+    assert "sk-alice-key" not in str(vars(front(api_keys=KEYS).keys))
+
+
+# ---- ids, sizes, methods -------------------------------------------------------------------------------------------
+
+
+def test_a_request_id_comes_back_and_a_bad_one_is_replaced() -> None:
+    app = front()
+    assert ask(app, "GET", "/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    for bad in (b"x" * 129, b"a b", b"\xff", b""):
+        given = ask(app, "GET", "/health", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert len(given) == 24
+    assert ask(app, "GET", "/nowhere", headers={"x-request-id": "abc-2"}).headers["x-request-id"] == "abc-2"
+
+
+def test_a_request_id_of_the_client_does_not_name_its_jobs() -> None:
+    client = FakeClient()
+    for _ in range(2):
+        ask(front(client), "POST", "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "same"})
+    assert len({job.id for job in client.submitted}) == 2
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_large_is_a_413(chunked: bool) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 100
+
+    async def work() -> None:
+        body: Any = parts() if chunked else b" " * 2000
+        answer = await ask_async(front(max_body_bytes=1024), "POST", "/v1/completions", content=body, headers=JSON)
+        assert "1024" in error_of(answer, 413)["message"]
+        assert answer.headers["connection"] == "close"
+
+    run(work)
+
+
+def test_a_body_as_large_as_allowed_is_taken() -> None:
+    body = json.dumps({"prompt": "x"}).encode().ljust(1024)
+    assert ask(front(max_body_bytes=1024), "POST", "/v1/completions", content=body, headers=JSON).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
+def test_a_body_that_is_not_said_to_be_json_is_a_415(kind: str) -> None:
+    answer = ask(front(), "POST", "/v1/completions", content=b'{"prompt":"x"}', headers={"content-type": kind})
+    assert "application/json" in error_of(answer, 415)["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"prompt":"\xff"}', b'{"prompt":"\\ud800"}']
+)
+def test_a_body_that_cannot_be_read_is_a_400(body: bytes) -> None:
+    error_of(ask(front(), "POST", "/v1/completions", content=body, headers=JSON), 400)
+
+
+def test_an_unknown_path_is_a_404_and_a_wrong_method_a_405() -> None:
+    app = front()
+    for path in (
+        "/nowhere",
+        "/v1",
+        "/v1/completions/",
+        "/static/nothing.js",
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+    ):
+        error_of(ask(app, "GET", path), 404)
+    for method, path in (("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health"), ("PUT", "/")):
+        answer = ask(app, method, path)
+        assert error_of(answer, 405)["code"] == "method_not_allowed"
+        assert answer.headers["allow"] in ("GET", "POST")
+
+
+def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeClient):
+        def submit(self, job: Any, sink: Any) -> None:
+            raise ZeroDivisionError("secret")
+
+    for stream in (False, True):
+        answer = complete(front(Broken()), prompt="x", stream=stream)
+        error_of(answer, 500)
+        assert "secret" not in answer.text
+    assert "secret" in caplog.text  # the log has it
+
+
+# ---- health, draining, metrics -------------------------------------------------------------------------------------
+
+
+def test_health_follows_the_engine_and_draining() -> None:
+    client = FakeClient()
+    app = front(client)
+    assert (ask(app, "GET", "/health").status_code, ask(app, "GET", "/health").json()) == (200, {"status": "ok"})
+    app.draining = True
+    assert (ask(app, "GET", "/health").status_code, ask(app, "GET", "/health").json()) == (503, {"status": "draining"})
+    app.draining = False
+    client.go_down()
+    assert (ask(app, "GET", "/health").status_code, ask(app, "GET", "/health").json()) == (503, {"status": "down"})
+
+
+def test_while_the_engine_is_down_or_the_server_drains_there_is_a_503_with_retry_after() -> None:
+    client = FakeClient()
+    app = front(client)
+    app.draining = True
+    answer = complete(app, prompt="x")
+    assert error_of(answer, 503)["code"] == "draining"
+    assert int(answer.headers["retry-after"]) > 0
+    app.draining = False
+    client.go_down()
+    answer = complete(app, prompt="x")
+    assert error_of(answer, 503)["code"] == "engine_down"
+    assert int(answer.headers["retry-after"]) > 0
+    assert ask(app, "POST", "/tokenize", json={"prompt": "x"}).status_code == 200  # needs no engine
+
+
+def test_draining_lets_running_requests_finish() -> None:
+    async def work() -> None:
+        client = FakeClient(tick_s=None)
+        app = front(client)
+        asking = asyncio.create_task(ask_async(app, "POST", "/v1/completions", json={"prompt": "x"}))
+        await until(lambda: bool(client.running))
+        assert app.active == 1
+        app.draining = True
+        client.tick()
+        assert (await asking).status_code == 200
+        assert app.active == 0
+
+    run(work)
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def count(self, route: str, status: int) -> None:
+        self.seen.append((route, status))
+
+    def render(self, active: int, info: Any) -> bytes:
+        return f"own_active {active}\nown_up {int(info is not None)}\n".encode()
+
+
+def test_metrics_are_the_engines_and_the_fronts() -> None:
+    client, counted = FakeClient(), Counted()
+    app = front(client, metrics=counted)
+    answer = ask(app, "GET", "/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert answer.text == "shoal_requests_running 0\nown_active 0\nown_up 1\n"
+    client.go_down()
+    assert ask(app, "GET", "/metrics").text == "own_active 0\nown_up 0\n"
+
+
+def test_every_answer_is_counted_by_route_and_status() -> None:
+    counted = Counted()
+    app = front(metrics=counted)
+    complete(app, prompt="x")
+    complete(app, prompt="x", zap=1)
+    ask(app, "GET", "/v1/models/tiny")
+    ask(app, "GET", "/some/path")
+    assert counted.seen == [
+        ("/v1/completions", 200), ("/v1/completions", 400), ("/v1/models/{model}", 200), ("unknown", 404)
+    ]  # fmt: skip
+
+
+# ---- models, tokens, version ---------------------------------------------------------------------------------------
+
+
+def test_models_are_listed_by_all_their_names() -> None:
+    app = front(models=("org/tiny", "b"))
+    cards = ask(app, "GET", "/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["org/tiny", "b"]
+    assert ask(app, "GET", "/v1/models/org/tiny").json()["max_model_len"] == 512
+    assert ask(app, "GET", "/v1/models/b").json()["root"] == "org/tiny"
+    assert error_of(ask(app, "GET", "/v1/models/c"), 404)["code"] == "model_not_found"
+
+
+def test_text_becomes_tokens_and_tokens_text() -> None:
+    app = front()
+    text = "Once upon a time é €"
+    said = ask(app, "POST", "/tokenize", json={"prompt": text, "model": "tiny"}).json()
+    assert said == {"count": len(said["tokens"]), "max_model_len": 512, "tokens": tokenizer().encode(text)}
+    assert ask(app, "POST", "/detokenize", json={"tokens": said["tokens"]}).json() == {"prompt": text}
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = ask(app, "POST", "/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
+    assert tokenizer().decode(chat["tokens"]) == "user: Hi\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, 400),
+        ("/tokenize", {"prompt": "x", "model": "zap"}, 404),
+        ("/detokenize", {"tokens": [10**6]}, 400),
+        ("/detokenize", {"tokens": [-1]}, 400),
+        ("/detokenize", {"tokens": ["x"]}, 400),
+        ("/detokenize", {"tokens": [1], "zap": 1}, 400),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused(path: str, body: Any, status: int) -> None:
+    error_of(ask(front(), "POST", path, json=body), status)
+
+
+def test_tokenizing_without_a_tokenizer_is_refused() -> None:
+    app = front(without_tokenizer=True)
+    error_of(ask(app, "POST", "/tokenize", json={"prompt": "x"}), 400)
+    error_of(ask(app, "POST", "/detokenize", json={"tokens": [1]}), 400)
+
+
+def test_the_version_is_told() -> None:
+    assert ask(front(version="1.2.3"), "GET", "/version").json() == {"version": "1.2.3"}
+
+
+# ---- pages and browsers --------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_was_seen_is_not_sent_again() -> None:
+    app = front()
+    page = ask(app, "GET", "/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    again = ask(app, "GET", "/", headers={"if-none-match": page.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_other_sites_may_call_only_where_they_are_allowed() -> None:
+    asking = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in ask(front(), "GET", "/health", headers=asking).headers
+    app = front(allowed_origins=("https://a.example",), api_keys=KEYS)
+    allowed = ask(app, "OPTIONS", "/v1/completions", headers=asking)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+    other = ask(app, "OPTIONS", "/v1/completions", headers={**asking, "origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers
+    answer = ask(app, "GET", "/v1/models", headers={**asking, "authorization": "Bearer sk-bob-key"})
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+
+
+# ---- the log -------------------------------------------------------------------------------------------------------
+
+
+def logged(caplog: pytest.LogCaptureFixture, answer: httpx.Response) -> dict[str, Any]:
+    """What the log says about an answer."""
+    for record in caplog.records:
+        fields = getattr(record, "fields", {})
+        if record.getMessage() == "request" and fields["id"] == answer.headers["x-request-id"]:
+            return dict(fields)
+    raise AssertionError("the request is not in the log")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line_in_the_log_without_its_prompt(caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    caplog.set_level(logging.DEBUG)
+    fields = logged(caplog, complete(front(), prompt="my secret words", stream=stream))
+    assert fields["status"] == 200
+    assert fields["route"] == "/v1/completions"
+    assert fields["prompt_tokens"] == fields["output_tokens"] == len(tokenizer().encode("my secret words"))
+    assert fields["total_s"] >= fields["ttft_s"] >= 0
+    assert "secret" not in caplog.text
+    assert all("secret" not in str(getattr(record, "fields", "")) for record in caplog.records)
+
+
+def test_the_prompt_is_logged_only_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    fields = logged(caplog, complete(front(log_prompts=True), prompt="my secret words"))
+    assert "my secret words" in fields["body"]

@@ -1,0 +1,143 @@
+"""The API's description: complete, in itself consistent, and true of what is really answered."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import load_all_checks, not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from shoal.server import answers
+from shoal.server.openai import IGNORED, ChatRequest, CompletionRequest
+from tests.server.fake_client import FakeClient
+from tests.server.fronts import ask, chat, complete, events, front
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+OPERATIONS = [
+    ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/tokenize", "POST"), ("/detokenize", "POST"),
+    ("/v1/models", "GET"), ("/v1/models/{model}", "GET"), ("/health", "GET"), ("/version", "GET"), ("/metrics", "GET"),
+    ("/openapi.json", "GET"),
+]  # fmt: skip
+
+
+class AnyGrammar:
+    def check(self, spec: Any) -> None: ...
+
+
+def document() -> dict[str, Any]:
+    found: dict[str, Any] = ask(front(), "GET", "/openapi.json").json()
+    return found
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == "$ref":
+                yield inner
+            else:
+                yield from references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from references(inner)
+
+
+def test_every_reference_leads_somewhere() -> None:
+    found = document()
+    names = {reference.removeprefix("#/components/schemas/") for reference in references(found)}
+    assert names <= set(found["components"]["schemas"])
+
+
+def test_every_operation_is_described_and_nothing_else() -> None:
+    described = {(path, method.upper()) for path, how in document()["paths"].items() for method in how}
+    assert described == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_every_field_is_described_and_no_other_is_allowed(kind: type[msgspec.Struct]) -> None:
+    schema = document()["components"]["schemas"][kind.__name__]
+    assert set(schema["properties"]) == set(kind.__struct_fields__)
+    assert set(IGNORED) <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+
+
+def test_keys_are_described_where_they_are_needed() -> None:
+    assert document()["security"] == []
+    assert ask(front(api_keys=(("a", "sk-12345678"),)), "GET", "/openapi.json").json()["security"] == [{"key": []}]
+
+
+def same(given: Any, kind: Any) -> None:
+    """Read strictly into the described structure, nothing of it is lost."""
+    read = json.loads(msgspec.json.encode(msgspec.json.decode(json.dumps(given), type=kind)))
+    assert without_nulls(read) == without_nulls(given)
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 2}, {"return_token_ids": True}, {"echo": True, "logprobs": 1}])
+def test_events_written_by_hand_are_the_described_structures(more: dict[str, Any]) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for event in events(complete(front(), prompt="Once upon", **options, **more)):
+        same(event, answers.CompletionChunk)
+    if "echo" in more:
+        return
+    more = {"logprobs": True, "top_logprobs": 2} if "logprobs" in more else more
+    for event in events(chat(front(), **options, **more)):
+        same(event, answers.ChatChunk)
+
+
+def test_whole_answers_are_the_described_structures() -> None:
+    same(complete(front(), prompt="Once", logprobs=2, return_token_ids=True).json(), answers.CompletionAnswer)
+    same(chat(front(), logprobs=True, top_logprobs=2, return_token_ids=True).json(), answers.ChatAnswer)
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    load_all_checks()
+    return schemathesis.openapi.from_asgi("/openapi.json", front(FakeClient(), grammars=AnyGrammar()))
+
+
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_generated_requests_get_answers_that_are_described(schema: Any, path: str, method: str) -> None:
+    operation = schema[path][method]
+    modes = [GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if method == "POST" else [])]
+
+    @settings(
+        max_examples=10,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],
+    )
+    @given(case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes]))
+    def work(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and case.meta.generation.mode == GenerationMode.POSITIVE:
+            case.body.pop("model", None)
+        statuses.add(case.call_and_validate(checks=CHECKS).status_code)
+
+    statuses: set[int] = set()
+    work()
+    assert 200 in statuses or path == "/v1/models/{model}", "some of it must have been served"
