@@ -51,7 +51,7 @@ async def run(config: Mapping[str, Any]) -> None:
     tokenizer = load_tokenizer(files, read_template(config["chat_template"]))
     client = ZmqClient(Path(config["folder"]), config["name"])
     client.start()
-    settings = make_settings(serve, files)
+    settings = make_settings(serve, files, config["seed"])
     front = make_app(
         settings,
         client,
@@ -93,7 +93,7 @@ async def drain(front: Front, timeout_s: float) -> None:
         await asyncio.sleep(0.2)  # so that they can be told
 
 
-def make_settings(serve: ServeConfig, files: ModelFiles) -> ServerSettings:
+def make_settings(serve: ServeConfig, files: ModelFiles, seed: int | None) -> ServerSettings:
     return ServerSettings(
         models=serve.served_model_name or (files.name,),
         api_keys=tuple(serve.keys()),
@@ -102,6 +102,7 @@ def make_settings(serve: ServeConfig, files: ModelFiles) -> ServerSettings:
         drain_timeout_s=serve.drain_timeout,
         allowed_origins=serve.allowed_origins,
         log_prompts=serve.log_prompts,
+        seed=seed,
     )
 
 

@@ -17,6 +17,7 @@ from shoal.core.names import pick
 from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
+MAX_QUEUE = 1024  # a server refuses more than so many waiting requests, unless told otherwise
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -86,7 +87,7 @@ def read_options(
     args: argparse.Namespace, environ: Mapping[str, str] | None = None
 ) -> tuple[EngineConfig, ServeConfig]:
     """Both configs, from the flags in `args`, the environment and the file of --config."""
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"max_queue": MAX_QUEUE}
     values |= _from_file(getattr(args, "config", None))
     values |= _from_environment(os.environ if environ is None else environ)
     values |= {name: value for name, value in vars(args).items() if name in TABLE and value is not None}

@@ -115,17 +115,17 @@ class Tab:
         assert "exceptionDetails" not in told, f"{expression}: {told['exceptionDetails']}"
         return told["result"].get("value")
 
-    def wait(self, expression: str) -> Any:
+    def wait(self, expression: str) -> None:
         """Until the expression is true."""
         end_s = time.monotonic() + PATIENCE_S
-        while not (value := self.run(expression)):
+        while not self.run(f"Boolean({expression})"):
             assert time.monotonic() < end_s, f"never true: {expression}\n{self.text()}\n{self.complaints()}"
             time.sleep(0.02)
-        return value
 
     def text(self, selector: str = "body") -> str:
-        """What is written there, hidden parts left out; nothing if there is no such thing."""
-        return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
+        """What can be read there; nothing if there is no such thing or it is hidden."""
+        seen = "(one) => one?.checkVisibility() ? one.innerText : ''"
+        return str(self.run(f"({seen})(document.querySelector({json.dumps(selector)}))"))
 
     def texts(self, selector: str) -> list[str]:
         found = self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.innerText)")

@@ -73,7 +73,7 @@ class Server:
             assert time.monotonic() < end_s, f"waited {limit_s:g} s in vain for {what}\n{self.log()}"
             time.sleep(0.03)
 
-    def log(self, last: int = 6000) -> str:
+    def log(self, last: int = 2500) -> str:
         parts = [f"--- {path.name}\n{path.read_text(errors='replace')[-last:]}" for path in self.logs if path.exists()]
         return "\n".join(parts)
 

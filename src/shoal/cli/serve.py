@@ -92,6 +92,7 @@ def make_children(
             **logs,
             "serve": as_json(serve),
             "model": engine.model,
+            "seed": engine.seed,
             "chat_template": engine.chat_template,
             "listen_fd": listener.fileno(),
             "name": f"{name}.{life}",

@@ -112,7 +112,10 @@ class Exchange:
             **({"key": self.tenant} if self.tenant else {}),
             **self.facts,
         }
-        quiet = self.route in ("/health", "/metrics") and self.status == 200  # asked every few seconds by machines
+        quiet = self.route in ("/health", "/metrics") and self.status in (
+            200,
+            503,
+        )  # asked every few seconds by machines
         log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
 

@@ -5,7 +5,7 @@ event loop never waits. Knows no HTTP beyond its errors, and no engine beyond wh
 """
 
 import asyncio
-import secrets
+import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -74,6 +74,8 @@ class Preparer:
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
         self.info = info
+        # not for secrets, but nobody should guess another's draws unless the operator wants runs repeated
+        self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
         self._grammar_slots = asyncio.Semaphore(settings.grammar_threads)
         self._grammars_waiting = 0
 
@@ -266,7 +268,7 @@ class Preparer:
                 id=f"{id}.{number}",
                 prompt=prompt,
                 params=params,
-                seed=params.seed if params.seed is not None else secrets.randbits(63),
+                seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
                 stop_ids=stop_ids,
                 tenant=tenant,
                 salt=f"{tenant}\n{salt}" if tenant else salt,  # two keys never share cached prefixes

@@ -35,6 +35,7 @@ class ServerSettings:
     default_max_tokens: int | None = 16  # of /v1/completions, as OpenAI has it; None: until the context is full
     default_chat_max_tokens: int | None = None
     log_prompts: bool = False
+    seed: int | None = None  # makes the seeds of requests that bring none repeatable
     grammar_threads: int = 2  # schemas compiled at the same time
     max_waiting_grammars: int = 64  # … and how many may wait for that
     version: str = own_version()

@@ -198,7 +198,7 @@ function answers(responses) {
 }
 
 function endpoint({ path, method, operation, id }) {
-  const heading = make("h4", "", make("span", "method " + method, method.toUpperCase()), " ", make("code", "", path));
+  const heading = make("h4", "", make("span", "method " + method, method.toUpperCase()), make("code", "", path));
   const box = make("section", "endpoint", heading);
   box.id = id;
   if (operation.summary) box.append(make("p", "", make("strong", "", ...prose(operation.summary))));
@@ -231,7 +231,6 @@ function everyEndpoint() {
 function show() {
   const info = spec.info || {};
   document.title = (info.title || "Shoal") + ": the API";
-  page.title.textContent = info.title || "The API";
   page.version.textContent = info.version || "";
   page.about.replaceChildren(...paragraphs(info.description));
   const all = everyEndpoint();

@@ -1,0 +1,144 @@
+"""Where a server's options come from, and which are refused."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import make_parser
+from shoal.config import EngineConfig
+from shoal.errors import BadConfig
+from shoal.serve_config import ServeConfig, as_json, read_options, serve_config_from_json
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def options(*flags: str, environ: dict[str, str] | None = None) -> tuple[EngineConfig, ServeConfig]:
+    return read_options(make_parser().parse_args(["serve", *flags]), environ or {})
+
+
+def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 1\nmax-num-seqs: 2\nblock_size: 8\nserved-model-name: [a, b]\nkv-memory: 1GiB\n")
+    flags = ["--config", str(file), "--port", "3"]
+    engine, serve = options(*flags, environ={"SHOAL_PORT": "2", "SHOAL_MAX_NUM_SEQS": "5", "PATH": "/bin"})
+    assert (serve.port, engine.max_num_seqs, engine.block_size) == (3, 5, 8)
+    assert serve.served_model_name == ("a", "b")
+    assert engine.kv_memory == 2**30
+
+
+def test_everything_has_a_default() -> None:
+    engine, serve = options()
+    assert serve == ServeConfig()
+    assert engine == EngineConfig(max_queue=1024)
+
+
+def test_variables_of_every_kind() -> None:
+    engine, serve = options(
+        environ={
+            "SHOAL_API_KEY": "alice=sk-12345678,sk-abcdefgh",
+            "SHOAL_LOG_PROMPTS": "true",
+            "SHOAL_PREFIX_CACHING": "no",
+            "SHOAL_MAX_BODY": "1MiB",
+            "SHOAL_KV_SHARE": "0.25",
+        }
+    )
+    assert serve.keys() == [("alice", "sk-12345678"), ("key-2", "sk-abcdefgh")]
+    assert serve.log_prompts
+    assert serve.max_body == 2**20
+    assert not engine.prefix_caching
+    assert engine.kv_share == 0.25
+
+
+def test_a_key_with_equals_signs_in_it_is_a_key() -> None:
+    assert ServeConfig(api_key=("c2VjcmV0IGtleQ==",)).keys() == [("key-1", "c2VjcmV0IGtleQ==")]
+
+
+def test_flags_that_users_of_other_servers_know() -> None:
+    engine, serve = options(
+        "model.gguf", "--host", "0.0.0.0", "--gpu-memory-utilization", "0.7", "--max-model-len", "512",
+        "--allowed-origins", "*", "--dtype", "float32", "--max-num-batched-tokens", "256", "--seed", "3",
+    )  # fmt: skip
+    assert (engine.model, engine.kv_share, engine.max_model_len, engine.seed) == ("model.gguf", 0.7, 512, 3)
+    assert (serve.host, serve.allowed_origins) == ("0.0.0.0", ("*",))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot: 1", "did you mean 'port'"),
+        ("- port", "must hold 'option: value' lines"),
+        ("port: [1", "is not YAML"),
+        ("port: hello", "port must be a number"),
+        ("log_prompts: 3", "log_prompts must be true or false"),
+        ("api_key: {a: b}", "api_key must be a list of texts"),
+        ("memory: lots", "unknown memory 'lots'"),
+        ("memory: ondemand\nwhen_short: wait", "would wait for ever"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(BadConfig, match=says):
+        options("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"SHOAL_PROT": "1"}, "did you mean 'port'"),
+        ({"SHOAL_PORT": "x"}, "SHOAL_PORT cannot be 'x'"),
+        ({"SHOAL_CHECK": "maybe"}, "SHOAL_CHECK must be true or false"),
+        ({"SHOAL_KV_MEMORY": "much"}, "cannot read 'much' as a size"),
+    ],
+)
+def test_a_bad_variable_is_refused_by_name(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(BadConfig, match=says):
+        options(environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"port": 70000}, "port must be between"),
+        ({"api_key": ("short",)}, "at least 8 characters"),
+        ({"api_key": ("a=sk-123456789", "b=sk-123456789")}, "each must be its own"),
+        ({"api_key": ("a=sk-123456789", "a=sk-987654321")}, "each must be its own"),
+        ({"ssl_certfile": "x.pem"}, "needs both"),
+        ({"ssl_certfile": "x.pem", "ssl_keyfile": "y.pem"}, "cannot read ssl_certfile"),
+        ({"api_workers": 0}, "api_workers must be at least 1"),
+        ({"drain_timeout": float("nan")}, "drain_timeout must be a number of seconds"),
+        ({"max_body": 3}, "max_body must be at least 1024"),
+    ],
+)
+def test_a_bad_value_is_refused_with_the_reason(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadConfig, match=says):
+        ServeConfig(**given)
+
+
+def test_a_missing_file_is_refused() -> None:
+    with pytest.raises(BadConfig, match="cannot read the config file"):
+        options("--config", "/nowhere/server.yaml")
+
+
+def test_a_config_survives_the_way_to_another_process() -> None:
+    serve = ServeConfig(api_key=("a=sk-123456789",), served_model_name=("x", "y"), port=0)
+    assert serve_config_from_json(json.loads(json.dumps(as_json(serve)))) == serve
+    engine = EngineConfig(max_num_seqs=3)
+    assert EngineConfig(**json.loads(json.dumps(as_json(engine)))) == engine
+
+
+def test_the_docs_name_every_flag() -> None:
+    text = (DOCS / "server.md").read_text()
+    for config in (ServeConfig, EngineConfig):
+        for item in fields(config):
+            flag = "--" + item.name.replace("_", "-")
+            assert item.name == "model" or f"`{flag}`" in text, f"docs/server.md does not mention {flag}"
+
+
+def test_an_unknown_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["serve", "--max-num-seq", "3"])
+    assert "--max-num-seq" in capsys.readouterr().err
