@@ -12,12 +12,11 @@ from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shoal.config import EngineConfig, Options, option, parse_bytes
+from shoal.config import SERVED_QUEUE, EngineConfig, Options, option, parse_bytes
 from shoal.core.names import pick
 from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
-MAX_QUEUE = 1024  # a server refuses more than so many waiting requests, unless told otherwise
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -87,7 +86,7 @@ def read_options(
     args: argparse.Namespace, environ: Mapping[str, str] | None = None
 ) -> tuple[EngineConfig, ServeConfig]:
     """Both configs, from the flags in `args`, the environment and the file of --config."""
-    values: dict[str, Any] = {"max_queue": MAX_QUEUE}
+    values: dict[str, Any] = {"max_queue": SERVED_QUEUE}
     values |= _from_file(getattr(args, "config", None))
     values |= _from_environment(os.environ if environ is None else environ)
     values |= {name: value for name, value in vars(args).items() if name in TABLE and value is not None}

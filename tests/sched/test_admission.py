@@ -287,6 +287,19 @@ def test_who_started_in_time_and_lost_its_blocks_may_wait_on() -> None:
     assert victim.reason is Reason.LENGTH
 
 
+def test_who_started_in_time_and_lost_its_blocks_before_it_said_anything_may_wait_on() -> None:
+    scheduler, executor = started(blocks=4, block_size=4, max_num_batched_tokens=10, watermark=0, max_wait_s=3.0)
+    scheduler.submit(make_request("old", [1] * 8, max_tokens=8), 0.0)
+    victim = make_request("victim", [2] * 8, max_tokens=8, timeout_s=100.0)
+    scheduler.submit(victim, 0.0)
+    step(scheduler, executor, 1.0)
+    step(scheduler, executor, 2.0)
+    assert (victim.state, victim.outputs) == (State.WAITING, 0)
+    while not scheduler.idle:
+        step(scheduler, executor, 50.0)
+    assert victim.reason is Reason.LENGTH
+
+
 def test_a_timeout_holds_beside_the_longest_wait() -> None:
     scheduler, executor = started(max_wait_s=3.0)
     scheduler.submit(make_request("a", [1], max_tokens=50, timeout_s=5.0), 0.0)
@@ -375,6 +388,20 @@ def test_a_sleeping_loop_does_not_wait_beyond_what_it_was_told() -> None:
     assert loop.clock.now_s() == 3.0
     assert ends(loop.turn(until_s=50.0)) == [("a", Reason.REJECTED)]
     assert loop.clock.now_s() == 3.0, "what has happened is told before it sleeps again"
+
+
+def test_a_group_whose_last_members_were_late_is_told_at_once() -> None:
+    scheduler, executor = started(batching="static", group_size=2)
+    scheduler.more_coming = True
+    clock = VirtualClock()
+    loop = EngineLoop(Engine(scheduler), executor, clock, depth=1, check=True)
+    for name in "ab":
+        loop.submit(make_request(name, [1], max_tokens=50, timeout_s=2.0))
+    loop.submit(make_request("waits for a second", [1], timeout_s=100.0))
+    assert loop.turn().finished == []
+    clock.advance(5.0)
+    assert ends(loop.turn()) == [("a", Reason.TIMEOUT), ("b", Reason.TIMEOUT)]
+    assert clock.now_s() == 5.0
 
 
 # ---- requests that were accepted before -----------------------------------------------------------------------------

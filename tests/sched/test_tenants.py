@@ -89,6 +89,13 @@ def test_a_full_bucket_says_exactly_when_there_is_room() -> None:
     come(tenants, request_of("b", 1, prompt=30), now_s=20.0)
 
 
+def test_a_bucket_that_was_empty_for_long_has_not_saved_anything_up() -> None:
+    tenants = limited(tokens_per_minute=60)
+    come(tenants, request_of("a", 1, prompt=10))  # and goes on, so that its tenant is remembered
+    come(tenants, request_of("a", 2, prompt=50), now_s=500.0)
+    assert turned_away(tenants, request_of("a", 3, prompt=30), now_s=500.0) == pytest.approx(20.0)
+
+
 def test_an_empty_bucket_takes_a_prompt_larger_than_the_limit_and_then_none_for_long() -> None:
     tenants = limited(tokens_per_minute=60)
     come(tenants, request_of("a", 1, prompt=600))
@@ -114,7 +121,6 @@ def test_what_is_said_is_charged_once_and_a_cut_gives_nothing_back() -> None:
     tenants.charge([request], 0.0)
     assert turned_away(tenants, request_of("a", 2, prompt=60)) == pytest.approx(30.0)
     del request.tokens[15:]  # a stop string was found in what it had said
-    request.tokens += [1] * 2
     tenants.leave(request, 0.0)
     assert turned_away(tenants, request_of("a", 2, prompt=60)) == pytest.approx(30.0)
 
@@ -150,6 +156,20 @@ def test_the_scheduler_charges_every_token_in_the_pass_that_brings_it(batching: 
         waits.append(refused.value.retry_after_s)
     assert waits == pytest.approx([4.0, 5.0, 6.0, 7.0])
     assert scheduler.idle
+
+
+def test_a_last_token_is_charged_when_it_comes_not_when_it_was_planned() -> None:
+    scheduler = make_scheduler(key_limits=TenantLimits(None, 60))
+    executor = FakeExecutor(scheduler.kv.pool.total, scheduler.kv.block_size)
+    scheduler.submit(make_request("a", [1] * 3, 1, tenant="t"), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    executor.forward(plan)
+    executor.sample(None)
+    scheduler.commit(executor.result(), 100.0)
+    with pytest.raises(RateLimited) as refused:
+        scheduler.submit(make_request("b", [1] * 60, 1, tenant="t"), 100.0)
+    assert refused.value.retry_after_s == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("how", ["abort", "error", "timeout"])

@@ -41,7 +41,8 @@ def bare_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="package")
 def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("tiny-server")
-    with running(folder, tiny_model, *SMALL, "--max-num-seqs", "32", "--max-model-len", "2048") as server:
+    flags = ("--max-num-seqs", "32", "--max-model-len", "2048", "--allowed-origins", "https://page.example")
+    with running(folder, tiny_model, *SMALL, *flags) as server:
         yield server
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import httpx
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-READY = re.compile(r"http://127\.0\.0\.1:([1-9][0-9]*)")
+READY = re.compile(r"https?://127\.0\.0\.1:([1-9][0-9]*)")
 SMALL = ("--dtype", "float32", "--kv-memory", "64MiB", "--threads", "1", "--served-model-name", "tiny")
 START_S, STOP_S, SETTLE_S = 90.0, 60.0, 60.0  # far more than needed: a hang must fail, a slow machine must not
 # the metrics these tests lean on
@@ -46,9 +47,11 @@ class Server:
                 env={**os.environ, **(env or {})},
             )
         self.family: set[int] = set()
+        self.key: str | None = None  # for what the server does not tell everybody
         STARTED.append(self)
         try:
             self.url = self._wait_for_url()
+            self.first_health = self.health()
             self.wait_for("GET /health to answer 200", lambda: self.health() == 200, START_S)
         except BaseException:
             self.kill()
@@ -82,7 +85,7 @@ class Server:
     def health(self) -> int:
         """The status of /health; 0 when nobody answers."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=10).status_code
+            return httpx.get(f"{self.url}/health", timeout=30, verify=False).status_code
         except httpx.TransportError:
             return 0
 
@@ -102,7 +105,8 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Every sample without its labels, summed."""
-        answer = httpx.get(f"{self.url}/metrics", timeout=30)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        answer = httpx.get(f"{self.url}/metrics", headers=headers, timeout=30)
         assert answer.status_code == 200, answer.text
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(answer.text):
@@ -115,7 +119,7 @@ class Server:
 
         def idle() -> bool:
             now = self.metrics()
-            return now[RUNNING] == now[WAITING] == now[HELD] == 0
+            return now.get(RUNNING) == now.get(WAITING) == now.get(HELD) == 0
 
         self.wait_for("zero running, zero waiting and zero blocks held", idle)
 
@@ -161,10 +165,13 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, model: str | Path | None, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+def running(
+    folder: Path, model: str | Path | None, *flags: str, env: dict[str, str] | None = None, key: str | None = None
+) -> Iterator[Server]:
     """A server for the length of a block; SIGTERM must end it with code 0."""
     folder.mkdir(parents=True, exist_ok=True)
     server = Server(folder, model, *flags, env=env)
+    server.key = key
     try:
         yield server
     except BaseException:
@@ -223,15 +230,23 @@ def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def long_stream(server: Server, max_tokens: int = 20_000, key: str | None = None) -> Iterator[Iterator[dict[str, Any]]]:
-    """A stream that has begun and would go on for long; leaving the block hangs up."""
-    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+    """A stream whose first token has come and that would go on for long; leaving the block hangs up."""
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": max_tokens, "seed": 1}
+    body.update(ignore_eos=True, stream=True, return_token_ids=True)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
         assert answer.status_code == 200, answer.read()
         events = events_of(answer.iter_lines())
-        next(events)
-        yield events
+        seen = []
+        while not any(choice.get("token_ids") for event in seen for choice in event["choices"]):
+            seen.append(next(events))
+        yield chain(seen, events)
+
+
+def tokens_in(events: Iterator[dict[str, Any]]) -> list[int]:
+    """The token ids of a stream that was asked to return them."""
+    return [token for event in events for choice in event["choices"] for token in choice.get("token_ids") or []]
 
 
 def raw_request(path: str, body: bytes, method: str = "POST", kind: str = "application/json", **more: str) -> bytes:

@@ -1,5 +1,9 @@
 """The endpoints beside the two that generate, headers, logs, and a model without a tokenizer."""
 
+import json
+import shlex
+import shutil
+import subprocess
 import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -35,6 +39,24 @@ def test_the_default_model_says_what_the_library_says(smol_client: OpenAI, smol_
     assert chat.choices[0].message.content == want
     done = smol_client.completions.create(model=smol_name, prompt=STORY, temperature=0, max_tokens=16)
     assert done.choices[0].text == story
+
+
+# ---- what it prints -------------------------------------------------------------------------------------------------
+
+
+def test_it_says_ready_when_it_is(tiny: Server) -> None:
+    assert tiny.first_health == 200
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_printed_curl_line_works(smol: Server) -> None:
+    (line,) = [line for line in smol.logs[0].read_text().splitlines() if line.strip().startswith("curl ")]
+    with subprocess.Popen(shlex.split(line), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as curl:
+        assert curl.stdout is not None
+        came = [curl.stdout.readline() for _ in range(4)]
+        curl.terminate()
+    assert json.loads(came[0].removeprefix("data: "))["object"] == "chat.completion.chunk"
+    smol.wait_until_idle()
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -239,6 +261,17 @@ def test_logs_have_request_ids_and_never_prompts(tiny: Server, client: OpenAI) -
         client.completions.create(model="tiny", prompt=secret, temperature=-1)
     tiny.wait_for("the request id in its log", lambda: given in tiny.log(10**9))
     assert secret not in tiny.log(10**9)
+
+
+def test_a_browser_may_call_from_the_allowed_page_only(tiny: Server) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+
+    def allowed(origin: str) -> str | None:
+        answer = httpx.options(f"{tiny.url}/v1/chat/completions", headers={"Origin": origin, **asked})
+        return answer.headers.get("access-control-allow-origin")
+
+    assert allowed("https://page.example") == "https://page.example"
+    assert allowed("https://elsewhere.example") is None
 
 
 # ---- a model without a tokenizer ------------------------------------------------------------------------------------

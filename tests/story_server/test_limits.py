@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,9 +26,10 @@ from tests.story_server.servers import (
     assert_error_shape,
     long_stream,
     running,
+    tokens_in,
 )
 
-KEYS = ("sk-alpha", "sk-beta", "sk-gamma", "sk-delta")
+KEYS = ("sk-alpha-0123", "sk-beta-0123", "sk-gamma-0123", "sk-delta-0123")
 
 
 # ---- keys -----------------------------------------------------------------------------------------------------------
@@ -38,12 +40,12 @@ def keyed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Each key may have one request at a time and 6000 tokens a minute."""
     flags = [part for key in KEYS for part in ("--api-key", key)]
     flags += ["--key-max-concurrent", "1", "--key-tokens-per-minute", "6000"]
-    with running(tmp_path_factory.mktemp("keyed"), tiny_model, *SMALL, *flags) as server:
+    with running(tmp_path_factory.mktemp("keyed"), tiny_model, *SMALL, *flags, key=KEYS[0]) as server:
         yield server
 
 
 @pytest.mark.parametrize(
-    "header", [None, "Bearer wrong", "Bearer ", "Basic c2stYWxwaGE6", "sk-alpha", "Bearer sk-alph"]
+    "header", [None, "Bearer wrong", "Bearer", "Basic c2stYWxwaGE6", "sk-alpha-0123", "Bearer sk-alpha-012"]
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_without_a_good_key_it_is_a_401(keyed: Server, header: str | None, path: str) -> None:
@@ -125,7 +127,7 @@ def waiters(server: Server, count: int) -> Iterator[list[Any]]:
     for thread in threads:
         thread.start()
     try:
-        server.wait_for(f"{count} waiting requests", lambda: server.metrics()[WAITING] == count)
+        server.wait_for(f"{count} waiting requests", lambda: server.metrics().get(WAITING) == count)
         yield became
     finally:
         for thread in threads:
@@ -166,14 +168,14 @@ def test_a_deadline_that_passes_in_the_queue_is_a_503(narrow: Server) -> None:
         assert answer.status_code == 503
         assert_error_shape(answer)
         assert next(events)["choices"]
-        assert narrow.metrics()[WAITING] == 0
+        assert narrow.metrics().get(WAITING) == 0
     narrow.wait_until_idle()
 
 
-def test_a_deadline_that_passes_while_it_runs_is_a_503(narrow: Server) -> None:
-    answer = narrow.complete(max_tokens=20_000, ignore_eos=True, timeout=0.5)
-    assert answer.status_code == 503, answer.text[:300]
-    assert_error_shape(answer)
+def test_a_deadline_that_passes_while_it_runs_ends_it_with_what_it_has(narrow: Server) -> None:
+    answer = narrow.complete(max_tokens=20_000, ignore_eos=True, timeout=1.0).json()
+    assert answer["choices"][0]["finish_reason"] == "timeout"
+    assert 0 < answer["usage"]["completion_tokens"] < 20_000
     narrow.wait_until_idle()
 
 
@@ -181,7 +183,8 @@ def test_a_deadline_ends_a_running_stream(narrow: Server) -> None:
     body = {"model": "tiny", "prompt": [5], "max_tokens": 20_000, "ignore_eos": True, "stream": True, "timeout": 1.0}
     answer = narrow.post("/v1/completions", body)
     assert answer.status_code == 200, "it had begun"
-    assert answer.text.count("\n\n") < 20_000
+    assert '"finish_reason":"timeout"' in answer.text
+    assert answer.text.endswith("data: [DONE]\n\n")
     narrow.wait_until_idle()
 
 
@@ -197,9 +200,16 @@ def test_a_client_that_hangs_up_while_it_waits_leaves_the_queue(narrow: Server) 
     with long_stream(narrow) as events:
         with pytest.raises(httpx.ReadTimeout):
             narrow.post("/v1/completions", {"model": "tiny", "prompt": [5]}, timeout_s=0.5)
-        narrow.wait_for("an empty queue", lambda: narrow.metrics()[WAITING] == 0)
-        assert narrow.metrics()[RUNNING] == 1
+        narrow.wait_for("an empty queue", lambda: narrow.metrics().get(WAITING) == 0)
+        assert narrow.metrics().get(RUNNING) == 1
         assert next(events)["choices"]
+    narrow.wait_until_idle()
+
+
+def test_a_client_that_hangs_up_while_it_runs_frees_the_row(narrow: Server) -> None:
+    body = {"model": "tiny", "prompt": [5], "max_tokens": 20_000, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        narrow.post("/v1/completions", body, timeout_s=0.5)
     narrow.wait_until_idle()
 
 
@@ -207,15 +217,15 @@ def test_a_client_that_hangs_up_while_it_waits_leaves_the_queue(narrow: Server) 
 
 
 def test_a_killed_engine_comes_back(narrow: Server) -> None:
-    with long_stream(narrow, 3000) as events:
+    with long_stream(narrow, 300) as events:
+        want = tokens_in(events)
+    with long_stream(narrow, 300) as events:
         (engine,) = narrow.engine_pids()
         os.kill(engine, signal.SIGKILL)
         narrow.wait_for("/health to say 503", lambda: narrow.health() == 503)
         refused = narrow.complete(max_tokens=1)
         assert refused.status_code in (200, 503), "refused while it is down, or kept until it is up"
-        with contextlib.suppress(EOFError, httpx.TransportError):  # the stream goes on or ends, but does not hang
-            for _ in events:
-                pass
+        assert tokens_in(events) == want, "the stream goes on as if nothing had happened"
     narrow.wait_for("/health to say 200 again", lambda: narrow.health() == 200)
     assert narrow.complete(max_tokens=4, ignore_eos=True).json()["usage"]["completion_tokens"] == 4
     assert narrow.engine_pids() != [engine]
@@ -224,6 +234,25 @@ def test_a_killed_engine_comes_back(narrow: Server) -> None:
 
 
 # ---- draining -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_fronts_share_the_work(tiny_model: Path, tmp_path: Path) -> None:
+    with running(tmp_path, tiny_model, *SMALL, "--api-workers", "2") as server:
+        assert all(server.complete(max_tokens=2, ignore_eos=True).status_code == 200 for _ in range(40))
+        server.wait_until_idle()
+        assert server.metrics()["shoal_requests_finished_total"] == 40
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_https(tiny_model: Path, tmp_path: Path) -> None:
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+    subprocess.run(made.split(), cwd=tmp_path, check=True, capture_output=True)
+    flags = ("--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem"))
+    with running(tmp_path, tiny_model, *SMALL, *flags) as server:
+        assert server.url.startswith("https://")
+        assert server.health() == 200
 
 
 def is_refused(server: Server) -> bool:
@@ -236,15 +265,14 @@ def is_refused(server: Server) -> bool:
 def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: Path) -> None:
     with running(tmp_path, tiny_model, *SMALL) as server, server.openai() as before:
         assert before.completions.create(model="tiny", prompt=[5], max_tokens=1).choices  # a connection kept open
-        with long_stream(server, 3000) as events:
+        with long_stream(server, 1200) as events:
             server.terminate()
             server.wait_for("new requests to be refused", lambda: is_refused(server))
             with pytest.raises(APIError) as caught:
                 before.completions.create(model="tiny", prompt=[5], max_tokens=1)
             assert getattr(caught.value, "status_code", 503) == 503
             rest = list(events)  # up to [DONE], or it raises
-        tokens = sum(1 for event in rest if event["choices"])
-        assert tokens >= 2999, "every one after the first, which was read before"
+        assert len(tokens_in(iter(rest))) == 1200
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
         assert server.stop() == 0
 

@@ -139,7 +139,7 @@ def drained(made: Any) -> bytes:
 
 def test_a_slow_reader_is_cut_off_and_slows_nobody(wide: Server) -> None:
     with flood(wide, n=4) as slow:
-        wide.wait_for("the slow reader to run", lambda: wide.metrics()[RUNNING] == 4)
+        wide.wait_for("the slow reader to run", lambda: wide.metrics().get(RUNNING) == 4)
 
         async def others() -> list[list[int] | None]:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:

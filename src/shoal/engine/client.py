@@ -8,7 +8,7 @@ of tokens already there, so none is lost or doubled. Knows no HTTP and no text.
 import asyncio
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,13 @@ class ZmqClient:
             if live.resumes > MOST_RESUMES:
                 self._fail(live, "the engine died several times while it computed this request")
             else:
-                self._say(wire.pack_job(live.number, live.job, live.said))
+                self._say(wire.pack_job(live.number, self._left_of(live), live.said))
+
+    def _left_of(self, live: LiveJob) -> Job:
+        """The job with what is left of its time."""
+        if live.job.timeout_s is None:
+            return live.job
+        return replace(live.job, timeout_s=max(0.001, live.begun_s + live.job.timeout_s - self.clock.now_s()))
 
     # ---- what becomes of jobs -------------------------------------------------------------------------------------
 
@@ -226,10 +232,10 @@ class ZmqClient:
         if self._info is None or said.epoch != self._info.epoch:
             return  # from an engine that is gone
         told: dict[int, LiveJob] = {}
-        for key, packed in said.prompt_logprobs:
+        for key, first, packed in said.prompt_logprobs:
             live = self._live.get(key // wire.SAMPLES)
             if live is not None:
-                fresh = packed[live.prompt_told :] if live.resumes else packed
+                fresh = packed[live.prompt_told + 1 - first :]  # a restarted engine tells some of it again
                 live.prompt_told += len(fresh)
                 live.sink.prompt_logprobs([wire.unpack_logprobs(one) for one in fresh])
         logprobs = dict(said.logprobs) if said.logprobs else {}

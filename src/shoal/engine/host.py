@@ -71,7 +71,7 @@ class Outbox:
         self.tokens: list[int] = []
         self.indexes: list[int] = []
         self.logprobs: list[tuple[int, wire.PackedLogprobs]] = []
-        self.prompt_logprobs: list[tuple[int, list[wire.PackedLogprobs]]] = []
+        self.prompt_logprobs: list[tuple[int, int, list[wire.PackedLogprobs]]] = []
         self.ended: list[tuple[int, str, int | None, int, int, float, str]] = []
         self.refused: list[tuple[int, str, str, float | None]] = []
 
@@ -336,11 +336,11 @@ class Host:
         for admitted in events.admitted:
             if admitted.id in self.owners and not admitted.resumed:
                 self.queue_s[admitted.id] = admitted.waited_s
-        for id, (_, values) in events.prompt_logprobs.items():
+        for id, (first, values) in events.prompt_logprobs.items():
             owner = self.owners.get(id)
             if owner:
                 packed = [wire.pack_logprobs(one) for one in values]
-                self._box(owner.front).prompt_logprobs.append((owner.key, packed))
+                self._box(owner.front).prompt_logprobs.append((owner.key, first, packed))
         logprobs = events.logprobs
         box, front = None, None
         for id, token, index in zip(events.owners, events.tokens, events.indexes, strict=True):

@@ -103,7 +103,7 @@ class Pass(Message):
     tokens: list[int]
     indexes: list[int]  # tokens[i] is output number indexes[i] of keys[i]
     logprobs: list[tuple[int, PackedLogprobs]]  # (place in keys, …)
-    prompt_logprobs: list[tuple[int, list[PackedLogprobs]]]  # (key, …)
+    prompt_logprobs: list[tuple[int, int, list[PackedLogprobs]]]  # (key, position of the first, …)
     # (key, reason, stop token, cached tokens, preemptions, queue_s, error)
     ended: list[tuple[int, str, int | None, int, int, float, str]]
     refused: list[tuple[int, str, str, float | None]]  # (key, kind, message, retry_after_s)

@@ -6,7 +6,7 @@ predict    prompt and a quantile of the output lengths seen before, by tenant an
 """
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Protocol
 
 from shoal.core.request import Request
@@ -59,10 +59,11 @@ class Predict:
 
     ENOUGH = 16  # answers seen before they are believed
     REMEMBERED = 256
+    MOST_KINDS = 4096  # tenants come and go; those not seen for longest are forgotten
 
     def __init__(self, quantile: float = 0.9) -> None:
         self.quantile = quantile
-        self._seen: dict[tuple[str, int], deque[int]] = {}
+        self._seen: OrderedDict[tuple[str, int], deque[int]] = OrderedDict()
 
     def predicted(self, request: Request) -> int:
         """Output tokens, at most max_tokens."""
@@ -80,7 +81,11 @@ class Predict:
         return 0
 
     def learn(self, request: Request) -> None:
-        self._seen.setdefault(_kind(request), deque(maxlen=self.REMEMBERED)).append(request.outputs)
+        kind = _kind(request)
+        self._seen.setdefault(kind, deque(maxlen=self.REMEMBERED)).append(request.outputs)
+        self._seen.move_to_end(kind)
+        if len(self._seen) > self.MOST_KINDS:
+            self._seen.popitem(last=False)
 
 
 def _kind(request: Request) -> tuple[str, int]:

@@ -57,6 +57,7 @@ class Account:
         self.parked = False  # stands in the heap of those to be forgotten
 
     def pour(self, tokens: int, now_s: float) -> None:
+        """Nothing comes back: an answer cut at a stop string has fewer tokens than were charged, and those stay."""
         if self.rate is not None and tokens > 0:
             self.empty_s = max(self.empty_s, now_s) + tokens / self.rate
 
@@ -126,8 +127,7 @@ class Tenants:
 
     def _settle(self, account: Account, request: Request, now_s: float) -> None:
         account.pour(request.outputs - account.charged[request.id], now_s)
-        # an answer cut at a stop string has fewer tokens than were computed: those stay charged
-        account.charged[request.id] = max(account.charged[request.id], request.outputs)
+        account.charged[request.id] = request.outputs
 
     def leave(self, request: Request, now_s: float) -> None:
         """It has ended."""

@@ -7,6 +7,7 @@ for (const part of document.querySelectorAll("[id]")) page[part.id] = part;
 
 const METHODS = ["get", "post", "put", "patch", "delete", "head", "options"];
 const DEPTH = 4; // of fields within fields; a schema may contain itself
+const HUGE = 2 ** 31 - 1; // a limit nobody meets is not worth a word
 let spec = {};
 
 // ---- making elements
@@ -37,8 +38,11 @@ function resolve(thing) {
   return thing || {};
 }
 
+// what it may be; that a field may also be null goes without saying
 function choices(schema) {
-  return schema.anyOf || schema.oneOf || [];
+  const all = (schema.anyOf || schema.oneOf || []).map(resolve);
+  const some = all.filter((one) => one.type !== "null");
+  return some.length ? some : all;
 }
 
 function kind(given, depth = 0) {
@@ -71,16 +75,25 @@ function objectsIn(given, depth = 0) {
 function limits(given) {
   const schema = resolve(given);
   const told = [];
-  const say = (words, value) => value !== undefined && told.push(words + " " + JSON.stringify(value));
+  const say = (words, value) => value !== undefined && value !== null && told.push(words + " " + JSON.stringify(value));
+  const bound = (words, value) => Math.abs(value) < HUGE && told.push(words + " " + value);
   say("default", schema.default);
-  say("at least", schema.minimum);
-  say("above", schema.exclusiveMinimum);
-  say("at most", schema.maximum);
-  say("below", schema.exclusiveMaximum);
-  say("shortest", schema.minLength ?? schema.minItems);
-  say("longest", schema.maxLength ?? schema.maxItems);
-  say("like", schema.pattern);
+  for (const one of choices(schema).length ? choices(schema) : [schema]) {
+    bound("at least", one.minimum);
+    bound("above", one.exclusiveMinimum);
+    bound("at most", one.maximum);
+    bound("below", one.exclusiveMaximum);
+    bound("shortest", one.minLength ?? one.minItems);
+    bound("longest", one.maxLength ?? one.maxItems ?? one.maxProperties);
+    say("like", one.pattern);
+  }
   return told.join(", ");
+}
+
+function meaning(given) {
+  const schema = resolve(given);
+  const said = [given.description, schema.description, ...choices(schema).map((one) => one.description)];
+  return paragraphs(said.find((text) => text && !fields(schema).length));
 }
 
 // ---- tables
@@ -97,17 +110,25 @@ function cell(tag, scope, ...parts) {
 }
 
 function fieldTable(list, depth = 0) {
-  return table(["Field", "Type", "Meaning"], list.map((field) => fieldRow(field, depth)));
+  const sorted = [...list.filter((field) => field.must), ...list.filter((field) => !field.must)];
+  return table(["Field", "Type", "Meaning"], sorted.flatMap((field) => fieldRows(field, depth)));
 }
 
-function fieldRow({ name, schema, must, place }, depth) {
-  const told = resolve(schema);
-  const meaning = paragraphs(schema.description || told.description);
-  if (limits(schema)) meaning.push(make("div", "kind", limits(schema)));
-  if (depth < DEPTH) meaning.push(...objectsIn(schema).map((inner) => inside(name, inner, depth + 1)));
+function fieldRows({ name, schema, must, place }, depth) {
+  const told = meaning(schema);
+  if (limits(schema)) told.push(make("div", "kind", limits(schema)));
   const title = cell("th", "row", make("code", "", name), place ? make("span", "kind", " " + place) : "");
   if (must) title.append(" ", make("span", "must", "required"));
-  return make("tr", "", title, cell("td", "", make("span", "kind", kind(schema))), cell("td", "", ...meaning));
+  const row = make("tr", "", title, cell("td", "", make("span", "kind", kind(schema))), cell("td", "", ...told));
+  return [row, ...more(depth < DEPTH ? objectsIn(schema) : [], name, depth + 1)];
+}
+
+// the fields of a field, in a row of their own below it
+function more(objects, name, depth) {
+  if (!objects.length) return [];
+  const wide = cell("td", "", ...objects.map((inner) => inside(name, inner, depth)));
+  wide.colSpan = 3;
+  return [make("tr", "more", wide)];
 }
 
 function inside(name, schema, depth) {
@@ -146,6 +167,11 @@ function bodyExample(media) {
   return media.example ?? named ?? exampleOf(media.schema || {});
 }
 
+function written(value) {
+  const short = JSON.stringify(value);
+  return short.length < 110 ? short : JSON.stringify(value, null, 2);
+}
+
 function quoted(text) {
   return "'" + text.replaceAll("'", "'\\''") + "'";
 }
@@ -163,7 +189,7 @@ function curl(path, method, operation) {
   }
   const media = jsonOf(resolve(operation.requestBody).content);
   if (media) {
-    lines.push("-H 'Content-Type: application/json'", "-d " + quoted(JSON.stringify(bodyExample(media), null, 1)));
+    lines.push("-H 'Content-Type: application/json'", "-d " + quoted(written(bodyExample(media))));
   }
   return lines.join(" \\\n  ");
 }
@@ -185,16 +211,19 @@ function curlBox(text) {
 // ---- endpoints
 
 function answers(responses) {
-  const rows = Object.entries(responses || {}).map(([status, given]) => {
+  const rows = Object.entries(responses || {}).flatMap(([status, given]) => {
     const response = resolve(given);
-    const told = paragraphs(response.description);
-    for (const inner of objectsIn((jsonOf(response.content) || {}).schema || {})) {
-      told.push(inside("the answer", inner, 1));
-    }
     const types = Object.keys(response.content || {}).join(", ");
-    return make("tr", "", cell("th", "row", make("code", "", status)), cell("td", "", make("span", "kind", types)), cell("td", "", ...told));
+    const row = make(
+      "tr", "", cell("th", "row", make("code", "", status)), cell("td", "", make("span", "kind", types)),
+      cell("td", "", ...paragraphs(response.description)),
+    );
+    const good = status.startsWith("2"); // all errors look alike: their fields are told once, below
+    return [row, ...more(good ? objectsIn((jsonOf(response.content) || {}).schema || {}) : [], "the answer", 1)];
   });
-  return table(["Status", "Content", "Meaning"], rows);
+  const bad = Object.entries(responses || {}).find(([status]) => /^[45]/.test(status));
+  const error = bad && objectsIn((jsonOf(resolve(bad[1]).content) || {}).schema || {})[0];
+  return [table(["Status", "Content", "Meaning"], rows), ...(error ? [inside("an error", error, 1)] : [])];
 }
 
 function endpoint({ path, method, operation, id }) {
@@ -211,7 +240,7 @@ function endpoint({ path, method, operation, id }) {
     }))));
   }
   section("Body", ...bodyTables(jsonOf(resolve(operation.requestBody).content)));
-  section("Answers", answers(operation.responses));
+  section("Answers", ...answers(operation.responses));
   section("Example", curlBox(curl(path, method, operation)));
   return box;
 }
