@@ -3,6 +3,9 @@
 Owns memory, not its use: which block belongs to whom is the KV manager's business.
 """
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +18,17 @@ def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int
     return spec.kv_values_per_token * block_size * dtype.itemsize
 
 
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros that take memory only where they are written, if the device can do that.
+
+    torch.zeros writes every page of a large CPU tensor: seconds for a cache of some gigabytes, most of it never used.
+    """
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)  # the kernel hands out zero pages on first use
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
 class KVStore:
     """Keys and values of all layers: per layer two tensors [blocks, block_size, kv_heads, head_dim]."""
 
@@ -24,7 +38,7 @@ class KVStore:
         # zeros, not empty: 0 x garbage in a masked place would be NaN if the garbage is; untouched pages cost nothing
         self.scratch = blocks  # one block more, for what padding writes
         shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = lazy_zeros(shape, dtype, device)
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.data]
         self.block_size = block_size
 
