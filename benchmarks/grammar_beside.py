@@ -5,7 +5,8 @@
 The default model. The same watched requests run alone, beside as many other plain requests, and beside as many that
 must follow a JSON schema; the three ways take turns. Prints the time between two tokens of the watched requests while
 all are running, and what the grammars cost beside what the same company costs without them. "masks" is the host's time
-per pass for computing masks, which runs while the device computes.
+per pass for computing masks, which runs while the device computes; "device busy" is the share of the time in which it
+did compute, and falls where it had to wait for masks.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from shoal.build import Built, build, need_tokenizer
 from shoal.config import EngineConfig
@@ -60,8 +62,8 @@ class Bench:
         self.masks_s += time.perf_counter() - begun_s
         return masks
 
-    def run(self, way: str) -> tuple[list[float], float]:
-        """(gaps between tokens of the watched requests, mask seconds per pass), both while all are running."""
+    def run(self, way: str) -> list[tuple[float, float, float]]:
+        """(seconds since the pass before, of them the device was busy, for masks) of each pass in which all take part."""
         watched = [Request(f"watched {n}", self.prompt, self.params, seed=n) for n in range(self.requests)]
         others = [Request(f"other {n}", self.prompt, self.params, seed=1000 + n) for n in range(self.requests)]
         if way == "beside grammar":
@@ -70,18 +72,31 @@ class Bench:
         everyone = watched if way == "alone" else watched + others
         for request in everyone:
             self.loop.submit(request)
-        gaps: list[float] = []
-        masks_s: list[float] = []
+        passes: list[tuple[float, float, float]] = []
         last_s: float | None = None
         while not self.loop.idle:
             before_s = self.masks_s
             events = self.loop.turn()
             whole = len(events.owners) == len(everyone)  # else some are not yet there, or have gone
             if whole and last_s is not None:
-                gaps += [events.committed_s - last_s] * len(watched)
-                masks_s.append(self.masks_s - before_s)
+                passes.append((events.committed_s - last_s, events.busy_s, self.masks_s - before_s))
             last_s = events.committed_s if whole else None
-        return gaps, statistics.fmean(masks_s)
+        return passes
+
+
+def figures(way: str, requests: int, passes: list[tuple[float, float, float]]) -> dict[str, Any]:
+    gaps, busy, masks = ([1000 * one[place] for one in passes] for place in range(3))
+    cuts = statistics.quantiles(gaps, n=100)
+    return {
+        "way": way,
+        "requests": requests * (1 if way == "alone" else 2),
+        "passes": len(passes),
+        "mean_ms": statistics.fmean(gaps),
+        "p50_ms": cuts[49],
+        "p99_ms": cuts[98],
+        "masks_ms": statistics.fmean(masks),
+        "busy_share": sum(busy) / sum(gaps),
+    }
 
 
 def main() -> None:
@@ -94,33 +109,17 @@ def main() -> None:
     config = EngineConfig.from_mapping({"max_num_seqs": 2 * args.requests, "prefix_caching": False})
     bench = Bench(build(config), args.requests, args.tokens)
     bench.run("beside grammar")  # everything is loaded and compiled once
-    gaps: dict[str, list[float]] = {way: [] for way in WAYS}
-    masks: dict[str, list[float]] = {way: [] for way in WAYS}
+    passes: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
         for way in WAYS:
-            found, masks_s = bench.run(way)
-            gaps[way] += found
-            masks[way].append(masks_s)
+            passes[way] += bench.run(way)
     bench.loop.close()
-    rows = []
-    for way in WAYS:
-        cuts = statistics.quantiles(gaps[way], n=100)
-        rows.append(
-            {
-                "way": way,
-                "requests": args.requests * (1 if way == "alone" else 2),
-                "gaps": len(gaps[way]),
-                "mean_ms": 1000 * statistics.fmean(gaps[way]),
-                "p50_ms": 1000 * cuts[49],
-                "p99_ms": 1000 * cuts[98],
-                "masks_ms_per_pass": 1000 * statistics.fmean(masks[way]),
-            }
-        )
+    rows = [figures(way, args.requests, passes[way]) for way in WAYS]
     for row in rows:
         print(
             f"{row['way']:<16}{row['requests']:>4} requests   mean {row['mean_ms']:7.1f} ms   "
             f"p50 {row['p50_ms']:7.1f} ms   p99 {row['p99_ms']:7.1f} ms   "
-            f"masks {row['masks_ms_per_pass']:5.1f} ms per pass"
+            f"masks {row['masks_ms']:5.1f} ms   device busy {row['busy_share']:.1%}"
         )
     ratio = {key.removesuffix("_ms"): rows[2][key] / rows[1][key] for key in ("mean_ms", "p50_ms", "p99_ms")}
     print("grammar / plain beside:  " + "   ".join(f"{name} {value:.3f}" for name, value in ratio.items()))

@@ -161,9 +161,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture
 def tab(browser: Browser, base_url: str) -> Iterator[Tab]:
     tab = browser.open(f"{base_url}/")
-    tab.wait("document.getElementById('model').value !== '…' || !document.getElementById('problem').hidden")
+    ready(tab)
     yield tab
     tab.close()
+
+
+def ready(tab: Tab) -> None:
+    """It knows its model, and asks for answers that a slow machine gives quickly."""
+    tab.wait("document.getElementById('model').value !== '…'")
+    tab.run("document.getElementById('max_tokens').value = '16'")
 
 
 def ask(tab: Tab, text: str, whole: bool = True) -> None:
@@ -226,7 +232,7 @@ def test_it_fits_every_screen_in_both_colours(
     tab.look(width=size[0], height=size[1], dark=dark)
     tab.go(f"{base_url}{path}")
     if path == "/":
-        tab.wait("document.getElementById('model').value !== '…'")
+        ready(tab)
         ask(tab, "hello " + "and a long word: " + "x" * 300)
         tab.click("#settings summary")
     else:
@@ -460,8 +466,7 @@ SPEC = {
                 "properties": {
                     "messages": {"type": "array", "items": {"$ref": "#/components/schemas/Message"}},
                     "temperature": {
-                        "anyOf": [{"type": "number"}, {"type": "null"}],
-                        "minimum": 0,
+                        "anyOf": [{"type": "number", "minimum": 0, "maximum": 2**40}, {"type": "null"}],
                         "description": EVIL,
                         "default": 1.0,
                     },
@@ -508,8 +513,9 @@ def test_the_api_page_reads_references_limits_and_schemas_that_hold_themselves(
     assert "messages required" in chat
     assert "list of object" in chat
     assert '"user" or "system"' in chat
-    assert "number or null" in chat
-    assert "default 1, at least 0" in chat
+    assert "number" in chat
+    assert "or null" not in chat
+    assert "default 1, at least 0\n" in chat, "and no limit that nobody meets"
     assert EVIL.replace("`", "") in chat, "a description is text; only `code` is set apart"
     assert tab.run("document.querySelectorAll('#endpoints b, #endpoints img, #about img').length") == 0
     curl = shlex.split(tab.text("#post-v1-chat-completions .curl pre"))

@@ -46,6 +46,7 @@ class Server:
                 start_new_session=True,
                 env={**os.environ, **(env or {})},
             )
+        self.http = httpx.Client(timeout=120, verify=False)  # reading certificates for every request takes longer
         self.family: set[int] = set()
         self.key: str | None = None  # for what the server does not tell everybody
         STARTED.append(self)
@@ -85,7 +86,7 @@ class Server:
     def health(self) -> int:
         """The status of /health; 0 when nobody answers."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=30, verify=False).status_code
+            return self.http.get(f"{self.url}/health").status_code
         except httpx.TransportError:
             return 0
 
@@ -97,7 +98,7 @@ class Server:
 
     def post(self, path: str, body: Any, key: str | None = None, timeout_s: float = 120) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=timeout_s)
+        return self.http.post(f"{self.url}{path}", json=body, headers=headers, timeout=timeout_s)
 
     def complete(self, **body: Any) -> httpx.Response:
         key = body.pop("key", None)
@@ -106,7 +107,7 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Every sample without its labels, summed."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        answer = httpx.get(f"{self.url}/metrics", headers=headers, timeout=30)
+        answer = self.http.get(f"{self.url}/metrics", headers=headers)
         assert answer.status_code == 200, answer.text
         sums: dict[str, float] = {}
         for family in text_string_to_metric_families(answer.text):
@@ -145,8 +146,13 @@ class Server:
         except (subprocess.TimeoutExpired, AssertionError):
             self.kill()
             raise
-        STARTED.remove(self)
+        self.forget()
         return code
+
+    def forget(self) -> None:
+        """It has ended."""
+        self.http.close()
+        STARTED.remove(self)
 
     def wait_until_family_is_gone(self, limit_s: float = 20) -> None:
         end_s = time.monotonic() + limit_s
@@ -161,7 +167,7 @@ class Server:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
         if self in STARTED:
-            STARTED.remove(self)
+            self.forget()
 
 
 @contextmanager

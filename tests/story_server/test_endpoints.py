@@ -122,13 +122,13 @@ def test_bad_tokenizer_requests_are_refused(tiny: Server, path: str, body: Any) 
 
 
 def test_version_and_health(tiny: Server) -> None:
-    assert httpx.get(f"{tiny.url}/version").json()["version"] == version("shoal")
-    assert httpx.get(f"{tiny.url}/health").status_code == 200
+    assert tiny.http.get(f"{tiny.url}/version").json()["version"] == version("shoal")
+    assert tiny.http.get(f"{tiny.url}/health").status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_pages_for_people_are_html(tiny: Server, path: str) -> None:
-    answer = httpx.get(f"{tiny.url}{path}", follow_redirects=True)
+    answer = tiny.http.get(f"{tiny.url}{path}", follow_redirects=True)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
     assert "<html" in answer.text.lower()
@@ -136,13 +136,13 @@ def test_pages_for_people_are_html(tiny: Server, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_pages_load_nothing_from_elsewhere(tiny: Server, path: str) -> None:
-    text = httpx.get(f"{tiny.url}{path}", follow_redirects=True).text.lower()
+    text = tiny.http.get(f"{tiny.url}{path}", follow_redirects=True).text.lower()
     for loaded in ('src="http', "src='http", 'src="//', '<link rel="stylesheet" href="http', "@import", "cdn."):
         assert loaded not in text
 
 
 def test_the_schema_is_served_and_lists_every_endpoint(tiny: Server) -> None:
-    schema = httpx.get(f"{tiny.url}/openapi.json").json()
+    schema = tiny.http.get(f"{tiny.url}/openapi.json").json()
     assert schema["openapi"].startswith("3.")
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health"} <= set(
         schema["paths"]
@@ -173,14 +173,14 @@ FAMILIES = [
 @pytest.mark.parametrize("words", FAMILIES)
 def test_metrics_tell(tiny: Server, client: OpenAI, words: str) -> None:
     client.completions.create(model="tiny", prompt=STORY, max_tokens=4)
-    text = httpx.get(f"{tiny.url}/metrics").text
+    text = tiny.http.get(f"{tiny.url}/metrics").text
     names = [family.name for family in text_string_to_metric_families(text)]
     ours = [name for name in names if name.startswith("shoal_")]
     assert any(word in name for name in ours for word in words.split("|")), ours
 
 
 def test_metrics_are_prometheus_text_and_count_tokens(tiny: Server, client: OpenAI) -> None:
-    answer = httpx.get(f"{tiny.url}/metrics")
+    answer = tiny.http.get(f"{tiny.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     before = tiny.metrics()
     assert {RUNNING, WAITING, HELD} <= set(before)
@@ -196,10 +196,10 @@ def test_metrics_are_prometheus_text_and_count_tokens(tiny: Server, client: Open
 def test_a_request_id_comes_back(tiny: Server) -> None:
     given = f"mine-{uuid.uuid4()}"
     body = {"model": "tiny", "prompt": "fish", "max_tokens": 1}
-    answer = httpx.post(f"{tiny.url}/v1/completions", json=body, headers={"X-Request-Id": given})
+    answer = tiny.http.post(f"{tiny.url}/v1/completions", json=body, headers={"X-Request-Id": given})
     assert answer.headers["x-request-id"] == given
-    one = httpx.post(f"{tiny.url}/v1/completions", json=body).headers["x-request-id"]
-    other = httpx.post(f"{tiny.url}/v1/completions", json=body).headers["x-request-id"]
+    one = tiny.http.post(f"{tiny.url}/v1/completions", json=body).headers["x-request-id"]
+    other = tiny.http.post(f"{tiny.url}/v1/completions", json=body).headers["x-request-id"]
     assert one
     assert one != other
 
@@ -215,11 +215,11 @@ def test_streams_and_refusals_have_a_request_id_too(tiny: Server) -> None:
 
 
 def test_two_requests_with_one_id_are_both_served(tiny: Server) -> None:
-    body = {"model": "tiny", "prompt": "fish", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": "fish", "max_tokens": 150, "stream": True, "ignore_eos": True}
     headers = {"X-Request-Id": "the-same"}
-    with httpx.stream("POST", f"{tiny.url}/v1/completions", json=body, headers=headers, timeout=60) as long:
+    with tiny.http.stream("POST", f"{tiny.url}/v1/completions", json=body, headers=headers, timeout=60) as long:
         assert long.status_code == 200
-        short = httpx.post(f"{tiny.url}/v1/completions", json={**body, "max_tokens": 2}, headers=headers)
+        short = tiny.http.post(f"{tiny.url}/v1/completions", json={**body, "max_tokens": 2}, headers=headers)
         assert short.status_code == 200
         assert short.text.endswith("data: [DONE]\n\n")
         assert long.read().endswith(b"data: [DONE]\n\n")
@@ -228,7 +228,7 @@ def test_two_requests_with_one_id_are_both_served(tiny: Server) -> None:
 @pytest.mark.parametrize("given", ["x" * 5000, "a b;c", "%0d%0aX-Evil: 1"], ids=["long", "spaces", "escapes"])
 def test_an_odd_request_id_does_no_harm(tiny: Server, given: str) -> None:
     body = {"model": "tiny", "prompt": "fish", "max_tokens": 1}
-    answer = httpx.post(f"{tiny.url}/v1/completions", json=body, headers={"X-Request-Id": given})
+    answer = tiny.http.post(f"{tiny.url}/v1/completions", json=body, headers={"X-Request-Id": given})
     assert answer.status_code in (200, 400, 431)
     assert "x-evil" not in answer.headers
 
@@ -267,7 +267,7 @@ def test_a_browser_may_call_from_the_allowed_page_only(tiny: Server) -> None:
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
 
     def allowed(origin: str) -> str | None:
-        answer = httpx.options(f"{tiny.url}/v1/chat/completions", headers={"Origin": origin, **asked})
+        answer = tiny.http.options(f"{tiny.url}/v1/chat/completions", headers={"Origin": origin, **asked})
         return answer.headers.get("access-control-allow-origin")
 
     assert allowed("https://page.example") == "https://page.example"

@@ -19,7 +19,6 @@ from tests.story_server.servers import (
     RESTARTS,
     RUNNING,
     SMALL,
-    STARTED,
     STOP_S,
     WAITING,
     Server,
@@ -50,7 +49,7 @@ def keyed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_without_a_good_key_it_is_a_401(keyed: Server, header: str | None, path: str) -> None:
     headers = {"Authorization": header} if header else {}
-    answer = httpx.post(f"{keyed.url}{path}", json={"model": "tiny", "prompt": "x"}, headers=headers)
+    answer = keyed.http.post(f"{keyed.url}{path}", json={"model": "tiny", "prompt": "x"}, headers=headers)
     assert answer.status_code == 401
     error = assert_error_shape(answer)
     assert not any(key in error["message"] for key in KEYS)
@@ -58,13 +57,13 @@ def test_without_a_good_key_it_is_a_401(keyed: Server, header: str | None, path:
 
 def test_a_key_with_odd_bytes_is_a_401(keyed: Server) -> None:
     headers = {b"Authorization": b"Bearer \xff\xfe"}
-    answer = httpx.post(f"{keyed.url}/v1/completions", json={"model": "tiny", "prompt": "x"}, headers=headers)
+    answer = keyed.http.post(f"{keyed.url}/v1/completions", json={"model": "tiny", "prompt": "x"}, headers=headers)
     assert answer.status_code == 401
 
 
 def test_health_needs_no_key_but_the_models_do(keyed: Server) -> None:
-    assert httpx.get(f"{keyed.url}/health").status_code == 200
-    assert httpx.get(f"{keyed.url}/v1/models").status_code == 401
+    assert keyed.http.get(f"{keyed.url}/health").status_code == 200
+    assert keyed.http.get(f"{keyed.url}/v1/models").status_code == 401
     with keyed.openai("wrong") as client, pytest.raises(AuthenticationError):
         client.models.list()
 
@@ -87,7 +86,7 @@ def test_a_key_has_so_many_requests_at_once(keyed: Server) -> None:
         assert refused.status_code == 429
         assert_error_shape(refused)
         assert keyed.complete(max_tokens=1, key=beta).status_code == 200, "one key's limit is not another's"
-        assert next(events)["choices"], "who runs is not disturbed"
+        goes_on(events)
     keyed.wait_until_idle()
     assert keyed.complete(max_tokens=1, key=alpha).status_code == 200, "its place is free again"
 
@@ -113,8 +112,8 @@ def test_a_key_has_so_many_tokens_a_minute(keyed: Server) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One runs, two wait, at most four seconds."""
-    flags = ("--max-num-seqs", "1", "--max-queue", "2", "--max-wait", "4")
+    """One runs, two wait, at most five seconds."""
+    flags = ("--max-num-seqs", "1", "--max-queue", "2", "--max-wait", "5")
     with running(tmp_path_factory.mktemp("narrow"), tiny_model, *SMALL, *flags) as server:
         yield server
 
@@ -134,31 +133,30 @@ def waiters(server: Server, count: int) -> Iterator[list[Any]]:
             thread.join()
 
 
+def goes_on(events: Iterator[dict[str, Any]]) -> None:
+    """The one that runs is not disturbed."""
+    for _ in range(100):
+        assert next(events)["choices"][0]["finish_reason"] is None
+
+
 def test_a_full_queue_is_a_429_with_retry_after(narrow: Server) -> None:
-    with long_stream(narrow) as events:
-        with waiters(narrow, 2) as became:
-            with narrow.openai() as client, pytest.raises(RateLimitError) as caught:
-                client.completions.create(model="tiny", prompt=[5], max_tokens=1)
-            assert float(caught.value.response.headers["retry-after"]) >= 0
-            assert_error_shape(caught.value.response)
-            assert next(events)["choices"], "who runs is not disturbed"
-        assert {answer.status_code for answer in became} == {503}, "--max-wait passed for those who waited"
+    with contextlib.ExitStack() as later, long_stream(narrow) as events:
+        became = later.enter_context(waiters(narrow, 2))
+        with narrow.openai() as client, pytest.raises(RateLimitError) as caught:
+            client.completions.create(model="tiny", prompt=[5], max_tokens=1)
+        assert float(caught.value.response.headers["retry-after"]) >= 1
+        assert_error_shape(caught.value.response)
+        goes_on(events)
+    assert [answer.status_code for answer in became] == [200, 200], "they took the place of the one that hung up"
     narrow.wait_until_idle()
-    assert narrow.complete(max_tokens=1).status_code == 200
 
 
 def test_a_stream_meets_a_full_queue_as_a_429_too(narrow: Server) -> None:
-    with long_stream(narrow), waiters(narrow, 2):
+    with contextlib.ExitStack() as later, long_stream(narrow):
+        later.enter_context(waiters(narrow, 2))
         answer = narrow.complete(max_tokens=1, stream=True)
         assert answer.status_code == 429
         assert_error_shape(answer)
-    narrow.wait_until_idle()
-
-
-def test_a_waiter_takes_the_place_of_one_that_hangs_up(narrow: Server) -> None:
-    with contextlib.ExitStack() as later, long_stream(narrow):
-        became = later.enter_context(waiters(narrow, 1))
-    assert [answer.status_code for answer in became] == [200]
     narrow.wait_until_idle()
 
 
@@ -167,7 +165,7 @@ def test_a_deadline_that_passes_in_the_queue_is_a_503(narrow: Server) -> None:
         answer = narrow.complete(max_tokens=1, timeout=0.3)
         assert answer.status_code == 503
         assert_error_shape(answer)
-        assert next(events)["choices"]
+        goes_on(events)
         assert narrow.metrics().get(WAITING) == 0
     narrow.wait_until_idle()
 
@@ -202,7 +200,7 @@ def test_a_client_that_hangs_up_while_it_waits_leaves_the_queue(narrow: Server) 
             narrow.post("/v1/completions", {"model": "tiny", "prompt": [5]}, timeout_s=0.5)
         narrow.wait_for("an empty queue", lambda: narrow.metrics().get(WAITING) == 0)
         assert narrow.metrics().get(RUNNING) == 1
-        assert next(events)["choices"]
+        goes_on(events)
     narrow.wait_until_idle()
 
 
@@ -257,7 +255,9 @@ def test_https(tiny_model: Path, tmp_path: Path) -> None:
 
 def is_refused(server: Server) -> bool:
     try:
-        return httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": [5]}).status_code == 503
+        return (
+            server.http.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": [5]}).status_code == 503
+        )
     except httpx.TransportError:
         return True
 
@@ -265,14 +265,14 @@ def is_refused(server: Server) -> bool:
 def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: Path) -> None:
     with running(tmp_path, tiny_model, *SMALL) as server, server.openai() as before:
         assert before.completions.create(model="tiny", prompt=[5], max_tokens=1).choices  # a connection kept open
-        with long_stream(server, 1200) as events:
+        with long_stream(server, 700) as events:
             server.terminate()
             server.wait_for("new requests to be refused", lambda: is_refused(server))
             with pytest.raises(APIError) as caught:
                 before.completions.create(model="tiny", prompt=[5], max_tokens=1)
             assert getattr(caught.value, "status_code", 503) == 503
             rest = list(events)  # up to [DONE], or it raises
-        assert len(tokens_in(iter(rest))) == 1200
+        assert len(tokens_in(iter(rest))) == 700
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
         assert server.stop() == 0
 
@@ -289,13 +289,14 @@ def test_the_drain_timeout_cuts_what_still_runs(tiny_model: Path, tmp_path: Path
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_control_c_ends_it_as_well(tiny_model: Path, tmp_path: Path) -> None:
     with running(tmp_path, tiny_model, *SMALL) as server:
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(STOP_S) in (0, 130)
         server.wait_until_family_is_gone()
         assert "Traceback" not in server.log(10**9)
-        STARTED.remove(server)
+        server.forget()
 
 
 @pytest.mark.slow
@@ -304,7 +305,7 @@ def test_a_killed_front_leaves_no_engine_behind(tiny_model: Path, tmp_path: Path
         server.process.kill()
         server.process.wait(STOP_S)
         server.wait_until_family_is_gone()
-        STARTED.remove(server)
+        server.forget()
 
 
 # ---- flags, files, variables ----------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ def test_a_file_and_variables_are_heard_and_flags_win(tiny_model: Path, tmp_path
     (tmp_path / "shoal.yaml").write_text("served_model_name: from-file\nmax_model_len: 77\nmax_queue: 5\n")
     flags = (*SMALL[:-2], "--config", str(tmp_path / "shoal.yaml"), "--max-model-len", "99")
     with running(tmp_path / "logs", tiny_model, *flags, env={"SHOAL_API_KEY": "from-variable"}) as server:
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert server.http.get(f"{server.url}/v1/models").status_code == 401
         with server.openai("from-variable") as client:
             assert [model.id for model in client.models.list().data] == ["from-file"]
             with pytest.raises(APIStatusError, match="99"):

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from openai import BadRequestError, OpenAI
 
@@ -245,7 +244,7 @@ BODIES: dict[str, bytes] = {
 @pytest.mark.parametrize("name", BODIES)
 def test_a_body_that_is_no_request_is_a_4xx(tiny: Server, path: str, name: str) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{tiny.url}{path}", content=BODIES[name], headers=headers, timeout=60)
+    answer = tiny.http.post(f"{tiny.url}{path}", content=BODIES[name], headers=headers, timeout=60)
     assert 400 <= answer.status_code < 500, answer.text[:500]
     assert_error_shape(answer)
 
@@ -254,7 +253,7 @@ def test_a_body_that_is_no_request_is_a_4xx(tiny: Server, path: str, name: str) 
 @pytest.mark.parametrize("name", ["empty", "null", "list", "no-utf8", "deep-list", "deep-object", "no-json"])
 def test_the_tokenizer_endpoints_stand_the_same(tiny: Server, path: str, name: str) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(f"{tiny.url}{path}", content=BODIES[name], headers=headers, timeout=60)
+    answer = tiny.http.post(f"{tiny.url}{path}", content=BODIES[name], headers=headers, timeout=60)
     assert 400 <= answer.status_code < 500, answer.text[:500]
     assert_error_shape(answer)
 
@@ -276,7 +275,7 @@ def test_odd_characters_are_text_like_any_other(tiny: Server, text: str) -> None
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 def test_a_wrong_method_is_a_405(tiny: Server, method: str, path: str) -> None:
-    answer = httpx.request(method, f"{tiny.url}{path}")
+    answer = tiny.http.request(method, f"{tiny.url}{path}")
     assert answer.status_code == 405
     assert_error_shape(answer)
     assert "POST" in answer.headers["allow"]
@@ -284,14 +283,14 @@ def test_a_wrong_method_is_a_405(tiny: Server, method: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/metrics"])
 def test_posting_to_a_page_is_a_405(tiny: Server, path: str) -> None:
-    answer = httpx.post(f"{tiny.url}{path}", json={})
+    answer = tiny.http.post(f"{tiny.url}{path}", json={})
     assert answer.status_code == 405
     assert_error_shape(answer)
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v2/completions", "/%00", "/..%2f..%2fetc"])
 def test_an_unknown_path_is_a_404(tiny: Server, path: str) -> None:
-    answer = httpx.post(f"{tiny.url}{path}", json=COMPLETION)
+    answer = tiny.http.post(f"{tiny.url}{path}", json=COMPLETION)
     assert answer.status_code in (400, 404, 405)
     assert_error_shape(answer)
 
@@ -300,20 +299,20 @@ def test_an_unknown_path_is_a_404(tiny: Server, path: str) -> None:
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "image/png"]
 )
 def test_a_wrong_content_type_is_a_4xx(tiny: Server, kind: str) -> None:
-    answer = httpx.post(f"{tiny.url}/v1/completions", content=GOOD, headers={"Content-Type": kind})
+    answer = tiny.http.post(f"{tiny.url}/v1/completions", content=GOOD, headers={"Content-Type": kind})
     assert 400 <= answer.status_code < 500
     assert_error_shape(answer)
 
 
 def test_a_charset_is_no_wrong_content_type(tiny: Server) -> None:
     headers = {"Content-Type": "application/json; charset=utf-8"}
-    assert httpx.post(f"{tiny.url}/v1/completions", content=GOOD, headers=headers).status_code == 200
+    assert tiny.http.post(f"{tiny.url}/v1/completions", content=GOOD, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "nonsense"])
 def test_a_compressed_body_is_a_4xx(tiny: Server, encoding: str) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
-    answer = httpx.post(f"{tiny.url}/v1/completions", content=b"\x1f\x8b\x08garbage", headers=headers)
+    answer = tiny.http.post(f"{tiny.url}/v1/completions", content=b"\x1f\x8b\x08garbage", headers=headers)
     assert 400 <= answer.status_code < 500
     assert_error_shape(answer)
 

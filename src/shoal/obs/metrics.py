@@ -254,7 +254,7 @@ class FrontMetrics(Collector):
         self.answers[route_of(route), str(status)] += 1
 
     def render(self, active: int, info: EngineInfo | None) -> bytes:
-        """All of it as Prometheus text; the engine's own follows it."""
+        """All of it as Prometheus text; it may stand before or after the engine's."""
         self._active, self._up = active, info is not None
         if info is not None:
             self._restarts = max(self._restarts, info.epoch)  # while it is down the last number stands

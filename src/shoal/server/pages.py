@@ -19,7 +19,7 @@ KINDS = {
 PAGES = {"/": "index.html", "/docs": "docs.html"}
 # Pages run only what stands in their own files and talk only to this server.
 POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     b"font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 

@@ -78,16 +78,18 @@ function limits(given) {
   const say = (words, value) => value !== undefined && value !== null && told.push(words + " " + JSON.stringify(value));
   const bound = (words, value) => Math.abs(value) < HUGE && told.push(words + " " + value);
   say("default", schema.default);
-  for (const one of choices(schema).length ? choices(schema) : [schema]) {
+  for (const one of [schema, ...choices(schema)]) {
     bound("at least", one.minimum);
     bound("above", one.exclusiveMinimum);
     bound("at most", one.maximum);
     bound("below", one.exclusiveMaximum);
-    bound("shortest", one.minLength ?? one.minItems);
+    const least = one.minLength ?? one.minItems;
+    if (least === 1) told.push("not empty");
+    else bound("shortest", least || undefined);
     bound("longest", one.maxLength ?? one.maxItems ?? one.maxProperties);
     say("like", one.pattern);
   }
-  return told.join(", ");
+  return [...new Set(told)].join(", ");
 }
 
 function meaning(given) {
