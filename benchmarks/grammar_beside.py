@@ -63,7 +63,7 @@ class Bench:
         return masks
 
     def run(self, way: str) -> list[tuple[float, float, float]]:
-        """(seconds since the pass before, of them the device was busy, for masks) of each pass in which all take part."""
+        """(seconds since the pass before, device busy, masks) of each pass in which all take part."""
         watched = [Request(f"watched {n}", self.prompt, self.params, seed=n) for n in range(self.requests)]
         others = [Request(f"other {n}", self.prompt, self.params, seed=1000 + n) for n in range(self.requests)]
         if way == "beside grammar":

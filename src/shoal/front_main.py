@@ -66,12 +66,23 @@ async def run(config: Mapping[str, Any]) -> None:
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     serving = asyncio.create_task(server.serve([socket.socket(fileno=config["listen_fd"])]))
-    say_ready(config["ready_fd"])
+    say_ready(config["ready_fd"], up=False)
+    watching = asyncio.create_task(say_up(client, config["ready_fd"]))
     await wait_for_first(stopping, serving)
+    watching.cancel()
     await drain(front, serve.drain_timeout)
-    server.should_exit = server.force_exit = True
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=2.0)  # what is not a generation is short
+    server.force_exit = True
     await serving
     await client.close()
+
+
+async def say_up(client: ZmqClient, ready_fd: int) -> None:
+    """Tell the supervisor when requests can be served."""
+    while client.info is None:
+        await asyncio.sleep(0.02)
+    say_ready(ready_fd)
 
 
 async def wait_for_first(stopping: asyncio.Event, serving: "asyncio.Task[None]") -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.story_server.servers import RUNNING, SMALL, Server, connect, raw_request, running
+from tests.story_server.servers import HELD, RESTARTS, RUNNING, SMALL, WAITING, Server, connect, raw_request, running
 
 STREAMS = 300
 MIB = 2**20
@@ -159,3 +160,24 @@ def test_a_reader_that_is_only_slow_to_begin_is_served(wide: Server) -> None:
         wide.wait_until_idle()
         asyncio.run(asyncio.sleep(3))
         assert b"data: [DONE]" in drained(late)
+
+
+@pytest.mark.slow
+def test_a_very_long_pass_blinds_nobody(tiny_model: Path, tmp_path: Path) -> None:
+    """A pass of many seconds: /health and /metrics go on answering in full, and nobody takes the engine for dead."""
+    flags = ("--max-num-batched-tokens", "32768", "--max-model-len", "32768")
+    with running(tmp_path, tiny_model, *SMALL, *flags) as server:
+        became: list[int] = []
+        prompt = [5 + i % 300 for i in range(32_000)]
+        asking = threading.Thread(
+            target=lambda: became.append(server.complete(prompt=prompt, max_tokens=1).status_code)
+        )
+        asking.start()
+        seen: list[tuple[int, dict[str, float]]] = []
+        while asking.is_alive():
+            seen.append((server.health(), server.metrics()))
+        asking.join()
+        assert became == [200]
+        assert {health for health, _ in seen} == {200}
+        assert all({RUNNING, WAITING, HELD} <= set(told) for _, told in seen)
+        assert {told[RESTARTS] for _, told in seen} == {0}

@@ -157,6 +157,16 @@ def test_a_bad_value_is_a_400_that_names_it(tiny: Server, path: str, name: str, 
     assert len(error["message"]) < 2000, "a huge value is not sent back"
 
 
+NUMBERS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [5e-324, 1e-200, 1e-45, 1e-38, 1e-20])
+def test_a_number_that_is_almost_nothing_does_no_harm(tiny: Server, name: str, value: float) -> None:
+    answer = tiny.complete(prompt="fish", max_tokens=4, ignore_eos=True, **{name: value})
+    assert answer.status_code in (200, 400), answer.text
+
+
 @pytest.mark.parametrize(("path", "name"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
 def test_a_missing_field_is_a_400_that_names_it(tiny: Server, path: str, name: str) -> None:
     answer = tiny.post(path, {"model": "tiny"})

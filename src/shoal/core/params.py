@@ -116,8 +116,8 @@ def _check_numbers(p: SamplingParams) -> None:
             raise BadParameter("top_p must be above 0; for greedy decoding set temperature to 0")
     if p.min_p is not None:
         _between("min_p", p.min_p, 0, 1)
-    if p.repetition_penalty is not None and not 0 < _number("repetition_penalty", p.repetition_penalty) <= 10:
-        raise BadParameter(f"repetition_penalty must be above 0 and at most 10, not {p.repetition_penalty!r}")
+    if p.repetition_penalty is not None:
+        _between("repetition_penalty", p.repetition_penalty, 0.01, 10)  # scores are divided by it
     _between("presence_penalty", p.presence_penalty, -2, 2)
     _between("frequency_penalty", p.frequency_penalty, -2, 2)
     for token, bias in (p.logit_bias or {}).items():

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 PING_S = 1.0
 ANSWER_S = 5.0  # longest wait for an answer to a question
+FRESH_S = 1.0  # longest wait for fresh metrics: a pass may take long, and the last ones are better than none
 MOST_RESUMES = 3  # a job that was there when the engine died so often is not tried again
 
 
@@ -62,6 +63,7 @@ class ZmqClient:
         self._numbers: dict[str, int] = {}  # by job id
         self._count = 0
         self._questions: dict[int, Question] = {}
+        self._metrics: str | None = None  # what the engine said last
         self._tasks: list[asyncio.Task[None]] = []
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -85,7 +87,7 @@ class ZmqClient:
         socket.setsockopt(zmq.LINGER, 200)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for an engine that is not there
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
@@ -147,8 +149,11 @@ class ZmqClient:
         self._questions[number] = question
         try:
             self._say(wire.Ask(number, what))
-            text = await asyncio.wait_for(question.answer, ANSWER_S)
+            wait_s = FRESH_S if what == "metrics" and self._metrics is not None else ANSWER_S
+            text = await asyncio.wait_for(question.answer, wait_s)
         except TimeoutError:
+            if what == "metrics" and self._metrics is not None:
+                return self._metrics
             raise EngineDown(
                 f"the engine has not answered for {ANSWER_S:g} s; it may be busy with a long pass"
             ) from None
@@ -177,7 +182,7 @@ class ZmqClient:
     def _gone(self) -> None:
         if self._info is not None:
             log.warning("the engine is gone; %d jobs wait for the next one", len(self._live))
-        self._info = None
+        self._info = self._metrics = None
         for question in self._questions.values():
             if not question.answer.done():
                 question.answer.set_exception(EngineDown("the engine went away before it answered", 5.0))
@@ -203,6 +208,8 @@ class ZmqClient:
                 log.exception("a message of the engine could not be taken")
 
     def _answered(self, said: wire.Answer) -> None:
+        if said.what == "metrics":
+            self._metrics = said.text.decode()
         question = self._questions.get(said.number)
         if question is not None and not question.answer.done():
             question.answer.set_result(said.text)
@@ -212,6 +219,7 @@ class ZmqClient:
         self._info = EngineInfo(
             said.epoch, said.max_model_len, said.vocab_size, said.kv_tokens, said.dtype, said.device
         )
+        self._say(wire.Ask(0, "metrics"))  # so that there are some to tell during a long pass
         for live in list(self._live.values()):
             live.resumes += 1
             if live.resumes > MOST_RESUMES:

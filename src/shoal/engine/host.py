@@ -298,7 +298,7 @@ class Host:
 
     def _ask(self, front: bytes, said: wire.Ask) -> None:
         text = self.metrics.render() if said.what == "metrics" else json.dumps(self.state()).encode()
-        self._tell(front, wire.Answer(said.number, text))
+        self._tell(front, wire.Answer(said.number, said.what, text))
 
     def state(self) -> dict[str, Any]:
         """What is in the tables, for people and tests."""

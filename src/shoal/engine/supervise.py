@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -42,7 +42,8 @@ class Child:
     failures: int = 0  # starts in a row that were never ready
     start_at_s: float = 0.0
     pipe: int = -1
-    was_ready: bool = field(default=False)
+    was_ready: bool = False
+    up: bool = False  # ready, and connected to those it needs
 
 
 class Supervisor:
@@ -112,7 +113,7 @@ class Supervisor:
                     return 1
             if child.process is None and self.clock.now_s() >= child.start_at_s:
                 self._start(child)
-        if not self._told_ready and all(child.ready for child in self.children):
+        if not self._told_ready and all(child.up for child in self.children):
             self._told_ready = True
             self._on_ready()
         return None
@@ -127,7 +128,7 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C is for the supervisor alone
         )
         os.close(write)
-        child.pipe, child.ready = read, False
+        child.pipe, child.ready, child.up = read, False, False
         child.lives += 1
         self._selector.register(read, selectors.EVENT_READ, child)
         assert child.process.stdin is not None
@@ -169,6 +170,7 @@ class Supervisor:
             return
         if said:
             child.ready = child.was_ready = True
+            child.up = child.up or b"up" in said
         else:
             self._close_pipe(child)
 
@@ -215,7 +217,7 @@ def die_with_parent() -> None:
         raise EngineError("the supervisor is gone already")
 
 
-def say_ready(fd: int) -> None:
-    """Tell the supervisor that this process serves."""
+def say_ready(fd: int, up: bool = True) -> None:
+    """Tell the supervisor that this process serves; `up`: and that those it needs are there."""
     with contextlib.suppress(OSError):
-        os.write(fd, b"ready\n")
+        os.write(fd, b"up\n" if up else b"ready\n")

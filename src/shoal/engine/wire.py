@@ -113,6 +113,7 @@ class Answer(Message):
     """To an Ask: text, or JSON."""
 
     number: int
+    what: str
     text: bytes
 
 

@@ -82,7 +82,7 @@ class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: Annotated[float, _hint(exclusiveMinimum=0, maximum=1)] | None = None
     top_k: Annotated[int, _hint(minimum=-1, maximum=2**31 - 1)] | None = None
     min_p: Annotated[float, _hint(minimum=0, maximum=1)] | None = None
-    repetition_penalty: Annotated[float, _hint(exclusiveMinimum=0, maximum=10)] | None = None
+    repetition_penalty: Annotated[float, _hint(minimum=0.01, maximum=10)] | None = None
     presence_penalty: Annotated[float, _hint(minimum=-2, maximum=2)] | None = None
     frequency_penalty: Annotated[float, _hint(minimum=-2, maximum=2)] | None = None
     logit_bias: Annotated[dict[TokenId, float], Meta(max_length=MOST_BIASES)] | None = None

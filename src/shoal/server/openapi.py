@@ -173,7 +173,8 @@ def _post(
     content: Json = {"application/json": {"schema": _ref(answer)}}
     if chunk is not None:
         about = f"Events `data: {{…}}` with a {chunk.__name__} each; an error after the start is such an event too."
-        content["text/event-stream"] = {"schema": {"type": "string", "description": about}}
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": {**event, "description": about}}  # of each event
     good = {
         "description": f"The answer{streamed}",
         "content": content,
