@@ -1,12 +1,21 @@
 """Ctrl-C in the middle of a pass leaves the engine whole."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from shoal import LLM, SamplingParams
 from tests.models.test_families import saved
+
+
+@pytest.fixture(autouse=True)
+def usual_ctrl_c() -> Iterator[None]:
+    """What Ctrl-C does in a terminal, also where the tests were started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_ends_the_call_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
