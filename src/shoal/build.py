@@ -94,7 +94,7 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
 def assemble(loaded: Loaded, config: EngineConfig, clock: Clock | None = None) -> Built:
     """An engine over a loaded model."""
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
-    blocks = kv_blocks(config, spec, dtype)
+    blocks = kv_blocks(config, spec, dtype, device)
     limits = make_limits(config, spec, blocks * config.block_size)
     scheduler = make_scheduler(config, limits, blocks)
     store = KVStore(spec, blocks, config.block_size, dtype, device)
@@ -118,8 +118,12 @@ def assemble(loaded: Loaded, config: EngineConfig, clock: Clock | None = None) -
 
 
 def pick_device(name: str) -> str:
-    """auto is the CPU until the CUDA runner is there."""
-    return pick({"auto": "cpu", "cpu": "cpu"}, name, "device")
+    """auto is the GPU where there is one that can be used."""
+    usable = torch.cuda.is_available()
+    device = pick({"auto": "cuda" if usable else "cpu", "cpu": "cpu", "cuda": "cuda"}, name, "device")
+    if device == "cuda" and not usable:
+        raise BadConfig("device cuda: no usable NVIDIA GPU was found; check nvidia-smi, or use --device cpu")
+    return device
 
 
 def _template(config: EngineConfig) -> str | None:
@@ -143,8 +147,10 @@ def load_model(
     return make_model(spec, params, kernels.pick(device))
 
 
-def free_memory() -> int:
+def free_memory(device: str = "cpu") -> int:
     """Bytes that can be taken without pushing others out."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:
@@ -155,7 +161,7 @@ def free_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no /proc: half of what there is
 
 
-def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
+def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> int:
     """How many blocks fit; no more than all slots could ever fill at once."""
     block_bytes = bytes_per_block(spec, config.block_size, dtype)
     longest = config.max_model_len or spec.max_position
@@ -163,7 +169,7 @@ def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
     if config.kv_memory is not None:
         blocks = config.kv_memory // block_bytes
     else:
-        blocks = min(useful, int(free_memory() * config.kv_share) // block_bytes)
+        blocks = min(useful, int(free_memory(device) * config.kv_share) // block_bytes)
     if blocks < 1:
         raise BadConfig(
             f"one KV block of {config.block_size} tokens takes {block_bytes:,} bytes and does not fit; "

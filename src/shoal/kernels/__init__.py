@@ -83,7 +83,13 @@ def _cpu() -> Ops:
     return CpuOps()
 
 
-_TABLE: dict[str, Callable[[], Ops]] = {"cpu": _cpu}
+def _triton() -> Ops:
+    from shoal.kernels.triton import TritonOps
+
+    return TritonOps()
+
+
+_TABLE: dict[str, Callable[[], Ops]] = {"cpu": _cpu, "cuda": _triton}
 
 
 def pick(device_type: str) -> Ops:

@@ -1,0 +1,127 @@
+"""The Triton kernels against their plain twins, on a GPU."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shoal.kernels import Batch
+from shoal.kernels.ref import RefOps
+from tests.kernels.ragged import Tables
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+REF = RefOps()
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+FLOATS = list(TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def ops() -> "object":
+    from shoal.kernels.triton import TritonOps
+
+    return TritonOps()
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """By relative norm: single values of 16-bit types may round differently."""
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    assert found.isfinite().all()
+    difference = (found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-9)
+    assert difference < TOLERANCE[wanted.dtype], float(difference)
+
+
+def on_gpu(batch: Batch) -> Batch:
+    return replace(
+        batch,
+        positions=batch.positions.cuda(),
+        slots=batch.slots.cuda(),
+        block_tables=batch.block_tables.clamp(max=2**31 - 1).to(torch.int32).cuda(),
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("tokens", "size"), [(1, 96), (2, 576), (37, 1024), (300, 4096), (5, 14336)])
+def test_row_by_row_kernels(ops, dtype: torch.dtype, tokens: int, size: int) -> None:  # type: ignore[no-untyped-def]
+    torch.manual_seed(tokens)
+    x, residual = torch.randn(2, tokens, size, device="cuda").to(dtype)
+    scale = torch.rand(size, device="cuda").to(dtype)
+    close(ops.silu_mul(x), REF.silu_mul(x))
+    close(ops.rms_norm(x, scale, 1e-5), REF.rms_norm(x, scale, 1e-5))
+    wanted = REF.add_rms_norm(x.clone(), residual.clone(), scale, 1e-5)
+    for found, want in zip(ops.add_rms_norm(x.clone(), residual.clone(), scale, 1e-5), wanted, strict=True):
+        close(found, want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_rotary_norms_and_stores_on_slices_of_a_fused_product(ops, dtype: torch.dtype, dim: int) -> None:  # type: ignore[no-untyped-def]
+    fused = torch.randn(11, 8 * dim, device="cuda").to(dtype)
+    q, k = fused[:, : 6 * dim].view(11, 6, dim), fused[:, 6 * dim :].view(11, 2, dim)
+    angles = torch.randn(11, dim // 2, device="cuda")
+    for found, wanted in zip(
+        ops.rotary(q, k, angles.cos(), angles.sin()), REF.rotary(q, k, angles.cos(), angles.sin()), strict=True
+    ):
+        close(found, wanted)
+    weight = torch.rand(dim, device="cuda").to(dtype)
+    close(ops.rms_norm(q, weight, 1e-6), REF.rms_norm(q, weight, 1e-6))
+    found, wanted = torch.zeros(2, 2, 5, 4, 2, dim, dtype=dtype, device="cuda")
+    slots = torch.randperm(20, device="cuda")[:11]
+    ops.store_kv(k, k * 2, found[0], found[1], slots)
+    REF.store_kv(k, k * 2, wanted[0], wanted[1], slots)
+    assert torch.equal(found, wanted)
+
+
+SHAPES = [(4, 4, 64), (9, 3, 64), (16, 2, 80), (12, 4, 96), (32, 8, 128), (8, 1, 128), (16, 8, 256)]
+WINDOWS = [0, 1, 7, 50, 1000]
+
+
+def pieces(rng: random.Random, longest: int) -> list[tuple[int, int, int]]:
+    """Decodes, whole prompts and chunks, in any order."""
+    found = []
+    for sequence in range(rng.randint(1, 24)):
+        before = rng.choice([0, 1, 15, 16, 17, 127, 128, 129, rng.randint(0, longest)])
+        new = 1 if rng.random() < 0.5 else rng.choice([2, 16, 31, 128, rng.randint(1, 600)])
+        found.append((sequence, before, new))
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_over_any_mix(ops, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    for seed in range(6):
+        rng = random.Random(seed)
+        block_size = rng.choice([16, 16, 32])
+        chosen = pieces(rng, 2000 if seed else 20000)
+        tables = Tables([before + new for _, before, new in sorted(chosen)], block_size, seed)
+        batch = on_gpu(tables.batch(chosen))
+        torch.manual_seed(seed)
+        cache = torch.randn(2, tables.blocks, block_size, kv_heads, dim, device="cuda").to(dtype)
+        q = torch.randn(batch.starts[-1], heads, dim, device="cuda").to(dtype)
+        window = WINDOWS[seed % len(WINDOWS)]
+        found = ops.attention(q, cache[0], cache[1], batch, dim**-0.5, window)
+        wanted = REF.attention(
+            q, cache[0], cache[1], replace(batch, block_tables=batch.block_tables.long()), dim**-0.5, window
+        )
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 64, 1000])
+def test_many_or_few_decodes(ops, sequences: int) -> None:  # type: ignore[no-untyped-def]
+    rng = random.Random(sequences)
+    longest = 20000 if sequences == 1 else 300
+    chosen = [(at, rng.randint(0, longest), 1) for at in range(sequences)]
+    tables = Tables([before + 1 for _, before, _ in chosen], 16)
+    batch = on_gpu(tables.batch(chosen))
+    cache = torch.randn(2, tables.blocks, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(sequences, 32, 128, device="cuda", dtype=torch.bfloat16)
+    found = ops.attention(q, cache[0], cache[1], batch, 128**-0.5, 0)
+    close(
+        found,
+        REF.attention(q, cache[0], cache[1], replace(batch, block_tables=batch.block_tables.long()), 128**-0.5, 0),
+    )
