@@ -6,7 +6,7 @@ the wrong position or a wrong prefix hit changes the tokens, and the oracle belo
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,9 +17,10 @@ from shoal.core.request import Logprobs, Request
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import Continuous, Dynamic, Static
+from shoal.sched.fair import Fair
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import OnDemand, Predict, Reserve
-from shoal.sched.ordering import Fcfs
+from shoal.sched.ordering import Fcfs, Order, Priority, Sjf
 from shoal.sched.preempt import Recompute, Wait
 from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
@@ -218,6 +219,8 @@ def make_scheduler(
     prefill: str = "chunked",
     memory: str = "ondemand",
     quantile: float = 0.5,
+    order: str = "fcfs",
+    age_s: float = 5.0,
     max_queue: int = 0,
     max_wait_s: float | None = None,
     key_limits: TenantLimits | None = None,
@@ -230,12 +233,18 @@ def make_scheduler(
         "dynamic": lambda: Dynamic(group_size, window_s),
     }
     memories = {"ondemand": lambda: OnDemand(watermark), "reserve": Reserve, "predict": lambda: Predict(quantile)}
+    orders: dict[str, Callable[[], Order]] = {
+        "fcfs": Fcfs,
+        "priority": lambda: Priority(age_s),
+        "sjf": lambda: Sjf(age_s),
+        "fair": Fair,
+    }
     policies = Policies(
         batchings[batching](),
         LAYOUT[layout](),
         PREFILL[prefill](chunk_tokens),
         memories[memory](),
-        Fcfs(),
+        orders[order](),
         Wait() if memory == "reserve" else Recompute(),
     )
     rules = Rules(max_queue, max_wait_s, (lambda tenant: key_limits) if key_limits else no_limits)

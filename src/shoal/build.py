@@ -32,7 +32,7 @@ from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import MEMORY, Memory, OnDemand, Predict
-from shoal.sched.ordering import ORDER
+from shoal.sched.ordering import ORDER, Order, Priority, Sjf
 from shoal.sched.preempt import PREEMPT
 from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
@@ -218,6 +218,14 @@ def make_rules(config: EngineConfig) -> Rules:
     return Rules(config.max_queue, config.max_wait, limits_of)
 
 
+def make_order(config: EngineConfig) -> Order:
+    if config.order == "priority":
+        return Priority(config.priority_age)
+    if config.order == "sjf":
+        return Sjf(config.sjf_age)
+    return pick(ORDER, config.order, "order")()
+
+
 def make_scheduler(config: EngineConfig, limits: Limits, blocks: int) -> Scheduler:
     """The scheduler alone: no torch, so the simulator can have it too."""
     policies = Policies(
@@ -225,7 +233,7 @@ def make_scheduler(config: EngineConfig, limits: Limits, blocks: int) -> Schedul
         layout=pick(LAYOUT, config.layout, "layout")(),
         prefill=pick(PREFILL, config.prefill, "prefill")(config.chunk_tokens),
         memory=make_memory(config),
-        order=pick(ORDER, config.order, "order")(),
+        order=make_order(config),
         preempt=pick(PREEMPT, config.when_short, "when_short")(),
     )
     kv = KVManager(blocks, config.block_size, config.prefix_caching)

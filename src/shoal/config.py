@@ -134,7 +134,13 @@ class EngineConfig(Options):
     prefill: str = option(
         "chunked", "how much of a prompt per pass", choices=("chunked", "inline", "exclusive"), group="policy"
     )
-    order: str = option("fcfs", "who goes first", choices=("fcfs",), group="policy")
+    order: str = option("fcfs", "who goes first", choices=("fcfs", "priority", "sjf", "fair"), group="policy")
+    priority_age: float = option(
+        60.0, "seconds of waiting that make up for one step of priority", parse=float, group="policy"
+    )
+    sjf_age: float = option(
+        200.0, "prompt tokens' worth of work that a second of waiting makes up for", parse=float, group="policy"
+    )
     memory: str = option(
         "ondemand", "room set aside for a request", choices=("ondemand", "reserve", "predict"), group="policy"
     )
@@ -170,6 +176,9 @@ class EngineConfig(Options):
                 self._at_least(name, 1)
         self._at_least("chunk_tokens", 0)
         self._at_least("group_size", 1)
+        for name in ("priority_age", "sjf_age"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise BadConfig(f"{name} must be a number above 0, not {getattr(self, name)}")
         self._at_least("window_ms", 0)
         self._at_least("max_queue", 0)
         if self.max_wait is not None and not 0 < self.max_wait <= LONGEST_WAIT_S:  # nor NaN

@@ -18,6 +18,7 @@ from shoal.core.request import Group, Reason, Request, State
 from shoal.engine.engine import Engine
 from shoal.errors import BadRequest, PromptTooLong, QueueFull, RateLimited, Rejected
 from shoal.sched.memory import Reserve
+from shoal.sched.ordering import Fcfs
 from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
 from shoal.sched.scheduler import Draft, Scheduler
@@ -134,7 +135,8 @@ class Run:
         assert self.preemptions == sum(request.preemptions for request in self.requests.values())
         arrivals = [self.requests[id].order for id in self.admitted]
         grouped = any(request.group for request in self.requests.values())
-        assert grouped or arrivals == sorted(arrivals), "somebody was overtaken"
+        first_come = isinstance(self.scheduler.policies.order, Fcfs)
+        assert grouped or not first_come or arrivals == sorted(arrivals), "somebody was overtaken"
         for id, request in self.requests.items():
             prompt = request.tokens[: request.prompt_len]
             want = oracle(
@@ -187,6 +189,7 @@ configs = st.fixed_dictionaries(
         "layout": st.sampled_from(["ragged", "padded", "shrink"]),
         "prefill": st.sampled_from(["chunked", "inline", "exclusive"]),
         "memory": st.sampled_from(["ondemand", "reserve", "predict"]),
+        "order": st.sampled_from(["fcfs", "fcfs", "priority", "sjf", "fair"]),
     }
 )
 
@@ -211,6 +214,8 @@ def arrive(
             stop_ids=stop,
             group=group,
             salt=salt,
+            priority=len(prompt) % 4 - 1,
+            tenant=("", "a", "b")[len(prompt) % 3],
         )
         try:
             run.submit(request)

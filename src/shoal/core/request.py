@@ -81,7 +81,7 @@ class Request:
         "arrived_s", "blocks_sent", "cached_tokens", "computed", "deadline_s", "ends_after", "error", "furthest",
         "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens", "names", "order", "params",
         "pending", "planned", "preemptions", "priority", "prompt_len", "reason", "row", "salt", "sample", "seed",
-        "state", "stop_ids", "tenant", "timeout_s", "tokens", "wants_prompt_logprobs",
+        "state", "stop_ids", "tenant", "timeout_s", "tokens", "wants_prompt_logprobs", "work",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +123,7 @@ class Request:
         self.order = -1  # arrival number, given at admission
         self.arrived_s = 0.0
         self.deadline_s = math.inf  # given at admission
+        self.work = 0.0  # predicted, in prompt tokens; given by the order policy that looks at it
         self.computed = 0
         self.planned = 0
         self.pending = 0

@@ -5,11 +5,10 @@ reserve    prompt and max_tokens: nobody ever runs short, and what is not said w
 predict    prompt and a quantile of the output lengths seen before, by tenant and prompt length
 """
 
-import math
-from collections import OrderedDict, deque
 from typing import Protocol
 
 from shoal.core.request import Request
+from shoal.sched.lengths import OutputLengths
 
 
 class Memory(Protocol):
@@ -57,21 +56,13 @@ class Reserve:
 class Predict:
     """Room for an answer as long as most have been, starting with the longest allowed."""
 
-    ENOUGH = 16  # answers seen before they are believed
-    REMEMBERED = 256
-    MOST_KINDS = 4096  # tenants come and go; those not seen for longest are forgotten
-
     def __init__(self, quantile: float = 0.9) -> None:
         self.quantile = quantile
-        self._seen: OrderedDict[tuple[str, int], deque[int]] = OrderedDict()
+        self._lengths = OutputLengths()
 
     def predicted(self, request: Request) -> int:
         """Output tokens, at most max_tokens."""
-        seen = self._seen.get(_kind(request), ())
-        if len(seen) < self.ENOUGH:
-            return request.max_tokens
-        place = min(len(seen) - 1, math.ceil(self.quantile * len(seen)) - 1)
-        return min(request.max_tokens, sorted(seen)[max(place, 0)])
+        return self._lengths.quantile(request, self.quantile)
 
     def room(self, request: Request) -> int:
         expected = request.prompt_len + self.predicted(request) - 1
@@ -81,16 +72,7 @@ class Predict:
         return 0
 
     def learn(self, request: Request) -> None:
-        kind = _kind(request)
-        self._seen.setdefault(kind, deque(maxlen=self.REMEMBERED)).append(request.outputs)
-        self._seen.move_to_end(kind)
-        if len(self._seen) > self.MOST_KINDS:
-            self._seen.popitem(last=False)
-
-
-def _kind(request: Request) -> tuple[str, int]:
-    """Requests whose outputs are likely alike: same tenant, prompt length within a factor of two."""
-    return request.tenant, request.prompt_len.bit_length()
+        self._lengths.learn(request)
 
 
 MEMORY: dict[str, type[Memory]] = {"ondemand": OnDemand, "reserve": Reserve, "predict": Predict}

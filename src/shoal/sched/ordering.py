@@ -1,16 +1,41 @@
 """Ordering: who goes first, and who gives way.
 
-fcfs   first come, first served; the newest gives way
+fcfs       first come, first served; the newest gives way
+priority   the lowest number first, then by arrival; waiting makes up for a higher number, so that nobody starves
+sjf        the shortest predicted work first; waiting makes up for longer work
+fair       the tenant that was served least first (fair.py)
+
+Everybody ages alike, so who is ahead of whom never changes while they wait: what a key needs is fixed on arrival.
 """
 
 from collections.abc import Iterable
 from typing import Protocol
 
 from shoal.core.request import Request
+from shoal.sched.fair import Fair
+from shoal.sched.lengths import OutputLengths
+from shoal.sched.queue import Line, WaitingLine
 
 
 class Order(Protocol):
     """Compares requests."""
+
+    counts: bool  # wants to be told of every token
+
+    def line(self) -> "Line":
+        """Where requests wait."""
+
+    def arrived(self, request: Request) -> None:
+        """It is about to join the line, for the first time: fix what its key needs."""
+
+    def started(self, request: Request, tokens: int) -> None:
+        """It got a place, with so many positions to compute."""
+
+    def said(self, request: Request) -> None:
+        """A token was committed; told only if the policy counts."""
+
+    def left(self, request: Request, by_itself: bool) -> None:
+        """It has ended; by itself, or by an abort, an error or a deadline."""
 
     def key(self, request: Request) -> tuple[float, ...]:
         """Smaller goes first. It must not change while the request waits."""
@@ -19,7 +44,28 @@ class Order(Protocol):
         """Who of the running loses its blocks."""
 
 
-class Fcfs:
+class Plain:
+    """An order that needs to know nothing but what a request says of itself."""
+
+    counts = False
+
+    def line(self) -> "Line":
+        return WaitingLine()
+
+    def arrived(self, request: Request) -> None:
+        pass
+
+    def started(self, request: Request, tokens: int) -> None:
+        pass
+
+    def said(self, request: Request) -> None:
+        pass
+
+    def left(self, request: Request, by_itself: bool) -> None:
+        pass
+
+
+class Fcfs(Plain):
     """By arrival."""
 
     def key(self, request: Request) -> tuple[float, ...]:
@@ -29,4 +75,44 @@ class Fcfs:
         return max(running, key=lambda request: request.order)
 
 
-ORDER: dict[str, type[Order]] = {"fcfs": Fcfs}
+class Priority(Plain):
+    """By the request's own priority, lower first; one step is worth `age_s` seconds of waiting."""
+
+    def __init__(self, age_s: float = 60.0) -> None:
+        self.age_s = age_s
+
+    def key(self, request: Request) -> tuple[float, ...]:
+        return (request.priority * self.age_s + request.arrived_s, request.order)
+
+    def victim(self, running: Iterable[Request]) -> Request:
+        return max(running, key=self.key)
+
+
+class Sjf(Plain):
+    """Shortest job first. Work is counted in passes' worth: a prompt's positions are computed many at a time, an
+    answer's one by one. A second of waiting makes up for `age` of it.
+    """
+
+    OUTPUT_PRICE = 8.0  # what one output token costs, in prompt tokens
+    QUANTILE = 0.5
+
+    def __init__(self, age: float = 200.0) -> None:
+        self.age = age
+        self._lengths = OutputLengths()
+
+    def arrived(self, request: Request) -> None:
+        left = max(1, self._lengths.quantile(request, self.QUANTILE) - request.outputs)
+        request.work = len(request.tokens) + self.OUTPUT_PRICE * left
+
+    def left(self, request: Request, by_itself: bool) -> None:
+        if by_itself:
+            self._lengths.learn(request)
+
+    def key(self, request: Request) -> tuple[float, ...]:
+        return (request.work / self.age + request.arrived_s, request.order)
+
+    def victim(self, running: Iterable[Request]) -> Request:
+        return max(running, key=self.key)
+
+
+ORDER: dict[str, type[Order]] = {"fcfs": Fcfs, "priority": Priority, "sjf": Sjf, "fair": Fair}

@@ -1,9 +1,34 @@
-"""The waiting line, in the order policy's order. Knows keys, not policies."""
+"""The waiting line: what the scheduler asks of one, and the usual one, sorted by key. Knows keys, not policies."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import Protocol
 
 from shoal.core.request import Request
+
+
+class Line(Protocol):
+    """Requests that wait. A request is pushed and removed with the same key."""
+
+    newcomers: int  # of those in line, how many have never run; the others lost their blocks
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def first(self) -> Request | None: ...
+
+    def oldest(self) -> Request | None:
+        """Who has waited longest, wherever it stands."""
+
+    def in_order(self) -> Iterator[Request]:
+        """The line as it stands, read lazily: stop before changing it."""
+
+    def push(self, request: Request, key: tuple[float, ...]) -> None: ...
+
+    def remove(self, request: Request, key: tuple[float, ...]) -> None: ...
+
+    def check(self) -> None: ...
 
 
 class WaitingLine:
@@ -11,7 +36,7 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._line: list[tuple[tuple[float, ...], int, Request]] = []
-        self.newcomers = 0  # of those in line, how many have never run; the others lost their blocks
+        self.newcomers = 0
 
     def __len__(self) -> int:
         return len(self._line)
@@ -21,6 +46,10 @@ class WaitingLine:
 
     def first(self) -> Request | None:
         return self._line[0][2] if self._line else None
+
+    def oldest(self) -> Request | None:
+        """Who has waited longest, wherever it stands."""
+        return min((request for _, _, request in self._line), key=lambda request: request.arrived_s, default=None)
 
     def in_order(self) -> Iterator[Request]:
         """The line as it stands, read lazily: stop before changing it."""

@@ -30,7 +30,6 @@ from shoal.sched.memory import Memory
 from shoal.sched.ordering import Order
 from shoal.sched.preempt import Preempt
 from shoal.sched.prefill import Prefill
-from shoal.sched.queue import WaitingLine
 from shoal.sched.rows import RowTable
 from shoal.sched.tenants import Tenants
 
@@ -96,7 +95,7 @@ class Scheduler:
         # twice as many rows as slots, so that a row still read by a late pass keeps nobody waiting
         self.rows = RowTable(2 * limits.max_num_seqs)
         self.requests: dict[str, Request] = {}  # everyone not finished
-        self.waiting = WaitingLine()
+        self.waiting = policies.order.line()
         self.running: dict[Request, None] = {}
         self.flights: deque[Flight] = deque()
         self._arrivals = 0
@@ -152,6 +151,7 @@ class Scheduler:
             request.wants_prompt_logprobs = False
         self._arrivals += 1
         self.requests[request.id] = request
+        self.policies.order.arrived(request)
         self.waiting.push(request, self.policies.order.key(request))
         self.deadlines.arm(request)
 
@@ -222,7 +222,7 @@ class Scheduler:
         return min((at_s for at_s in known if at_s is not None), default=None)
 
     def _door(self, now_s: float) -> Door:
-        first = self.waiting.first()
+        first = self.waiting.oldest() if self.policies.batching.grouped else self.waiting.first()
         return Door(
             now_s,
             self.limits.max_num_seqs - len(self.running),
@@ -325,6 +325,7 @@ class Scheduler:
             request.cached_tokens = min(hit, request.prompt_len)  # what it said elsewhere may be cached, too
         if request.group and (request.group.leader is None or request.group.leader.state is not State.RUNNING):
             request.group.leader = request
+        self.policies.order.started(request, len(request.tokens) - hit)
         request.move(State.RUNNING)
         self.running[request] = None
         if self.policies.batching.grouped:
@@ -475,6 +476,10 @@ class Scheduler:
                 self._append(request, tokens[number], out)
             if alive and request.holding is not None and end // size > request.holding.published:
                 self.kv.publish(request.holding, request.tokens, end)
+        if self.policies.order.counts:
+            for request, sampling in zip(flight.requests, flight.samples, strict=True):
+                if sampling:
+                    self.policies.order.said(request)
         if self.tenants:  # somebody's tokens are counted
             self.tenants.charge(flight.requests, now_s)
         self.rows.committed(flight.plan.step)
@@ -537,8 +542,10 @@ class Scheduler:
         self._inside.discard(request)
         self.deadlines.drop(request)
         self.tenants.leave(request, self._now_s)
-        if reason in (Reason.STOP, Reason.LENGTH):
+        by_itself = reason in (Reason.STOP, Reason.LENGTH)
+        if by_itself:
             self.policies.memory.learn(request)
+        self.policies.order.left(request, by_itself)
         request.reason, request.error = reason, error
         del self.requests[request.id]
         events.finished.append(

@@ -1,0 +1,137 @@
+"""Fair between tenants: who was served least goes first (virtual token counters).
+
+Every tenant has a counter of the tokens computed for it, prompt and output priced apart. The waiting request of the
+tenant with the lowest counter is next, whoever came first; within a tenant it is first come, first served. Nobody is
+kept waiting while there is room, so no capacity is lost. A tenant that was away begins where the least served of those
+present is: time spent idle is not banked. And who left with more than that keeps it, so leaving pays nothing either.
+
+    counter  A ██████████        B ███        C (comes now) ███
+    next: B, then B or C, … until they reach A
+
+While several tenants always have requests waiting, their counters differ by no more than what is charged at once for
+one prompt, plus what the requests under way may still say: the bound that tests/sched/test_fair.py checks.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+
+from shoal.core.request import Request
+
+MOST_ABSENT = 10_000  # counters kept of tenants that are not here
+
+
+class Fair:
+    """An order policy with a memory of what it gave to whom."""
+
+    PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
+    counts = True
+
+    def __init__(self) -> None:
+        self.served: dict[str, float] = {}
+        self.present: dict[str, int] = {}  # tenant → its requests that have not ended
+
+    def line(self) -> "FairLine":
+        return FairLine(self)
+
+    def key(self, request: Request) -> tuple[float, ...]:
+        return (request.order,)
+
+    def victim(self, running: Iterable[Request]) -> Request:
+        """The newest of the tenant that was served most."""
+        return max(running, key=lambda request: (self.served[request.tenant], request.order))
+
+    def arrived(self, request: Request) -> None:
+        tenant = request.tenant
+        if tenant not in self.present:
+            least = min((self.served[one] for one in self.present), default=0.0)
+            if not self.present:
+                self.served.clear()  # nobody was here: nobody is owed anything
+            self.served[tenant] = max(self.served.get(tenant, 0.0), least)
+            self._forget_absent(least)
+        self.present[tenant] = self.present.get(tenant, 0) + 1
+
+    def started(self, request: Request, tokens: int) -> None:
+        """It computes so many prompt positions; what a preemption makes it compute again is not its fault."""
+        if not request.preemptions:
+            self.served[request.tenant] += self.PROMPT_PRICE * tokens
+
+    def said(self, request: Request) -> None:
+        """One token, perhaps its last."""
+        if request.tenant in self.served:
+            self.served[request.tenant] += self.OUTPUT_PRICE
+
+    def left(self, request: Request, by_itself: bool) -> None:
+        tenant = request.tenant
+        self.present[tenant] -= 1
+        if not self.present[tenant]:
+            del self.present[tenant]
+
+    def _forget_absent(self, least: float) -> None:
+        """A counter no higher than the least means nothing any more; and there is a limit to the others."""
+        if len(self.served) <= MOST_ABSENT + len(self.present):
+            return
+        absent = [tenant for tenant in self.served if tenant not in self.present]
+        absent.sort(key=self.served.__getitem__)
+        for tenant in absent[: len(absent) // 2]:
+            del self.served[tenant]
+
+
+class FairLine:
+    """One line per tenant; the least served tenant's first is next."""
+
+    def __init__(self, fair: Fair) -> None:
+        self._fair = fair
+        self._lines: dict[str, list[tuple[int, Request]]] = {}
+        self._length = 0
+        self.newcomers = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter([request for line in self._lines.values() for _, request in line])
+
+    def first(self) -> Request | None:
+        return next(self.in_order(), None)
+
+    def oldest(self) -> Request | None:
+        heads = [line[0][1] for line in self._lines.values()]
+        return min(heads, key=lambda request: request.arrived_s, default=None)
+
+    def in_order(self) -> Iterator[Request]:
+        """Read lazily: what is charged for one that was taken counts for the next."""
+        served = self._fair.served
+        heap = [(served[tenant], line[0][0], tenant, 0) for tenant, line in self._lines.items()]
+        heapq.heapify(heap)
+        while heap:
+            counter, _, tenant, place = heap[0]
+            if counter != served[tenant]:  # charged meanwhile
+                heapq.heapreplace(heap, (served[tenant], *heap[0][1:]))
+                continue
+            line = self._lines[tenant]
+            yield line[place][1]
+            if place + 1 < len(line):
+                heapq.heapreplace(heap, (served[tenant], line[place + 1][0], tenant, place + 1))
+            else:
+                heapq.heappop(heap)
+
+    def push(self, request: Request, key: tuple[float, ...]) -> None:
+        insort(self._lines.setdefault(request.tenant, []), (request.order, request))
+        self._length += 1
+        self.newcomers += not request.preemptions
+
+    def remove(self, request: Request, key: tuple[float, ...]) -> None:
+        line = self._lines[request.tenant]
+        place = bisect_left(line, request.order, key=lambda entry: entry[0])
+        assert line[place][1] is request, f"{request.id} is not where it should be in the line"
+        del line[place]
+        if not line:
+            del self._lines[request.tenant]
+        self._length -= 1
+        self.newcomers -= not request.preemptions
+
+    def check(self) -> None:
+        assert self.newcomers == sum(not request.preemptions for request in self), "newcomers are counted wrongly"
+        assert self._length == sum(map(len, self._lines.values())), "the line's length drifted"
+        assert all(self._lines.values()), "an empty line was kept"
