@@ -103,4 +103,4 @@ def test_every_other_combination_builds() -> None:
             continue
         make_scheduler(config, limits, 20)
         built += 1
-    assert built == 3 * 3 * 3 * 1 * (3 + 1)
+    assert built == 3 * 3 * 3 * 4 * (3 + 1)
