@@ -1,11 +1,14 @@
 """Replay and compare: times, swept groups, equal-latency ratios, and the whole command on a tiny model."""
 
 import json
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from shoal.bench import quiet
 from shoal.bench.compare import (
     Plan,
     arrive,
@@ -14,10 +17,12 @@ from shoal.bench.compare import (
     group_sizes,
     in_words,
     rows_of,
+    run_one,
     speed_up,
     variants,
 )
 from shoal.bench.giant import giant_rows, run_giant
+from shoal.bench.quiet import Watch
 from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
 from shoal.bench.replay import replay
 from shoal.build import make_scheduler
@@ -242,3 +247,22 @@ def test_mistakes_are_named(flags: list[str], says: str, tmp_path: Path, capsys:
     model = [] if "--config" in flags else ["--model", str(save_model(tmp_path / "model"))]
     assert main(["compare", *model, *flags, "--out", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_run_that_others_disturbed_is_repeated_and_the_quietest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [0.5, 0.2, 0.3]
+    monkeypatch.setattr(Watch, "others", lambda self: shares.pop(0))
+    run = run_one(make_plan(repeats=2), make_engine, "shoal", "shoal", {}, 20.0)
+    assert run.others == 0.2
+    assert not shares
+    shares = [0.01, 0.9]
+    assert run_one(make_plan(repeats=2), make_engine, "shoal", "shoal", {}, 20.0).others == 0.01
+    assert shares == [0.9], "a quiet run is not repeated"
+
+
+def test_other_programs_are_what_the_machine_did_and_we_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr(quiet, "time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
+    monkeypatch.setattr(quiet, "busy_seconds", iter([100.0, 100.0 + 7.0 * cores]).__next__)
+    monkeypatch.setattr(quiet, "own_seconds", iter([50.0, 50.0 + 4.0 * cores]).__next__)
+    assert quiet.Watch().others() == pytest.approx(0.3)

@@ -111,6 +111,7 @@ COLUMNS = (
     Column("again", "recomputed_tokens", number(0), "low", "positions computed again after an eviction"),
     Column("KV waste", "kv_waste", share, "low", "share of held KV memory with nothing in it"),
     Column("busy", "device_busy", share, "", "share of the time the device computed"),
+    Column("others", "others", share, "", "share of the CPU that other programs took: not to be trusted above 5%"),
     Column("cost/M tok", "cost_per_million_tokens", number(2), "low", "price of a million output tokens"),
 )
 

@@ -74,6 +74,7 @@ class RunRecord:
     passes: list[PassRecord]
     seconds: float
     busy_s: float  # the device computed
+    others: float = 0.0  # share of the machine's CPU that other programs took meanwhile
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def summarise(run: RunRecord, promise: Promise, price_per_hour: float) -> dict[s
         "preemptions": sum(request.preemptions for request in run.requests),
         "slot_use": sum(one.running for one in run.passes) / max(len(run.passes) * run.slots, 1),
         "budget_use": sum(one.useful + one.padded for one in run.passes) / max(budget, 1),
+        "others": run.others,
         "device_busy": run.busy_s / max(run.seconds, 1e-9),
         "kv_waste": 1 - sum(one.kv_used for one in run.passes) / held if held else 0.0,
         "kv_peak": max((one.kv_held / max(one.kv_total, 1) for one in run.passes), default=0.0),

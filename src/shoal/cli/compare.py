@@ -42,6 +42,9 @@ def add_compare(commands: Any) -> None:
     group.add_argument("--promise-ttft", type=float, default=2.0, metavar="S", help="first token within (default: 2)")
     group.add_argument("--promise-gap", type=float, default=0.5, metavar="S", help="mean gap within (default: 0.5)")
     group.add_argument("--price-per-hour", type=float, default=0.10, help="of this machine, for the cost column")
+    group.add_argument(
+        "--repeats", type=int, default=0, help="run again, so often at most, what other programs disturbed (default: 0)"
+    )
     group.add_argument("--out", default="shoal-compare", metavar="DIR", help="(default: shoal-compare)")
     group.add_argument("--json", action="store_true", help="print the figures as JSON too")
     add_flags(parser)
@@ -153,6 +156,7 @@ def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Plan, Fitted
         price_per_hour=args.price_per_hour,
         arrivals=args.arrivals,
         users=args.users,
+        repeats=max(0, args.repeats),
     )
     return plan, fitted
 
