@@ -11,19 +11,24 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shoal.core.params import SamplingParams
-from shoal.core.plan import FROM_DEVICE, SCRIPTED_END, RowStart, StepPlan, StepResult
+from shoal.core.plan import FROM_DEVICE, SCRIPTED_END, BlockCopy, RowStart, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs, Request
+from shoal.core.tiers import Tiers
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import Continuous, Dynamic, Static
+from shoal.sched.budget import Fixed, Promise
 from shoal.sched.fair import Fair
+from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import OnDemand, Predict, Reserve
 from shoal.sched.ordering import Fcfs, Order, Priority, Sjf
-from shoal.sched.preempt import Recompute, Wait
+from shoal.sched.preempt import PREEMPT, Auto, CopyTimes, Preempt
 from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
+from shoal.sched.slo import Slo
+from shoal.sched.steptime import StepModel
 from shoal.sched.tenants import TenantLimits, no_limits
 
 VOCAB = 50
@@ -114,9 +119,26 @@ def thought(token: int) -> Logprobs:
 
 
 class FakeExecutor:
-    """Changes its row tables as soon as it is handed a plan, and computes it only when asked for the result."""
+    """Changes its row tables as soon as it is handed a plan, and computes it only when asked for the result.
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    Copies of blocks are done some passes after the one that brought them, each after its own delay, and are told later
+    still; some fail, if asked to. Time is what `busy_s` makes of a pass and `copy_s` of a block.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        host_blocks: int = 0,
+        slow_copies: int = 0,
+        failing: Callable[[int], bool] = lambda number: False,
+    ) -> None:
+        self.host = [[-2] * block_size for _ in range(host_blocks)]
+        self.copies: list[tuple[int, BlockCopy]] = []  # (passes to go, order)
+        self.told_late: list[tuple[int, BlockCopy, bool]] = []  # done, but not told for so many passes
+        self.slow_copies = slow_copies
+        self.failing = failing
+        self.copied_blocks = 0
         self.block_size = block_size
         self.memory = [[-1] * block_size for _ in range(blocks)]
         self.rows: dict[int, RowStart] = {}
@@ -146,6 +168,7 @@ class FakeExecutor:
     def result(self) -> StepResult:
         plan = self.queue.popleft()
         allowed = self._allowed(self.masks.pop(plan.step, None))
+        self.copies += [(order.id * 7 % (self.slow_copies + 1), order) for order in plan.copies]
         failures: list[tuple[int, str]] = []
         tokens: list[int] = []
         logprobs, prompt_logprobs = [], []
@@ -173,6 +196,7 @@ class FakeExecutor:
                 seen = begun.tokens[start + 1 : min(start + count + 1, begun.prompt_len)]
                 prompt_logprobs.append((place, start + 1, tuple(thought(token) for token in seen)))
         chosen = plan.samples
+        done, failed = self._copy(everything=not len(plan.rows))
         return StepResult(
             plan.step,
             plan.rows[chosen],
@@ -181,8 +205,28 @@ class FakeExecutor:
             tuple(logprobs),
             tuple(prompt_logprobs),
             tuple(failures),
+            tuple((order.id, 1e-3 * len(order.source)) for order in done),
+            tuple(order.id for order in failed),
             padded=(len(plan.rows) + plan.dead) * plan.width - len(plan.tokens) if plan.width else 0,
         )
+
+    def _copy(self, everything: bool) -> tuple[list[BlockCopy], list[BlockCopy]]:
+        """Do the copies whose time has come, and tell of those done a while ago: (done, failed)."""
+        waiting = []
+        for passes, order in self.copies:
+            if passes and not everything:
+                waiting.append((passes - 1, order))
+                continue
+            fails = self.failing(order.id)
+            source, target = (self.memory, self.host) if order.direction == "out" else (self.host, self.memory)
+            for one, other in zip(order.source, order.target, strict=True):
+                target[other] = [-3] * self.block_size if fails else list(source[one])
+                self.copied_blocks += 1
+            self.told_late.append((order.id * 5 % (self.slow_copies + 1), order, fails))
+        self.copies = waiting
+        told = [(order, fails) for passes, order, fails in self.told_late if everything or not passes]
+        self.told_late = [(passes - 1, order, fails) for passes, order, fails in self.told_late if passes and not everything]
+        return [order for order, fails in told if not fails], [order for order, fails in told if fails]
 
     def _allowed(self, masks: LateMasks | None) -> dict[int, list[int]]:
         """Row → the tokens it may say, for rows that may not say everything."""
@@ -221,6 +265,15 @@ def make_scheduler(
     quantile: float = 0.5,
     order: str = "fcfs",
     age_s: float = 5.0,
+    tiers: dict[str, dict[str, object]] | None = None,
+    when_short: str = "recompute",
+    host_blocks: int = 0,
+    max_preemptions: int = 8,
+    budget: str = "fixed",
+    lane_tokens: int = 0,
+    long_share: float = 0.25,
+    headroom: float = 0.0,
+    headroom_tokens: int = 0,
     max_queue: int = 0,
     max_wait_s: float | None = None,
     key_limits: TenantLimits | None = None,
@@ -238,6 +291,11 @@ def make_scheduler(
         "priority": lambda: Priority(age_s),
         "sjf": lambda: Sjf(age_s),
         "fair": Fair,
+        "slo": lambda: Slo(known, steps, max_num_batched_tokens),
+    }
+    known, steps, copies = Tiers.read(tiers), StepModel(), CopyTimes()
+    preempts: dict[str, Callable[[], Preempt]] = {
+        **PREEMPT, "auto": lambda: Auto(steps, copies, max_num_batched_tokens)
     }
     policies = Policies(
         batchings[batching](),
@@ -245,10 +303,16 @@ def make_scheduler(
         PREFILL[prefill](chunk_tokens),
         memories[memory](),
         orders[order](),
-        Wait() if memory == "reserve" else Recompute(),
+        preempts["wait" if memory == "reserve" and when_short == "recompute" and order != "slo" else when_short](),
+        Promise(steps) if budget == "promise" else Fixed(),
+        Lanes(lane_tokens, long_share, known),
+        Headroom(headroom, headroom_tokens, len(known)),
+        known,
+        steps,
+        copies,
     )
-    rules = Rules(max_queue, max_wait_s, (lambda tenant: key_limits) if key_limits else no_limits)
-    return kind(limits, KVManager(blocks, block_size, keep), policies, rules)
+    rules = Rules(max_queue, max_wait_s, (lambda tenant: key_limits) if key_limits else no_limits, max_preemptions)
+    return kind(limits, KVManager(blocks, block_size, keep, host_blocks), policies, rules)
 
 
 def make_request(

@@ -1,6 +1,7 @@
 """Options, presets, and pairs that cannot work."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +9,11 @@ from shoal.build import make_scheduler
 from shoal.config import EngineConfig
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
-from shoal.errors import ImpossiblePair, QueueFull, RateLimited, UnknownName
-from shoal.presets import PRESETS
+from shoal.errors import BadConfig, ImpossiblePair, QueueFull, RateLimited, UnknownName
+from shoal.presets import PRESETS, preset_of
 from shoal.sched.admission import Limits
 from shoal.sched.batching import BATCHING
+from shoal.sched.budget import BUDGET
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import MEMORY
 from shoal.sched.ordering import ORDER
@@ -25,6 +27,7 @@ TABLES = {
     "memory": MEMORY,
     "order": ORDER,
     "when_short": PREEMPT,
+    "budget": BUDGET,
 }
 
 
@@ -104,3 +107,54 @@ def test_every_other_combination_builds() -> None:
         make_scheduler(config, limits, 20)
         built += 1
     assert built == 3 * 3 * 3 * 4 * (3 + 1)
+
+
+TIERS = "premium: {ttft: 0.3, itl: 0.04, weight: 8}, batch: {}"
+
+
+def test_tiers_come_from_text_from_a_file_or_from_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "tiers.yaml"
+    file.write_text("premium:\n  ttft: 0.3\n  itl: 0.04\n  weight: 8\nbatch:\n")
+    table = {"premium": {"ttft": 0.3, "itl": 0.04, "weight": 8}, "batch": {}}
+    for given in (TIERS, f"{{{TIERS}}}", str(file), table):
+        tiers = list(EngineConfig.from_mapping({"tiers": given}).read_tiers())
+        assert [(tier.name, tier.ttft_s, tier.weight) for tier in tiers][0] == ("premium", 0.3, 8.0)
+        assert tiers[1].name == "batch"
+
+
+def test_slo_has_tiers_without_being_told() -> None:
+    assert [tier.name for tier in EngineConfig(order="slo").read_tiers()] == ["premium", "standard", "batch"]
+    assert len(EngineConfig().read_tiers()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"tiers": "no-such-file"}, "cannot read the tiers from no-such-file"),
+        ({"tiers": "{a: {"}, "not YAML"),
+        ({"tiers": "a: {tfft: 1}"}, "did you mean 'ttft'"),
+        ({"tiers": "a: {ttft: -1}"}, "above 0"),
+        ({"headroom": 1.0}, "below 1"),
+        ({"headroom": -0.1}, "at least 0"),
+        ({"long_share": 1.5}, "below 1"),
+        ({"lane_tokens": 50, "long_share": 0.0}, "never run"),
+        ({"lane_tokens": -1}, "at least 0"),
+        ({"max_preemptions": 0}, "at least 1"),
+        ({"host_kv_memory": -5}, "at least 0"),
+        ({"when_short": "swop"}, "did you mean 'swap'"),
+        ({"budget": "promises"}, "did you mean 'promise'"),
+    ],
+)
+def test_policies_that_mean_nothing_are_refused(options: dict[str, object], match: str) -> None:
+    with pytest.raises(BadConfig, match=match):
+        EngineConfig.from_mapping(options)
+
+
+def test_a_preset_with_other_settings_can_be_compared() -> None:
+    settings = preset_of("shoal+order=sjf+depth=1+watermark=0.05+prefix-caching=false").settings
+    assert (settings["order"], settings["depth"], settings["watermark"]) == ("sjf", 1, 0.05)
+    assert EngineConfig.from_mapping(settings).prefix_caching is False
+    assert preset_of("shoal") is PRESETS["shoal"]
+    for wrong, match in (("shoal+order", "option=value"), ("shaol+order=sjf", "did you mean 'shoal'")):
+        with pytest.raises(BadConfig, match=match):
+            preset_of(wrong)

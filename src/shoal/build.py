@@ -16,6 +16,7 @@ from shoal import kernels
 from shoal.config import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.names import pick
+from shoal.core.tiers import Tiers
 from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
@@ -32,14 +33,19 @@ from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import MEMORY, Memory, OnDemand, Predict
+from shoal.sched.budget import Fixed, Promise
+from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.ordering import ORDER, Order, Priority, Sjf
-from shoal.sched.preempt import PREEMPT
+from shoal.sched.preempt import PREEMPT, Auto, CopyTimes, Preempt
 from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
+from shoal.sched.slo import Slo
+from shoal.sched.steptime import StepModel
 from shoal.sched.tenants import TenantLimits, no_limits
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 log = logging.getLogger(__name__)
+MOST_HOST_BYTES = 4 * 2**30  # of host memory for KV blocks, where nobody says how much
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,14 @@ def assemble(loaded: Loaded, config: EngineConfig, clock: Clock | None = None) -
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
     blocks = kv_blocks(config, spec, dtype, device)
     limits = make_limits(config, spec, blocks * config.block_size)
-    scheduler = make_scheduler(config, limits, blocks)
-    store = KVStore(spec, blocks, config.block_size, dtype, device)
+    host = host_blocks(config, spec, dtype, blocks)
+    scheduler = make_scheduler(config, limits, blocks, host)
+    store = KVStore(spec, blocks, config.block_size, dtype, device, host)
     runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
+    # a pass too many for each answer costs a CPU more than it gains: planning takes no time beside computing there
+    depth = config.depth or (2 if device == "cuda" else 1)
     loop = EngineLoop(
-        Engine(scheduler), ThreadedExecutor(runner), clock or WallClock(), depth=config.depth, check=config.check
+        Engine(scheduler), ThreadedExecutor(runner), clock or WallClock(), depth=depth, check=config.check
     )
     return Built(
         config=config,
@@ -178,6 +187,16 @@ def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
     return blocks
 
 
+def host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, blocks: int) -> int:
+    """How many blocks host memory keeps: as told, or as many as the device for a policy that needs some."""
+    block_bytes = bytes_per_block(spec, config.block_size, dtype)
+    if config.host_kv_memory is not None:
+        return config.host_kv_memory // block_bytes
+    if config.when_short in ("swap", "auto"):
+        return min(blocks, max(1, MOST_HOST_BYTES // block_bytes))
+    return 0
+
+
 def make_limits(config: EngineConfig, spec: ModelSpec, kv_tokens: int) -> Limits:
     """The context: as asked, at most the model's own, at most what the KV cache holds."""
     asked = config.max_model_len
@@ -215,10 +234,12 @@ def make_rules(config: EngineConfig) -> Rules:
     """Every key has the same limits."""
     limits = TenantLimits(config.key_max_concurrent, config.key_tokens_per_minute)
     limits_of = no_limits if limits == TenantLimits() else lambda tenant: limits
-    return Rules(config.max_queue, config.max_wait, limits_of)
+    return Rules(config.max_queue, config.max_wait, limits_of, config.max_preemptions)
 
 
-def make_order(config: EngineConfig) -> Order:
+def make_order(config: EngineConfig, tiers: Tiers, steps: StepModel) -> Order:
+    if config.order == "slo":
+        return Slo(tiers, steps, config.max_num_batched_tokens)
     if config.order == "priority":
         return Priority(config.priority_age)
     if config.order == "sjf":
@@ -226,17 +247,30 @@ def make_order(config: EngineConfig) -> Order:
     return pick(ORDER, config.order, "order")()
 
 
-def make_scheduler(config: EngineConfig, limits: Limits, blocks: int) -> Scheduler:
+def make_preempt(config: EngineConfig, steps: StepModel, copies: CopyTimes) -> Preempt:
+    if config.when_short == "auto":
+        return Auto(steps, copies, config.max_num_batched_tokens)
+    return pick(PREEMPT, config.when_short, "when_short")()
+
+
+def make_scheduler(config: EngineConfig, limits: Limits, blocks: int, host: int = 0) -> Scheduler:
     """The scheduler alone: no torch, so the simulator can have it too."""
+    tiers, steps, copies = config.read_tiers(), StepModel(), CopyTimes()
     policies = Policies(
         batching=make_batching(config),
         layout=pick(LAYOUT, config.layout, "layout")(),
         prefill=pick(PREFILL, config.prefill, "prefill")(config.chunk_tokens),
         memory=make_memory(config),
-        order=make_order(config),
-        preempt=pick(PREEMPT, config.when_short, "when_short")(),
+        order=make_order(config, tiers, steps),
+        preempt=make_preempt(config, steps, copies),
+        budget=Promise(steps) if config.budget == "promise" else Fixed(),
+        lanes=Lanes(config.lane_tokens, config.long_share, tiers),
+        headroom=Headroom(config.headroom, config.headroom_tokens, len(tiers)),
+        tiers=tiers,
+        steps=steps,
+        copies=copies,
     )
-    kv = KVManager(blocks, config.block_size, config.prefix_caching)
+    kv = KVManager(blocks, config.block_size, config.prefix_caching, host)
     return Scheduler(limits, kv, policies, make_rules(config))
 
 

@@ -5,12 +5,16 @@ same table below. Nothing writes to a config afterwards. Knows no policies' insi
 """
 
 import argparse
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from shoal.core.names import pick
+from shoal.core.tiers import DEFAULT as DEFAULT_TIERS
+from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, ImpossiblePair
 from shoal.presets import PRESETS
 
@@ -29,6 +33,27 @@ def parse_bytes(text: str | int) -> int:
     if not match or match[2].upper() not in UNITS:
         raise BadConfig(f"cannot read {text!r} as a size; write a number and a unit, such as 2GiB or 500MB")
     return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def read_table(text: str, what: str) -> Any:
+    """A table from a YAML file, or from YAML text; the braces around the text may be left out.
+
+    >>> read_table("premium: {ttft: 0.3}, batch: {}", "tiers")
+    {'premium': {'ttft': 0.3}, 'batch': {}}
+    """
+    import yaml  # here, so that who needs no table needs no YAML reader
+
+    inline = text.lstrip()
+    try:
+        if "{" not in inline and ":" not in inline:
+            inline = Path(text).read_text()
+        elif not inline.startswith("{") and "\n" not in inline:
+            inline = f"{{{inline}}}"
+        return yaml.safe_load(inline)
+    except OSError as error:
+        raise BadConfig(f"cannot read the {what} from {text}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{what} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def option(
@@ -118,9 +143,18 @@ class EngineConfig(Options):
     kv_share: float = option(
         0.5, "that share, between 0 and 1", parse=float, group="memory", also=("--gpu-memory-utilization",)
     )
+    host_kv_memory: int | None = option(
+        None,
+        "host memory for KV blocks that leave the device; default: none, or as much as the KV cache for swap and auto",
+        parse=parse_bytes,
+        group="memory",
+    )
     prefix_caching: bool = option(True, "keep KV of finished requests for prompts that begin alike", group="memory")
     watermark: float = option(
-        0.01, "share of KV blocks kept free for those who run when another would start", parse=float, group="memory"
+        0.01,
+        "share of KV blocks kept free for those who run when another would start, at least one each; 0: none",
+        parse=float,
+        group="memory",
     )
     preset: str | None = option(
         None, "how a known system batches; other flags override it", choices=tuple(PRESETS), group="policy"
@@ -134,7 +168,31 @@ class EngineConfig(Options):
     prefill: str = option(
         "chunked", "how much of a prompt per pass", choices=("chunked", "inline", "exclusive"), group="policy"
     )
-    order: str = option("fcfs", "who goes first", choices=("fcfs", "priority", "sjf", "fair"), group="policy")
+    order: str = option("fcfs", "who goes first", choices=("fcfs", "priority", "sjf", "fair", "slo"), group="policy")
+    tiers: str | None = option(
+        None,
+        "what requests are promised: a YAML file, or its text, such as '{premium: {ttft: 0.3, itl: 0.04}, batch: {}}'",
+        group="policy",
+    )
+    budget: str = option(
+        "fixed",
+        "size of a pass: always the same, or by the promises of those who run",
+        choices=("fixed", "promise"),
+        group="policy",
+    )
+    lane_tokens: int = option(
+        0, "sequences longer than this run in passes of their own; 0: all share passes", parse=int, group="policy"
+    )
+    long_share: float = option(0.25, "share of passes that those get while others run", parse=float, group="policy")
+    headroom: float = option(
+        0.0,
+        "share of slots and KV blocks kept free for the highest tier, short requests, and (fair) idle tenants",
+        parse=float,
+        group="policy",
+    )
+    headroom_tokens: int = option(
+        0, "requests of at most so many tokens are short, for headroom; 0: none", parse=int, group="policy"
+    )
     priority_age: float = option(
         60.0, "seconds of waiting that make up for one step of priority", parse=float, group="policy"
     )
@@ -145,9 +203,19 @@ class EngineConfig(Options):
         "ondemand", "room set aside for a request", choices=("ondemand", "reserve", "predict"), group="policy"
     )
     quantile: float = option(0.9, "of output lengths, which predict sets aside", parse=float, group="policy")
-    when_short: str = option("recompute", "when KV memory runs out", choices=("recompute", "wait"), group="policy")
+    when_short: str = option(
+        "recompute",
+        "what happens to who gives way when KV memory runs out",
+        choices=("recompute", "swap", "auto", "drop", "wait"),
+        group="policy",
+    )
+    max_preemptions: int = option(
+        8, "after so many a request starts only with all the room it may need, and keeps it", parse=int, group="policy"
+    )
     chunk_tokens: int = option(0, "most tokens of one prompt per pass; 0: only the pass limits it", parse=int)
-    depth: int = option(2, "passes in flight: 2 plans the next while one computes", parse=int)
+    depth: int | None = option(
+        None, "passes in flight: 2 plans the next while one computes; default: 2 on a GPU, 1 on a CPU", parse=int
+    )
     threads: int | None = option(None, "CPU threads for torch; default: torch's own choice", parse=int)
     seed: int | None = option(None, "makes the seeds of requests that bring none repeatable", parse=int)
     max_queue: int = option(
@@ -169,12 +237,21 @@ class EngineConfig(Options):
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "depth"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_preemptions"):
             self._at_least(name, 1)
-        for name in ("max_model_len", "kv_memory", "threads", "key_max_concurrent", "key_tokens_per_minute"):
+        for name in ("max_model_len", "kv_memory", "threads", "depth", "key_max_concurrent", "key_tokens_per_minute"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
-        self._at_least("chunk_tokens", 0)
+        for name in ("chunk_tokens", "lane_tokens", "headroom_tokens"):
+            self._at_least(name, 0)
+        if self.host_kv_memory is not None:
+            self._at_least("host_kv_memory", 0)
+        for name in ("long_share", "headroom"):
+            if not 0 <= getattr(self, name) < 1:
+                raise BadConfig(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
+        if self.lane_tokens and not self.long_share:
+            raise BadConfig("long_share must be above 0, or the long ones never run while others do")
+        self.read_tiers()
         self._at_least("group_size", 1)
         for name in ("priority_age", "sjf_age"):
             if not 0 < getattr(self, name) < 1e9:
@@ -198,6 +275,12 @@ class EngineConfig(Options):
         if not 0 <= self.watermark < 1:
             raise BadConfig(f"watermark must be at least 0 and below 1, not {self.watermark}")
 
+    def read_tiers(self) -> Tiers:
+        """What requests are promised; nothing, unless tiers are given or the order needs some."""
+        if self.tiers is None:
+            return Tiers.read(DEFAULT_TIERS if self.order == "slo" else None)
+        return Tiers.read(read_table(self.tiers, "tiers"))
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "EngineConfig":
         """From keyword arguments or a file's keys."""
@@ -207,6 +290,8 @@ class EngineConfig(Options):
         parsed = {}
         for name, value in values.items():
             item = pick(table, name, "engine option")
+            if name == "tiers" and isinstance(value, Mapping):  # a table in a file
+                value = json.dumps(value)
             parsed[name] = parse_bytes(value) if item.metadata["parse"] is parse_bytes and value is not None else value
         return cls(**parsed)
 

@@ -23,7 +23,7 @@ from shoal.engine.loop import EngineLoop
 from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
 from shoal.errors import ShoalError
 from shoal.obs.logs import set_up_logs
-from shoal.obs.metrics import EngineMetrics
+from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.sched.admission import Limits
 
 log = logging.getLogger("shoal.engine_main")
@@ -85,7 +85,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox) -> Host:
         from shoal.text.grammar import Grammars
 
         make_grammar = Grammars(built.tokenizer, built.spec.vocab_size, sorted(built.eos)).make
-    return Host(built.loop, socket, info, EngineMetrics(), make_grammar)
+    return Host(built.loop, socket, info, EngineMetrics(policies_of(built.config)), make_grammar)
 
 
 def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) -> Host:

@@ -11,6 +11,8 @@ ShoalError
 │   ├── QueueFull           too many are waiting
 │   ├── RateLimited         this key has asked for too much lately, or for too much at once
 │   ├── DeadlinePassed      it waited longer than it was willing to
+│   ├── PromiseBroken       what its tier promises cannot be kept any more
+│   ├── Evicted             it lost its place to others when memory was short
 │   ├── Draining            the server is about to stop
 │   └── EngineDown          the engine is starting, or gone
 ├── BadConfig             the engine cannot be built as configured
@@ -83,6 +85,14 @@ class EngineDown(Rejected):
 
 class DeadlinePassed(Rejected):
     """The request waited longer than it was willing to."""
+
+
+class PromiseBroken(Rejected):
+    """What the request's tier promises cannot be kept, even if it started now."""
+
+
+class Evicted(Rejected):
+    """Memory was short, and this request had to give way for good."""
 
 
 class BadConfig(ShoalError, ValueError):

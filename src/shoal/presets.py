@@ -7,6 +7,9 @@ Each sets axes only, so that all run on the same model code, kernels and hardwar
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.core.names import pick
+from shoal.errors import BadConfig
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -89,9 +92,39 @@ PRESETS: dict[str, Preset] = {
         prefix_caching=False, watermark=0.0, chunk_tokens=64, depth=1,
     ),
     "shoal": _preset(
-        "chunked prefill, paged KV on demand with a little kept free, prefix cache, two passes in flight",
+        "chunked prefill, paged KV on demand with a little kept free, prefix cache, two passes in flight on a GPU",
         "this is the original",
         batching="continuous", layout="ragged", prefill="chunked", memory="ondemand", when_short="recompute",
-        prefix_caching=True, watermark=0.01, depth=2,
+        prefix_caching=True, watermark=0.01, depth=None,
     ),
 }  # fmt: skip
+
+
+def preset_of(name: str) -> Preset:
+    """A preset, or one with other settings: PRESET+option=value+…
+
+    >>> preset_of("shoal+order=sjf+depth=1").settings["order"]
+    'sjf'
+    """
+    base, *changes = name.split("+")
+    found = pick(PRESETS, base, "preset")
+    if not changes:
+        return found
+    settings = dict(found.settings)
+    for change in changes:
+        option, equals, value = change.partition("=")
+        if not equals or not option:
+            raise BadConfig(f"{name!r}: after a preset's name write +option=value, such as {base}+order=sjf")
+        settings[option.replace("-", "_")] = _value(value)
+    return Preset(settings, f"{found.does}; with {', '.join(changes)}", found.differs)
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -6,6 +6,7 @@ which tokens each request must get, whatever happened around it.
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -41,11 +42,15 @@ class Run:
     cached: int = 0
     prompts_seen: dict[str, list[int]] = field(default_factory=dict)  # tokens whose prompt logprobs were told
     admitted: list[str] = field(default_factory=list)  # in the order of their first start
+    plans: list[bytes] = field(default_factory=list)  # what each pass was to compute
+    slow_copies: int = 0  # passes that a copy of blocks may take
+    failing: Callable[[int], bool] = lambda number: False  # copies that fail
 
     def __post_init__(self) -> None:
         kv = self.scheduler.kv
         self.engine = Engine(self.scheduler)
-        self.executor = FakeExecutor(kv.pool.total, kv.block_size)
+        host = kv.host.total if kv.host is not None else 0
+        self.executor = FakeExecutor(kv.pool.total, kv.block_size, host, self.slow_copies, self.failing)
 
     @property
     def now_s(self) -> float:
@@ -72,7 +77,10 @@ class Run:
         chunked = isinstance(self.scheduler.policies.prefill, Chunked)
         within = plan.tokens.size <= self.scheduler.limits.max_num_batched_tokens
         assert within or (whole and not (chunked and not self.scheduler.policies.batching.grouped)), "over the budget"
-        assert plan.tokens.size == plan.counts.sum() > 0
+        assert plan.tokens.size == plan.counts.sum()
+        assert plan.tokens.size or plan.copies or self.scheduler.kv.transfers, "a pass for nothing"
+        arrays = (plan.rows, plan.starts, plan.counts, plan.samples, plan.tokens, plan.grown)
+        self.plans.append(b"|".join(array.tobytes() for array in arrays) + repr(plan.copies).encode())
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row stands in a pass twice"
         self.executor.forward(plan)
         self.executor.sample(None)
@@ -102,7 +110,7 @@ class Run:
             self.ended[end.id] = end.reason
             assert self.requests[end.id].state is State.FINISHED
             assert end.outputs == len(self.told[end.id]) or end.id in self.cuts, "what it has is not what it was told"
-        late = {one.id for one in events.rejected if one.kind == "DeadlinePassed"}
+        late = {one.id for one in events.rejected if one.kind in ("DeadlinePassed", "PromiseBroken", "Evicted")}
         assert late == {end.id for end in events.finished if end.reason is Reason.REJECTED}
         self.preemptions += len(events.preempted)
         self.cached += sum(a.cached_tokens for a in events.admitted)
@@ -110,12 +118,15 @@ class Run:
 
     def fail(self) -> None:
         """The device breaks: all passes in flight are lost."""
+        for plan in self.executor.queue:  # copies do not depend on what the passes compute
+            self.executor.copies += [(0, order) for order in plan.copies]
         self.executor.queue.clear()
         self.note(self.engine.fail("broken", self.now_s))
 
     def drain(self) -> None:
         """To the end: everything admitted must be answered within a bound."""
         left = sum(len(r.tokens) + r.max_tokens for r in self.requests.values()) * 4 + 100
+        left *= 4 if self.scheduler.kv.host is not None else 1  # copies take passes, too
         while not self.engine.idle:
             began = self.begin()
             if not self.finish() and not began and not self.engine.idle:
@@ -130,12 +141,17 @@ class Run:
     def verify(self) -> None:
         assert self.ended.keys() == self.requests.keys(), "a request was never answered"
         assert self.scheduler.kv.pool.held == 0, "blocks are held by nobody"
-        if isinstance(self.scheduler.policies.memory, Reserve):
+        policies = self.scheduler.policies
+        if isinstance(policies.memory, Reserve) and not policies.order.overtakes:
             assert self.preemptions == 0, "reservation never preempts"
         assert self.preemptions == sum(request.preemptions for request in self.requests.values())
+        assert max((request.preemptions for request in self.requests.values()), default=0) <= (
+            self.scheduler.max_preemptions
+        )
         arrivals = [self.requests[id].order for id in self.admitted]
         grouped = any(request.group for request in self.requests.values())
-        first_come = isinstance(self.scheduler.policies.order, Fcfs)
+        passing = policies.lanes.on or policies.headroom.share or self.scheduler.kv.host is not None
+        first_come = isinstance(policies.order, Fcfs) and not passing
         assert grouped or not first_come or arrivals == sorted(arrivals), "somebody was overtaken"
         for id, request in self.requests.items():
             prompt = request.tokens[: request.prompt_len]
@@ -174,6 +190,12 @@ moves = st.one_of(
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.just(("fail",)),
 )
+TIERS: dict[str, dict[str, object]] = {
+    "premium": {"ttft": 3.0, "itl": 1.0, "weight": 2},
+    "standard": {"ttft": 20.0},
+    "batch": {},
+}
+LANED = {**TIERS, "premium": {**TIERS["premium"], "longest": 12}}
 configs = st.fixed_dictionaries(
     {
         "blocks": st.integers(9, 40),
@@ -189,7 +211,16 @@ configs = st.fixed_dictionaries(
         "layout": st.sampled_from(["ragged", "padded", "shrink"]),
         "prefill": st.sampled_from(["chunked", "inline", "exclusive"]),
         "memory": st.sampled_from(["ondemand", "reserve", "predict"]),
-        "order": st.sampled_from(["fcfs", "fcfs", "priority", "sjf", "fair"]),
+        "order": st.sampled_from(["fcfs", "fcfs", "priority", "sjf", "fair", "slo", "slo"]),
+        "tiers": st.sampled_from([TIERS, TIERS, LANED]),
+        "when_short": st.sampled_from(["recompute", "recompute", "swap", "auto", "drop"]),
+        "host_blocks": st.sampled_from([0, 0, 3, 12, 60]),
+        "max_preemptions": st.sampled_from([1, 2, 8]),
+        "budget": st.sampled_from(["fixed", "promise"]),
+        "lane_tokens": st.sampled_from([0, 0, 8, 20]),
+        "long_share": st.sampled_from([0.1, 0.5]),
+        "headroom": st.sampled_from([0.0, 0.0, 0.3]),
+        "headroom_tokens": st.sampled_from([0, 6]),
     }
 )
 
@@ -216,6 +247,7 @@ def arrive(
             salt=salt,
             priority=len(prompt) % 4 - 1,
             tenant=("", "a", "b")[len(prompt) % 3],
+            tier=("", "batch", "premium")[number % 3],
         )
         try:
             run.submit(request)
@@ -258,9 +290,30 @@ def end_one(run: Run, what: str, which: int) -> None:
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=60))
 @settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_traffic_keeps_every_invariant(config: dict[str, int], depth: int, traffic: list[Move]) -> None:
-    run = Run(make_scheduler(**config), depth)  # type: ignore[arg-type]
+    slow, failing = len(traffic) % 4, (lambda number: number % 3 == 0) if len(traffic) % 5 == 0 else (lambda number: False)
+    run = Run(make_scheduler(**config), depth, slow_copies=slow, failing=failing)  # type: ignore[arg-type]
     play(run, traffic)
     run.verify()
+
+
+@given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=50))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_the_same_traffic_gives_the_same_plans_and_every_request_its_tokens_as_under_fcfs(
+    config: dict[str, int], depth: int, traffic: list[Move]
+) -> None:
+    plain = {**config, "order": "fcfs", "when_short": "recompute", "lane_tokens": 0, "headroom": 0.0, "tiers": TIERS}
+    runs = [Run(make_scheduler(**one), depth) for one in (config, config, plain)]  # type: ignore[arg-type]
+    for run in runs:
+        play(run, traffic)
+    one, two, fcfs = runs
+    assert one.plans == two.plans
+    assert one.told == two.told
+    for id, told in one.told.items():
+        both = (told, fcfs.told[id])
+        shorter = min(map(len, both))
+        assert both[0][:shorter] == both[1][:shorter]
+        if id not in one.cuts.keys() | fcfs.cuts.keys() and {one.ended[id], fcfs.ended[id]} <= {Reason.STOP, Reason.LENGTH}:
+            assert both[0] == both[1]
 
 
 @given(configs, st.lists(moves, min_size=5, max_size=40))

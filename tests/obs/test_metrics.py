@@ -289,3 +289,34 @@ def test_every_metric_stands_in_the_docs_and_no_other() -> None:
     counters = {*metrics.COUNTERS, *metrics.LABELLED, metrics.HTTP, "shoal_engine_restarts"}
     names = {*metrics.GAUGES, *metrics.HISTOGRAMS, *metrics.FRONT} - counters | {f"{name}_total" for name in counters}
     assert set(re.findall(r"^\| `(\w+)", PAGE.read_text(), re.MULTILINE)) == names
+
+
+def test_promises_are_counted_by_tier_and_by_whether_they_were_kept() -> None:
+    tiers: dict[str, dict[str, object]] = {"premium": {"ttft": 1.0, "itl": 0.5}, "batch": {}}
+    drive = Drive(make_scheduler(order="slo", tiers=tiers, max_num_batched_tokens=64))
+    for name, arrived_s in (("late", 0.0), ("timely", 2.5)):
+        drive.scheduler.submit(make_request(name, [1] * 4, max_tokens=3, tier="premium"), arrived_s)
+    drive.scheduler.submit(make_request("nobody's", [1] * 4, max_tokens=3), 2.5)
+    for commit_s in (3.0, 3.4, 3.8):
+        drive.turn(commit_s - 0.1, commit_s)
+    seen = drive.read()
+    assert seen['shoal_promises_total{kept="no",promise="ttft",tier="premium"}'] == 1
+    assert seen['shoal_promises_total{kept="yes",promise="ttft",tier="premium"}'] == 1
+    assert seen['shoal_promises_total{kept="yes",promise="itl",tier="premium"}'] == 2
+    assert not any('tier="batch"' in name for name in seen)
+
+
+def test_who_gives_way_is_counted_by_what_became_of_it() -> None:
+    drive = Drive(make_scheduler(blocks=6, block_size=2, watermark=0.0, max_num_batched_tokens=30, when_short="drop"))
+    for name in "abc":
+        drive.scheduler.submit(make_request(name, [1, 2, 3], max_tokens=5), 0.0)
+    drive.run()
+    seen = drive.read()
+    assert seen['shoal_requests_gave_way_total{how="drop"}'] == seen["shoal_preemptions_total"] > 0
+    assert seen['shoal_requests_gave_way_total{how="recompute"}'] == 0
+    assert drive.metrics.tracked == 0
+
+
+def test_the_choices_are_shown() -> None:
+    shown = read(EngineMetrics({"order": "slo", "budget": "promise"}).render())
+    assert shown['shoal_policies{budget="promise",order="slo"}'] == 1

@@ -85,7 +85,7 @@ def copy(model: Path, to: Path) -> Path:
 
 
 def open_llm(folder: Path, **options: Any) -> LLM:
-    return LLM(str(folder), **{"kv_memory": "64MiB", "dtype": "float32", "threads": 1, **options})
+    return LLM(str(folder), **{"kv_memory": "64MiB", "dtype": "float32", "threads": 1, "depth": 2, **options})
 
 
 def small_kv(blocks: int) -> int:

@@ -99,3 +99,25 @@ def test_same_tokens(
         assert preempted > count / 2, f"only {preempted} of {count} were preempted; the test has lost its point"
     else:
         assert preempted == 0
+
+
+POLICIES: list[dict[str, object]] = [
+    {"when_short": "swap", "host_kv_memory": "16MiB"},
+    {"when_short": "swap", "host_kv_memory": 20 * 16 * BYTES_PER_TOKEN},  # not enough for everybody
+    {"when_short": "auto", "host_kv_memory": "16MiB"},
+    {"when_short": "swap", "host_kv_memory": "16MiB", "max_preemptions": 1},
+    {"order": "slo", "tiers": "{premium: {ttft: 0.05, itl: 0.01, longest: 30}, batch: {}}", "budget": "promise"},
+    {"order": "sjf", "lane_tokens": 20, "headroom": 0.2, "headroom_tokens": 20},
+]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("number", range(len(POLICIES)))
+def test_no_policy_changes_a_token(folder: Path, expected: Answers, number: int, caching: bool) -> None:
+    options = POLICIES[number]
+    order = list(range(len(requests())))
+    random.Random(number).shuffle(order)
+    memory = TINY_TOKENS * BYTES_PER_TOKEN
+    answers, _, preempted = run(folder, order, prefix_caching=caching, kv_memory=memory, **options)
+    assert answers == expected
+    assert preempted >= 3

@@ -22,7 +22,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 READY = re.compile(r"https?://127\.0\.0\.1:([1-9][0-9]*)")
-SMALL = ("--dtype", "float32", "--kv-memory", "64MiB", "--threads", "1", "--served-model-name", "tiny")
+SMALL = ("--dtype", "float32", "--kv-memory", "64MiB", "--threads", "1", "--served-model-name", "tiny", "--depth", "2")
 START_S, STOP_S, SETTLE_S = 90.0, 60.0, 60.0  # far more than needed: a hang must fail, a slow machine must not
 # the metrics these tests lean on
 RUNNING, WAITING, HELD = "shoal_requests_running", "shoal_requests_waiting", "shoal_kv_blocks_held"

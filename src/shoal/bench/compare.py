@@ -15,7 +15,7 @@ from shoal.bench.quiet import DISTURBED, Watch
 from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.replay import replay
 from shoal.engine.loop import EngineLoop
-from shoal.presets import PRESETS
+from shoal.presets import preset_of
 from shoal.workload.arrivals import at_once, gamma, replay_at_rate
 from shoal.workload.traces import TraceRequest
 
@@ -56,7 +56,7 @@ def group_sizes(slots: int) -> list[int]:
 
 def variants(preset: str, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """(label, settings) of everything a preset is tried with."""
-    batching = PRESETS[preset].settings["batching"]
+    batching = preset_of(preset).settings["batching"]
     if batching == "static":
         for size in group_sizes(plan.slots):
             yield f"{preset} ({size})", {"group_size": size}
@@ -142,7 +142,7 @@ def run_once(
     bar: "tqdm[Any] | None" = None,
 ) -> RunRecord:
     """On a fresh engine."""
-    chosen = {**PRESETS[preset].settings, **settings}
+    chosen = {**preset_of(preset).settings, **settings}
     watch = Watch()
     loop = make_engine(chosen)
     try:
@@ -207,7 +207,7 @@ def speed_up(runs: Sequence[RunRecord], plan: Plan, of: Sequence[str], over: Seq
 
 
 def by_batching(presets: Sequence[str], batching: str) -> list[str]:
-    return [name for name in presets if PRESETS[name].settings["batching"] == batching]
+    return [name for name in presets if preset_of(name).settings["batching"] == batching]
 
 
 def in_words(found: SpeedUp | None) -> str:

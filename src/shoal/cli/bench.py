@@ -11,6 +11,8 @@ from shoal.bench.serve_command import add_command as add_serve
 from shoal.cli.common import check_writable, new_command
 from shoal.cli.compare import add_model, load_once, make_folder
 from shoal.cli.frontend import add_frontend
+from shoal.cli.policies import add_policies
+from shoal.cli.scheduler import add_scheduler
 from shoal.config import EngineConfig, add_flags
 from shoal.errors import BadConfig
 
@@ -41,6 +43,8 @@ def add_bench(commands: Any) -> None:
     add_giant(kinds)
     add_serve(kinds, new_command)
     add_frontend(kinds)
+    add_scheduler(kinds)
+    add_policies(kinds)
 
 
 def run_bench_giant(args: argparse.Namespace) -> int:

@@ -38,7 +38,8 @@ class Preempted:
     """A request lost its blocks to another."""
 
     id: str
-    lost_tokens: int  # computed positions given up (some may come back from the prefix cache)
+    lost_tokens: int  # computed positions given up (some may come back from the prefix cache or the host)
+    how: str = "recompute"  # … swap or drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ class Finished:
     cached_tokens: int
     stop_token: int | None = None
     error: str = ""
+    tier: str = ""
+    kept_ttft: bool | None = None  # whether its first token came as soon as promised; None: nothing was promised
+    kept_itl: bool | None = None  # … and the others, on average
 
 
 @dataclass(slots=True)
@@ -77,6 +81,8 @@ class PassEvents:
     dead_rows: int = 0
     # from the commit
     padded_tokens: int = 0  # computed for nobody, as counted where they were computed
+    blocks_out: int = 0  # KV blocks that have arrived in host memory
+    blocks_in: int = 0  # … and back on the device
     busy_s: float = 0.0
     owners: list[str] = field(default_factory=list)  # owners[i] got tokens[i] as its output number indexes[i]
     tokens: list[int] = field(default_factory=list)

@@ -36,6 +36,7 @@ class Job:
     tenant: str = ""  # whose limits it counts against
     salt: str = ""  # shares cached prefixes only with jobs of the same salt
     priority: int = 0  # lower goes first, where the order policy looks at it
+    tier: str = ""  # the name of what it is promised; "" for the usual
     timeout_s: float | None = None  # from its arrival to its last token
     grammar: GrammarSpec | None = None
 

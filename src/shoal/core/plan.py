@@ -23,12 +23,13 @@ SCRIPTED_END = -2  # what a replayed request "says" as its last token, so that i
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy KV blocks; StepResult names the id once it is done."""
+    """Copy KV blocks, beside the passes and not before the ones handed over earlier; StepResult names the id once it
+    is done. Nobody writes to its sources or uses its targets until then."""
 
     id: int
     source: tuple[int, ...]
     target: tuple[int, ...]
-    direction: str  # "device", "out" (device to host) or "in" (host to device)
+    direction: str  # "out" (device to host) or "in" (host to device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class RowStart:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One pass. The five arrays with one entry per row run in parallel; `tokens` is their concatenation.
+
+    A plan without rows computes nothing: its result comes when all copies handed over so far are done.
 
     rows         which row                          generations  … and which life of it
     starts       first position to compute          counts       how many positions
@@ -87,6 +90,7 @@ class StepResult:
     # (index into the *plan's* rows, first position, one per position)
     prompt_logprobs: tuple[tuple[int, int, tuple[Logprobs, ...]], ...] = ()
     failures: tuple[tuple[int, str], ...] = ()  # (index into rows, what went wrong)
-    copies_done: tuple[int, ...] = ()
+    copies_done: tuple[tuple[int, float], ...] = ()  # (id, seconds it took) of copies that are done since the last result
+    copies_failed: tuple[int, ...] = ()
     padded: int = 0  # positions that were computed for nobody
     busy_s: float = 0.0  # how long the device was busy with it

@@ -24,6 +24,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.params import SamplingParams
+from shoal.core.tiers import NO_PROMISE, Tier
 
 if TYPE_CHECKING:
     from shoal.core.ports import Grammar
@@ -78,10 +79,11 @@ class Request:
     """One sequence of tokens to be continued."""
 
     __slots__ = (
-        "arrived_s", "blocks_sent", "cached_tokens", "computed", "deadline_s", "ends_after", "error", "furthest",
-        "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens", "names", "order", "params",
-        "pending", "planned", "preemptions", "priority", "prompt_len", "reason", "row", "salt", "sample", "seed",
-        "state", "stop_ids", "tenant", "timeout_s", "tokens", "wants_prompt_logprobs", "work",
+        "arrived_s", "blocks_sent", "cached_tokens", "computed", "deadline_s", "end", "ends_after", "error", "fetching",
+        "first_s", "furthest", "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens", "names", "order",
+        "overtaken", "params", "parked", "pending", "planned", "preemptions", "priority", "promise", "prompt_len",
+        "reason", "row", "salt", "sample", "seed", "start_by_s", "state", "stop_ids", "tenant", "tier", "timeout_s",
+        "tokens", "wants_prompt_logprobs", "work",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +101,7 @@ class Request:
         ends_after: int = 0,
         output: Sequence[int] = (),
         priority: int = 0,
+        tier: str = "",
         timeout_s: float | None = None,
         grammar: "Grammar | None" = None,
     ) -> None:
@@ -114,20 +117,27 @@ class Request:
         self.salt = salt  # keeps this tenant's prefix cache apart
         self.ends_after = ends_after  # replay: its output has so many tokens, which only the device knows
         self.priority = priority  # lower goes first, where the order policy looks at it
+        self.tier = tier  # the name of what it is promised
         self.timeout_s = timeout_s  # from its arrival to its end
         self.grammar = grammar  # what it may say; None: anything
-        self.max_tokens = params.max_tokens or 0  # 0: filled in at admission
+        self.allow(params.max_tokens or 0)  # 0: filled in at admission
         self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
         # progress
         self.state = State.WAITING
         self.order = -1  # arrival number, given at admission
         self.arrived_s = 0.0
+        self.first_s = math.nan  # when its first token was committed
         self.deadline_s = math.inf  # given at admission
-        self.work = 0.0  # predicted, in prompt tokens; given by the order policy that looks at it
+        self.promise: Tier = NO_PROMISE  # given at admission
+        self.start_by_s = math.inf  # when it is too late to start and keep the promise; given at admission
+        self.work = 0.0  # predicted, by the order policy that looks at it and in its own unit
+        self.overtaken = 0  # requests that started although it stood ahead of them
         self.computed = 0
         self.planned = 0
         self.pending = 0
         self.holding: Any = None  # kv.manager.Holding while running
+        self.fetching: Any = None  # … while blocks are brought to the device before it starts
+        self.parked: list[bytes] = []  # digests of its blocks that the host memory keeps for it
         self.blocks_sent = 0  # how many of its blocks the runner knows
         self.row = -1
         self.generation = -1  # of the row; -1 while it has none
@@ -148,16 +158,15 @@ class Request:
     def output_tokens(self) -> list[int]:
         return self.tokens[self.prompt_len :]
 
-    @property
-    def end(self) -> int:
-        """How many positions can ever be computed: the last output token never is."""
-        return self.prompt_len + self.max_tokens - 1
+    def allow(self, max_tokens: int) -> None:
+        """It may say so many tokens."""
+        self.max_tokens = max_tokens
+        self.end = self.prompt_len + max_tokens - 1  # positions that can ever be computed: the last token never is
 
     def need(self) -> int:
         """Positions that could be computed now."""
         visible = len(self.tokens) + self.pending
-        end = self.prompt_len + self.max_tokens - 1
-        return (visible if visible < end else end) - self.planned
+        return (visible if visible < self.end else self.end) - self.planned
 
     def move(self, to: State) -> None:
         if to not in MOVES[self.state]:

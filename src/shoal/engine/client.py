@@ -286,7 +286,7 @@ class ZmqClient:
             live.sink.refused(refusal)
             self._say(wire.Abort(live.number))
             live.said.clear()
-        elif refusal.kind == "DeadlinePassed":
+        elif refusal.kind in ("DeadlinePassed", "PromiseBroken"):
             live.said.pop(sample, None)
             live.sink.ended(sample, Ending(Reason.TIMEOUT.value))
         else:  # a new engine does not take what the old one had begun

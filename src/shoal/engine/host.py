@@ -262,6 +262,7 @@ class Host:
                 salt=job.salt,
                 output=output,
                 priority=job.priority,
+                tier=job.tier,
                 timeout_s=job.timeout_s,
                 grammar=grammars.get(sample),
             )
@@ -358,7 +359,7 @@ class Host:
             owner = self._let_go(rejected.id)
             if owner:
                 self.queue_s.pop(rejected.id, None)
-                self._box(owner.front).refused.append((owner.key, rejected.kind, rejected.message, None))
+                self._box(owner.front).refused.append((owner.key, rejected.kind, rejected.message, rejected.retry_after_s))
         for end in events.finished:
             owner = self._let_go(end.id)
             queue_s = self.queue_s.pop(end.id, 0.0)

@@ -52,6 +52,7 @@ class Submit(Message):
     tenant: str
     salt: str
     priority: int
+    tier: str
     timeout_s: float | None
     grammar: tuple[str, str] | None
     # resumed: sample → what it has said so far, for the samples that have not ended
@@ -165,6 +166,7 @@ def pack_job(number: int, job: Job, said: dict[int, list[int]] | None = None) ->
         job.tenant,
         job.salt,
         job.priority,
+        job.tier,
         job.timeout_s,
         (job.grammar.kind, job.grammar.text) if job.grammar else None,
         said,
@@ -182,6 +184,7 @@ def unpack_job(said: Submit) -> Job:
         tenant=said.tenant,
         salt=said.salt,
         priority=said.priority,
+        tier=said.tier,
         timeout_s=said.timeout_s,
         grammar=GrammarSpec(*said.grammar) if said.grammar else None,
     )

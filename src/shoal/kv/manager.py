@@ -1,19 +1,29 @@
-"""KV manager: reserve, grow, publish and release the blocks of a request.
+"""KV manager: reserve, grow, publish and release the blocks of a request; and their way to host memory and back.
 
 Knows tokens, digests and block ids. Does not know policies, rows, torch or time.
+
+Blocks travel by their names. `spill` copies full blocks to the host tier under the names they have in the prefix cache;
+`reserve` looks for a prefix on the device first and goes on in the host tier, whose blocks are then fetched. Copies run
+beside the passes: a block on its way out stays held until its copy is done, and a holding whose blocks are on their way
+in is not used before that (`fetch`).
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from shoal.core.plan import BlockCopy
+from shoal.kv.host import HostTier
 from shoal.kv.pool import BlockPool
 from shoal.kv.prefix import PrefixIndex, first_digest, next_digest
 
+COLD_BLOCKS = 32  # cached blocks that are copied to the host in one pass, at most
+
 
 class Holding:
-    """The blocks of one running request, in the order of its positions."""
+    """The blocks of one request, in the order of its positions."""
 
-    __slots__ = ("blocks", "capacity", "names", "published", "salt")
+    __slots__ = ("blocks", "capacity", "dead", "fetch", "names", "published", "salt")
 
     def __init__(self, blocks: list[int], capacity: int, names: list[bytes], published: int, salt: str | None) -> None:
         self.blocks = blocks
@@ -21,6 +31,17 @@ class Holding:
         self.names = names  # digests of the first full blocks, as far as known
         self.published = published  # how many of the first blocks others can hit
         self.salt = salt  # None: never publishes
+        self.fetch: int | None = None  # the copy that brings some of its blocks from the host
+        self.dead = False  # released while that copy was under way
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A copy under way."""
+
+    names: tuple[bytes, ...]
+    blocks: tuple[int, ...]  # on the device
+    holding: Holding | None  # the one that waits for it; None: on its way out
 
 
 class KVManager:
@@ -30,11 +51,17 @@ class KVManager:
     one of them runs (the caller gives them a salt of their own).
     """
 
-    def __init__(self, total_blocks: int, block_size: int, keep: bool = True) -> None:
+    def __init__(self, total_blocks: int, block_size: int, keep: bool = True, host_blocks: int = 0) -> None:
         self.block_size = block_size
         self.keep = keep
         self.index = PrefixIndex()
         self.pool = BlockPool(total_blocks, forget=self.index.forget)
+        self.host = HostTier(host_blocks) if host_blocks else None
+        self.transfers: dict[int, Transfer] = {}
+        self.leaving = 0  # blocks that only copies hold: free soon
+        self._orders: list[BlockCopy] = []
+        self._copies = 0
+        self._cold: deque[int] = deque(maxlen=total_blocks)  # blocks that became cached, oldest first
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold so many positions."""
@@ -65,7 +92,10 @@ class KVManager:
         taken = self.pool.grab(fresh)
         assert taken is not None, "the pool has fewer free blocks than it counted"
         blocks = hits + taken
-        return Holding(blocks, len(blocks) * self.block_size, names, len(hits), salt)
+        holding = Holding(blocks, len(blocks) * self.block_size, names, len(hits), salt)
+        if self.host is not None and look and salt is not None:
+            self._fetch(self.host, holding, tokens, salt)
+        return holding
 
     def _hits(self, tokens: Sequence[int], salt: str, names: list[bytes]) -> list[int]:
         hits: list[int] = []
@@ -108,14 +138,22 @@ class KVManager:
 
     def release(self, holding: Holding) -> None:
         """Give all blocks back; the end of the sequence is reused before its beginning."""
-        self.pool.drop(reversed(holding.blocks))
+        if holding.fetch is not None:
+            holding.dead = True  # a copy still writes to them
+            return
+        self._let_go(holding.blocks)
+        holding.blocks = []
+        holding.capacity = 0
+
+    def _let_go(self, blocks: Sequence[int]) -> None:
+        self.pool.drop(reversed(blocks))
         if not self.keep:
-            for block in holding.blocks:
+            for block in blocks:
                 if self.pool.references[block] == 0 and self.index.named_block(block):
                     self.index.forget(block)
                     self.pool.unpublish(block)
-        holding.blocks = []
-        holding.capacity = 0
+        elif self.host is not None:
+            self._cold += [block for block in reversed(blocks) if not self.pool.references[block]]
 
     def discard(self, holding: Holding) -> None:
         """Give all blocks back and let nobody hit what only this holding had: its content is not to be trusted."""
@@ -136,18 +174,141 @@ class KVManager:
                 count += 1
         return count
 
+    # ---- to host memory and back ----------------------------------------------------------------------------------
+
+    def spill(self, holding: Holding, tokens: Sequence[int], computed: int) -> list[bytes]:
+        """Begin to copy the full blocks among the first `computed` positions to the host, as far as it has room.
+
+        Returns the names of those that will be there, each pinned once; unpin() them when nobody counts on them.
+        """
+        if self.host is None or holding.salt is None:
+            return []
+        self.publish(holding, tokens, computed)
+        names = []
+        moving: list[tuple[bytes, int, int]] = []
+        for name, block in zip(holding.names, holding.blocks[: computed // self.block_size], strict=False):
+            if not self.host.has(name):
+                target = self.host.take(name)
+                if target is None:
+                    break
+                moving.append((name, block, target))
+            self.host.pin(name)
+            names.append(name)
+        self._send_out(moving)
+        return names
+
+    def unpin(self, names: Iterable[bytes]) -> None:
+        """Nobody counts on these any more."""
+        if self.host is not None:
+            for name in names:
+                self.host.unpin(name)
+
+    def spill_cold(self) -> None:
+        """Begin to copy some of the cached blocks that nobody holds, so that they can still be hit when overwritten."""
+        host, pool = self.host, self.pool
+        if host is None or not self._cold:
+            return
+        moving: list[tuple[bytes, int, int]] = []
+        while self._cold and len(moving) < COLD_BLOCKS:
+            block = self._cold.popleft()
+            name = self.index.name_of(block)
+            if name is None or pool.references[block] or host.has(name):
+                continue
+            target = host.take(name)
+            if target is None:
+                break
+            moving.append((name, block, target))
+        self._send_out(moving)
+
+    def _send_out(self, moving: Sequence[tuple[bytes, int, int]]) -> None:
+        if not moving:
+            return
+        for _, block, _ in moving:
+            self.pool.hold(block)
+        names, blocks, targets = zip(*moving, strict=True)
+        self._order(Transfer(names, blocks, None), blocks, targets, "out")
+        self.leaving += len(blocks)
+
+    def _fetch(self, host: HostTier, holding: Holding, tokens: Sequence[int], salt: str) -> None:
+        """Begin to bring the blocks that follow the hits from the host."""
+        names: list[bytes] = []
+        sources: list[int] = []
+        for number in range(holding.published, (len(tokens) - 1) // self.block_size):
+            self._name(holding.names, number, tokens, salt)
+            source = host.find(holding.names[number])
+            if source is None:
+                break
+            names.append(holding.names[number])
+            sources.append(source)
+        if not names:
+            return
+        for name in names:
+            host.pin(name)
+        targets = tuple(holding.blocks[holding.published : holding.published + len(names)])
+        holding.fetch = self._order(Transfer(tuple(names), targets, holding), tuple(sources), targets, "in")
+
+    def _order(self, transfer: Transfer, sources: tuple[int, ...], targets: tuple[int, ...], direction: str) -> int:
+        number = self._copies
+        self._copies += 1
+        self.transfers[number] = transfer
+        self._orders.append(BlockCopy(number, sources, targets, direction))
+        return number
+
+    def take_orders(self) -> tuple[BlockCopy, ...]:
+        """Copies that nobody has been told of; the next plan must carry them."""
+        orders, self._orders = tuple(self._orders), []
+        return orders
+
+    @property
+    def has_orders(self) -> bool:
+        return bool(self._orders)
+
+    def copied(self, number: int, failed: bool = False) -> int:
+        """A copy is done, or has failed: then its content is nowhere but where it came from. Returns its blocks."""
+        transfer = self.transfers.pop(number)
+        assert self.host is not None
+        if transfer.holding is None:
+            for name in transfer.names:
+                if failed:
+                    self.host.spoil(name)
+                else:
+                    self.host.written(name)
+            self.leaving -= len(transfer.blocks)
+            self._let_go(transfer.blocks)
+            return len(transfer.blocks)
+        holding = transfer.holding
+        holding.fetch = None
+        for name in transfer.names:
+            if failed:
+                self.host.spoil(name)
+            self.host.unpin(name)
+        if not failed:
+            for name, block in zip(transfer.names, transfer.blocks, strict=True):
+                if self.index.add(name, block):
+                    self.pool.publish(block)
+            holding.published += len(transfer.names)
+        if holding.dead:
+            self.release(holding)
+        return len(transfer.blocks)
+
     def check(self, holdings: Iterable[Holding]) -> None:
         """No block lost, none owned twice by mistake, exactly the published blocks have names."""
         self.pool.check()
         published = {block for block, known in enumerate(self.pool.published) if known}
         assert published == set(self.index.named()), "the index and the pool disagree on what can be hit"
         held: Counter[int] = Counter()
-        for holding in holdings:
+        dead = [one.holding for one in self.transfers.values() if one.holding is not None and one.holding.dead]
+        for holding in [*holdings, *dead]:
             assert len(set(holding.blocks)) == len(holding.blocks), "one request holds a block twice"
             assert holding.capacity == len(holding.blocks) * self.block_size, "a holding's capacity drifted"
             held.update(holding.blocks)
-        counted = {block: count for block, count in enumerate(self.pool.references) if count}
-        assert held == Counter(counted), "reference counts drifted"
         for block in held:
             sharers = held[block]
             assert sharers == 1 or self.index.named_block(block), f"block {block} is shared but was never published"
+        leaving = [block for one in self.transfers.values() if one.holding is None for block in one.blocks]
+        assert len(leaving) == self.leaving, "blocks on their way out are counted wrongly"
+        held.update(leaving)
+        counted = {block: count for block, count in enumerate(self.pool.references) if count}
+        assert held == Counter(counted), "reference counts drifted"
+        if self.host is not None:
+            self.host.check()

@@ -46,6 +46,10 @@ class PrefixIndex:
         if digest is not None:
             del self._block_of[digest]
 
+    def name_of(self, block: int) -> bytes | None:
+        """The digest of its content, if that can be found."""
+        return self._digest_of.get(block)
+
     def named_block(self, block: int) -> bool:
         """Whether this block's content can be found."""
         return block in self._digest_of

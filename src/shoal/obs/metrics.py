@@ -51,6 +51,8 @@ COUNTERS = {
     "shoal_padded_tokens": "Positions computed for nobody",
     "shoal_budget_tokens": "Positions the passes could have computed for requests",
     "shoal_preemptions": "Requests that lost their blocks to another",
+    "shoal_kv_blocks_out": "KV blocks copied to host memory",
+    "shoal_kv_blocks_in": "KV blocks copied back from host memory",
 }
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "shoal_queue_seconds": ("From a request's arrival to its first place in a batch", WAIT_S),
@@ -67,7 +69,14 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 }
 FINISHED = "shoal_requests_finished"
 REJECTED = "shoal_requests_rejected"
+GAVE_WAY = "shoal_requests_gave_way"
+PROMISES = "shoal_promises"
+POLICIES = "shoal_policies"
+WAYS = ("recompute", "swap", "drop")
+TOLD = ["tier", "promise", "kept"]
+AXES = ("batching", "layout", "prefill", "budget", "memory", "order", "when_short")
 LABELLED = {
+    GAVE_WAY: ("how", "Requests that lost their blocks to another, by what became of them"),
     FINISHED: ("reason", "Requests that ended, by reason"),
     REJECTED: ("kind", "Requests refused, by the name of the error"),
 }
@@ -119,7 +128,10 @@ class Tally:
 class EngineMetrics(Collector):
     """Counts what one engine's passes tell. A request with n samples is n requests here."""
 
-    def __init__(self) -> None:
+    def __init__(self, policies: Mapping[str, str] | None = None) -> None:
+        self.policies = dict(policies or {})  # axis → choice
+        self.ways = dict.fromkeys(WAYS, 0)
+        self.promises: Counter[tuple[str, ...]] = Counter()  # (tier, which promise, kept) → requests
         self.gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
         self.totals: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.tallies = {name: Tally(name, help, bounds) for name, (help, bounds) in HISTOGRAMS.items()}
@@ -141,6 +153,8 @@ class EngineMetrics(Collector):
         self._come(events)
         if events.scheduled_ids:
             self._pass(events)
+        self.totals["shoal_kv_blocks_out"] += events.blocks_out
+        self.totals["shoal_kv_blocks_in"] += events.blocks_in
         if events.owners:
             self._tokens(events)
         for finished in events.finished:
@@ -157,6 +171,8 @@ class EngineMetrics(Collector):
         self._arrived_s.update(zip(events.arrived, events.arrived_s, strict=True))
         self.totals["shoal_requests_arrived"] += len(events.arrived)
         self.totals["shoal_preemptions"] += len(events.preempted)
+        for lost in events.preempted:
+            self.ways[lost.how] += 1
         for refused in events.rejected:
             self.kinds[refused.kind if refused.kind in self.kinds else OTHER] += 1
             self._forget(refused.id)
@@ -205,6 +221,9 @@ class EngineMetrics(Collector):
 
     def _end(self, finished: Finished, now_s: float) -> None:
         self.reasons[finished.reason.value] += 1
+        for promise, kept in (("ttft", finished.kept_ttft), ("itl", finished.kept_itl)):
+            if kept is not None:
+                self.promises[finished.tier, promise, "yes" if kept else "no"] += 1
         arrived_s = self._forget(finished.id)
         if finished.reason in ANSWERED:
             self.tallies["shoal_request_output_tokens"].add(finished.outputs)
@@ -231,9 +250,14 @@ class EngineMetrics(Collector):
             yield GaugeMetricFamily(name, help, value=self.gauges[name])
         for name, help in COUNTERS.items():
             yield CounterMetricFamily(name, help, value=self.totals[name])
-        for name, values in ((FINISHED, self.reasons), (REJECTED, self.kinds)):
+        for name, values in ((FINISHED, self.reasons), (REJECTED, self.kinds), (GAVE_WAY, self.ways)):
             label, help = LABELLED[name]
             yield _by_label(name, help, [label], {(key,): value for key, value in values.items()})
+        yield _by_label(PROMISES, "Promises to requests that ended, by whether they were kept", TOLD, self.promises)
+        if self.policies:
+            chosen = GaugeMetricFamily(POLICIES, "The choice made on each axis; always 1", labels=[*self.policies])
+            chosen.add_metric([*self.policies.values()], 1)
+            yield chosen
         for tally in self.tallies.values():
             yield tally.family()
 
@@ -276,6 +300,11 @@ def route_of(path: str) -> str:
     if path in ROUTES:
         return path
     return next((route for folder, route in FOLDERS.items() if path.startswith(folder)), OTHER)
+
+
+def policies_of(config: object) -> dict[str, str]:
+    """Axis → choice, from a config that has them as attributes."""
+    return {axis: str(getattr(config, axis)) for axis in AXES}
 
 
 def _by_label(name: str, help: str, labels: list[str], values: Mapping[tuple[str, ...], int]) -> Metric:

@@ -33,7 +33,13 @@ class KVStore:
     """Keys and values of all layers: per layer two tensors [blocks, block_size, kv_heads, head_dim]."""
 
     def __init__(
-        self, spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        spec: ModelSpec,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        host_blocks: int = 0,
     ) -> None:
         # zeros, not empty: 0 x garbage in a masked place would be NaN if the garbage is; untouched pages cost nothing
         self.scratch = blocks  # one block more, for what padding writes
@@ -41,9 +47,19 @@ class KVStore:
         self.data = lazy_zeros(shape, dtype, device)
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.data]
         self.block_size = block_size
+        self.host: Tensor | None = None
+        if host_blocks:
+            host_shape = (spec.layers, 2, host_blocks, *shape[3:])
+            # pinned where the device is a GPU: only then do copies run beside its work
+            pinned = self.data.is_cuda
+            self.host = (
+                torch.zeros(host_shape, dtype=dtype, pin_memory=True) if pinned else lazy_zeros(host_shape, dtype, "cpu")
+            )
 
+    @torch.inference_mode()
     def copy(self, order: BlockCopy) -> None:
-        """Perform a copy within the device."""
-        source = torch.tensor(order.source, device=self.data.device)
-        target = torch.tensor(order.target, device=self.data.device)
-        self.data[:, :, target] = self.data[:, :, source]
+        """Perform a copy between device and host, block by block: no buffer in between."""
+        assert self.host is not None, "blocks are to be copied, and there is no host memory for them"
+        source, target = (self.data, self.host) if order.direction == "out" else (self.host, self.data)
+        for one, other in zip(order.source, order.target, strict=True):
+            target[:, :, other].copy_(source[:, :, one], non_blocking=True)

@@ -12,6 +12,7 @@ from shoal.core.plan import SCRIPTED_END, Ints, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.models import Model
+from shoal.runner.copier import Copier
 from shoal.runner.inputs import PassInputs, RowTables
 from shoal.runner.kvstore import KVStore
 from shoal.runner.sampler import Sampler, logprobs_of
@@ -20,6 +21,7 @@ NOT_FINITE = "the model's scores are not finite numbers; its weights may be dama
 FORBIDDEN = "the grammar allows no token of the model's vocabulary here; change the grammar"
 LOGITS_AT_ONCE = 64  # lines of logits held at a time for prompt logprobs
 
+Begun = tuple[Tensor, PassInputs]  # hidden states of a pass, and what they were computed from
 PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
 
 
@@ -32,14 +34,17 @@ class Runner:
         blocks_per_row = -(-max_model_len // kv.block_size)
         self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device)
         self.sampler = Sampler(rows, model.spec.vocab_size, device)
+        self.copier = Copier(kv)
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that want prompt logprobs: prompt, how many
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
-        """Hidden states of all positions of the pass."""
+    def forward(self, plan: StepPlan) -> Begun | None:
+        """Hidden states of all positions of the pass; None if it has no rows."""
         for order in plan.copies:
-            self.kv.copy(order)
+            self.copier.submit(order)
         self.tables.update(plan)
+        if not len(plan.rows):
+            return None
         for start in plan.starting:
             self.sampler.start(start)
             self._prompts.pop(start.row, None)
@@ -49,8 +54,13 @@ class Runner:
         return self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs
 
     @torch.inference_mode()
-    def sample(self, plan: StepPlan, hidden: Tensor, inputs: PassInputs, masks: LateMasks | None) -> StepResult:
+    def sample(self, plan: StepPlan, begun: Begun | None, masks: LateMasks | None) -> StepResult:
         """Tokens for the rows that choose one."""
+        if begun is None:
+            none = np.empty(0, dtype=np.int64)
+            done, broken = self.copier.take(all_of_them=True)
+            return StepResult(plan.step, none, none, none, copies_done=done, copies_failed=broken)
+        hidden, inputs = begun
         rows = inputs.sampling_rows
         tokens = np.empty(0, dtype=np.int64)
         logprobs: list[tuple[int, Logprobs]] = []
@@ -64,15 +74,18 @@ class Runner:
             scripted = self.sampler.rows.ends_at[rows] == inputs.sampling_positions
             if scripted.any():
                 tokens = np.where(scripted, SCRIPTED_END, tokens)
+        of_prompts = self._prompt_logprobs(plan, hidden, inputs) if self._prompts else ()
+        done, broken = self.copier.take()  # last of all: what is taken must be told
         return StepResult(
             plan.step,
             rows,
             plan.generations[plan.samples],
             tokens,
             tuple(logprobs),
-            self._prompt_logprobs(plan, hidden, inputs) if self._prompts else (),
+            of_prompts,
             tuple(failures),
-            tuple(order.id for order in plan.copies),
+            done,
+            broken,
             padded=len(inputs.ids) - len(plan.tokens),
         )
 

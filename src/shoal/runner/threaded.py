@@ -9,12 +9,9 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
-from torch import Tensor
-
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.ports import LateMasks
-from shoal.runner.inputs import PassInputs
-from shoal.runner.runner import Runner
+from shoal.runner.runner import Begun, Runner
 
 
 class ThreadedExecutor:
@@ -23,27 +20,27 @@ class ThreadedExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner")
-        self._begun: deque[tuple[StepPlan, Future[tuple[float, Tensor, PassInputs]]]] = deque()
+        self._begun: deque[tuple[StepPlan, Future[tuple[float, Begun | None]]]] = deque()
         self._results: deque[Future[StepResult]] = deque()
 
     def forward(self, plan: StepPlan) -> None:
         self._begun.append((plan, self._worker.submit(self._forward, plan)))
 
-    def _forward(self, plan: StepPlan) -> tuple[float, Tensor, PassInputs]:
+    def _forward(self, plan: StepPlan) -> tuple[float, Begun | None]:
         begun_s = time.perf_counter()
-        hidden, inputs = self.runner.forward(plan)
-        return time.perf_counter() - begun_s, hidden, inputs
+        begun = self.runner.forward(plan)
+        return time.perf_counter() - begun_s, begun
 
     def sample(self, masks: LateMasks | None) -> None:
         plan, begun = self._begun.popleft()
         self._results.append(self._worker.submit(self._sample, plan, begun, masks))
 
     def _sample(
-        self, plan: StepPlan, begun: "Future[tuple[float, Tensor, PassInputs]]", masks: LateMasks | None
+        self, plan: StepPlan, forward: "Future[tuple[float, Begun | None]]", masks: LateMasks | None
     ) -> StepResult:
-        forward_s, hidden, inputs = begun.result()  # done: this thread did it, or it raises what the forward raised
+        forward_s, begun = forward.result()  # done: this thread did it, or it raises what the forward raised
         begun_s = time.perf_counter()  # not since the forward: between the two it may have waited for masks
-        result = self.runner.sample(plan, hidden, inputs, masks)
+        result = self.runner.sample(plan, begun, masks)
         return replace(result, busy_s=forward_s + time.perf_counter() - begun_s)
 
     def result(self) -> StepResult:
@@ -52,3 +49,4 @@ class ThreadedExecutor:
 
     def close(self) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
+        self.runner.copier.close()

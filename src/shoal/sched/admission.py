@@ -27,11 +27,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is refused although it could be served. As it stands here, nothing."""
+    """What is refused although it could be served (as it stands here, nothing), and how often one may give way."""
 
     max_queue: int = 0  # requests that wait and have never run; 0: any number
     max_wait_s: float | None = None  # from arrival to the start
     limits_of: LimitsOf = no_limits  # of a tenant
+    max_preemptions: int = 8  # after so many a request starts only with all the room it may need, and keeps it
 
 
 class Pace:

@@ -1,7 +1,7 @@
 """Deadlines: whose time is over.
 
-A request may have a time by which it must have ended (its timeout), and all have a time by which they must have
-started (`max_wait_s`). Owns a heap of those times. Who ends meanwhile is crossed off, not searched for: its entry is
+A request may have a time by which it must have ended (its timeout) or started (where its tier refuses who is late), and
+all may have a time by which they must have started (`max_wait_s`). Owns a heap of those times. Who ends meanwhile is crossed off, not searched for: its entry is
 dropped when its time comes, or when more than half of the heap is such entries. With no deadlines it costs nothing.
 Knows no clock and ends nobody: the scheduler asks who is due.
 """
@@ -70,15 +70,26 @@ class Deadlines:
                 f"no token after {waited_s:.1f} s, and its timeout is {request.timeout_s:g} s; "
                 f"raise timeout, or try again when the server is less busy"
             )
+        if self.lost_promise(request, now_s):
+            return (
+                f"not started after {waited_s:.1f} s, too late for a first token within {request.promise.ttft_s:g} s as "
+                f"tier {request.promise.name} promises; try again when the server is less busy"
+            )
         return (
             f"not started after {waited_s:.1f} s, and the longest wait is {self.max_wait_s:g} s; "
             f"try again when the server is less busy, or raise --max-wait or --max-num-seqs"
         )
 
+    def lost_promise(self, request: Request, now_s: float) -> bool:
+        """Whether what makes it late is its tier's promise."""
+        return request.start_by_s <= now_s < request.deadline_s
+
     def _start_by_s(self, request: Request) -> float:
         """Infinite for one that has started, here or on an engine before this one."""
-        new = request.state is State.WAITING and not request.preemptions and not request.outputs
-        return request.arrived_s + self.max_wait_s if self.max_wait_s is not None and new else math.inf
+        if request.state is not State.WAITING or request.preemptions or request.outputs:
+            return math.inf
+        longest_s = math.inf if self.max_wait_s is None else self.max_wait_s
+        return min(request.arrived_s + longest_s, request.start_by_s)
 
     def check(self, alive: Iterable[Request]) -> None:
         """Everybody with a deadline is watched, and nobody who has ended."""

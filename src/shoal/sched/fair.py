@@ -1,9 +1,10 @@
 """Fair between tenants: who was served least goes first (virtual token counters).
 
-Every tenant has a counter of the tokens computed for it, prompt and output priced apart. The waiting request of the
-tenant with the lowest counter is next, whoever came first; within a tenant it is first come, first served. Nobody is
-kept waiting while there is room, so no capacity is lost. A tenant that was away begins where the least served of those
-present is: time spent idle is not banked. And who left with more than that keeps it, so leaving pays nothing either.
+Every tenant has a counter of the tokens computed for it, prompt and output priced apart, divided by the weight of its
+tier. The waiting request of the tenant with the lowest counter is next, whoever came first; within a tenant it is first
+come, first served. Nobody is kept waiting while there is room, so no capacity is lost. A tenant that was away begins
+where the least served of those present is: time spent idle is not banked. And who left with more than that keeps it, so
+leaving pays nothing either.
 
     counter  A ██████████        B ███        C (comes now) ███
     next: B, then B or C, … until they reach A
@@ -26,6 +27,7 @@ class Fair:
 
     PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
     counts = True
+    overtakes = False
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
@@ -54,18 +56,31 @@ class Fair:
     def started(self, request: Request, tokens: int) -> None:
         """It computes so many prompt positions; what a preemption makes it compute again is not its fault."""
         if not request.preemptions:
-            self.served[request.tenant] += self.PROMPT_PRICE * tokens
+            self.served[request.tenant] += self.PROMPT_PRICE * tokens / request.promise.weight
 
     def said(self, request: Request) -> None:
         """One token, perhaps its last."""
         if request.tenant in self.served:
-            self.served[request.tenant] += self.OUTPUT_PRICE
+            self.served[request.tenant] += self.OUTPUT_PRICE / request.promise.weight
 
     def left(self, request: Request, by_itself: bool) -> None:
         tenant = request.tenant
         self.present[tenant] -= 1
         if not self.present[tenant]:
             del self.present[tenant]
+
+    def urgent(self, request: Request, now_s: float) -> bool:
+        return False
+
+    def victim_for(self, request: Request, running: Iterable[Request]) -> Request | None:
+        return None
+
+    def may_overtake(self, request: Request, blocked: Request) -> bool:
+        return False
+
+    def favours(self, request: Request, running: Iterable[Request]) -> bool:
+        """A tenant that has nothing running."""
+        return all(one.tenant != request.tenant for one in running)
 
     def _forget_absent(self, least: float) -> None:
         """A counter no higher than the least means nothing any more; and there is a limit to the others."""

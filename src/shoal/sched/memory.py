@@ -25,7 +25,9 @@ class Memory(Protocol):
 
 
 class OnDemand:
-    """Start with room for what is known, and keep a few blocks free so that those who run can grow."""
+    """Start with room for what is known, and keep a few blocks free so that those who run can grow: a share of all, and
+    at least one for each of them, or those who start now would be the next to give way. 0 keeps none.
+    """
 
     def __init__(self, watermark: float = 0.01) -> None:
         self.watermark = watermark
@@ -34,7 +36,7 @@ class OnDemand:
         return len(request.tokens)
 
     def spare(self, total_blocks: int, running: int) -> int:
-        return int(self.watermark * total_blocks) if running else 0
+        return max(int(self.watermark * total_blocks), running) if self.watermark else 0
 
     def learn(self, request: Request) -> None:
         pass

@@ -4,6 +4,7 @@ fcfs       first come, first served; the newest gives way
 priority   the lowest number first, then by arrival; waiting makes up for a higher number, so that nobody starves
 sjf        the shortest predicted work first; waiting makes up for longer work
 fair       the tenant that was served least first (fair.py)
+slo        the highest tier first, in it the least slack; takes the place of lower ones to keep a promise (slo.py)
 
 Everybody ages alike, so who is ahead of whom never changes while they wait: what a key needs is fixed on arrival.
 """
@@ -15,12 +16,14 @@ from shoal.core.request import Request
 from shoal.sched.fair import Fair
 from shoal.sched.lengths import OutputLengths
 from shoal.sched.queue import Line, WaitingLine
+from shoal.sched.slo import Slo
 
 
 class Order(Protocol):
     """Compares requests."""
 
     counts: bool  # wants to be told of every token
+    overtakes: bool  # some may start before others that stand ahead of them, or take their place
 
     def line(self) -> "Line":
         """Where requests wait."""
@@ -43,11 +46,24 @@ class Order(Protocol):
     def victim(self, running: Iterable[Request]) -> Request:
         """Who of the running loses its blocks."""
 
+    def urgent(self, request: Request, now_s: float) -> bool:
+        """It must start now, at the cost of others if need be."""
+
+    def victim_for(self, request: Request, running: Iterable[Request]) -> Request | None:
+        """Who of the running makes way for this urgent one; None: nobody."""
+
+    def may_overtake(self, request: Request, blocked: Request) -> bool:
+        """Whether it may start before one that stands ahead of it and does not fit."""
+
+    def favours(self, request: Request, running: Iterable[Request]) -> bool:
+        """Whether it may use the headroom, whatever its tier and length."""
+
 
 class Plain:
-    """An order that needs to know nothing but what a request says of itself."""
+    """An order that needs to know nothing but what a request says of itself, and makes nobody give way."""
 
     counts = False
+    overtakes = False
 
     def line(self) -> "Line":
         return WaitingLine()
@@ -63,6 +79,18 @@ class Plain:
 
     def left(self, request: Request, by_itself: bool) -> None:
         pass
+
+    def urgent(self, request: Request, now_s: float) -> bool:
+        return False
+
+    def victim_for(self, request: Request, running: Iterable[Request]) -> Request | None:
+        return None
+
+    def may_overtake(self, request: Request, blocked: Request) -> bool:
+        return False
+
+    def favours(self, request: Request, running: Iterable[Request]) -> bool:
+        return False
 
 
 class Fcfs(Plain):
@@ -115,4 +143,4 @@ class Sjf(Plain):
         return max(running, key=self.key)
 
 
-ORDER: dict[str, type[Order]] = {"fcfs": Fcfs, "priority": Priority, "sjf": Sjf, "fair": Fair}
+ORDER: dict[str, type[Order]] = {"fcfs": Fcfs, "priority": Priority, "sjf": Sjf, "fair": Fair, "slo": Slo}

@@ -7,6 +7,9 @@ from typing import Protocol
 from shoal.core.request import Request
 
 
+PATIENCE = 64  # requests that are let past one that does not fit; then nobody may pass it or take its place
+
+
 class Line(Protocol):
     """Requests that wait. A request is pushed and removed with the same key."""
 

@@ -1,37 +1,51 @@
 """The scheduler: plan(now) and commit(result, now).
 
-Combines the axes (batching, prefill, memory, order, preemption) over one KV manager. It is the only writer of a
+Combines the axes (batching, prefill, budget, memory, order, lanes, what to do when short) over one KV manager. It is the only writer of a
 request's progress. Knows no torch and no clock; the simulator runs these same objects.
 
 Two passes may be in flight: pass k+1 is planned while k computes. So a plan counts on what k will have done
 (`planned`, `pending`), a commit drops what came too late (its request has ended), and tokens of a request that was
 preempted meanwhile are still taken: they are right, only their KV is gone.
+
+Blocks go to host memory and back beside the passes (kv/manager.py). Who waits for blocks keeps its place in the line
+with what it has reserved (`fetching`), and starts when they have come.
 """
 
+import math
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from shoal.core.events import Admitted, Finished, PassEvents, Preempted, Rejected
-from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan, StepResult
+from shoal.core.plan import FROM_DEVICE, Ints, RowStart, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Reason, Request, State
-from shoal.errors import BadRequest, DeadlinePassed, EngineError
+from shoal.core.tiers import Tiers
+from shoal.errors import BadRequest, DeadlinePassed, EngineError, Evicted, PromiseBroken
 from shoal.errors import Rejected as NotNow
-from shoal.kv.manager import KVManager
+from shoal.kv.manager import Holding, KVManager
 from shoal.sched.admission import Admission, Limits, Rules
 from shoal.sched.batching import Batching, Door
+from shoal.sched.budget import Budget, Fixed
 from shoal.sched.deadlines import Deadlines
+from shoal.sched.draft import Draft, Flight, Places, Start
+from shoal.sched.integrity import check
+from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import Layout
 from shoal.sched.memory import Memory
 from shoal.sched.ordering import Order
-from shoal.sched.preempt import Preempt
+from shoal.sched.preempt import CopyTimes, How, Preempt
 from shoal.sched.prefill import Prefill
+from shoal.sched.queue import PATIENCE
 from shoal.sched.rows import RowTable
+from shoal.sched.steptime import StepModel
 from shoal.sched.tenants import Tenants
+
+EVICTED = "KV memory ran out and this request had to give way; ask again, or raise --kv-memory"
+LOOK_PAST = 64  # requests behind one that may not start yet that are asked whether they may
 
 
 @dataclass(frozen=True)
@@ -44,41 +58,18 @@ class Policies:
     memory: Memory
     order: Order
     preempt: Preempt
+    budget: Budget = field(default_factory=Fixed)
+    lanes: Lanes = field(default_factory=Lanes)
+    headroom: Headroom = field(default_factory=Headroom)
+    tiers: Tiers = field(default_factory=Tiers)
+    steps: StepModel = field(default_factory=StepModel)  # how long passes take, for those who want to know
+    copies: CopyTimes = field(default_factory=CopyTimes)  # … and copies of blocks
 
-
-class Draft:
-    """A plan in the making: who computes how many positions, as long as things may still change."""
-
-    def __init__(self, budget: int) -> None:
-        self.left = budget  # below 0 if a prompt had to be taken whole
-        self.takes: dict[Request, int] = {}
-        self.starting: dict[Request, None] = {}
-        self.prompts = 0
-        self.decodes = 0
-
-    def add(self, request: Request, count: int, prompt: bool) -> None:
-        self.takes[request] = count
-        self.left -= count
-        self.prompts += prompt
-        self.decodes += not prompt
-
-    def remove(self, request: Request) -> None:
-        """It lost its blocks after all."""
-        self.left += self.takes.pop(request, 0)
-        self.starting.pop(request, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """What the scheduler remembers of a pass until it comes back: parallel lists, in the plan's order."""
-
-    plan: StepPlan
-    requests: list[Request]
-    generations: list[int]  # of their rows, then
-    ends: list[int]  # how far each will have been computed
-    samples: list[bool]
-    events: PassEvents
-    masked: list[tuple[int, Request]]  # (row, request) of those that choose a token and must follow a grammar
+    @property
+    def learns(self) -> bool:
+        """Somebody wants to know how long passes take."""
+        late = any(tier.reject_late for tier in self.tiers)
+        return self.budget.learns or self.preempt.learns or late or len(self.tiers) > 1
 
 
 class Scheduler:
@@ -91,12 +82,14 @@ class Scheduler:
         rules = rules or Rules()
         self.admission = Admission(limits, kv.pool.total * kv.block_size, rules.max_queue)
         self.deadlines = Deadlines(rules.max_wait_s)
+        self.max_preemptions = rules.max_preemptions
         self.tenants = Tenants(rules.limits_of)
         # twice as many rows as slots, so that a row still read by a late pass keeps nobody waiting
         self.rows = RowTable(2 * limits.max_num_seqs)
         self.requests: dict[str, Request] = {}  # everyone not finished
         self.waiting = policies.order.line()
         self.running: dict[Request, None] = {}
+        self.fetching: dict[Request, None] = {}  # of those who wait: who has blocks, some of which are on their way
         self.flights: deque[Flight] = deque()
         self._arrivals = 0
         self._step = 0
@@ -106,6 +99,10 @@ class Scheduler:
         self._held_back = PassEvents(step=-1)  # … and what they will be told when it ends
         self._dead = 0  # rows of the rectangle whose request has ended
         self._now_s = 0.0  # the latest time anybody told
+        self._learns = policies.learns
+        self._places: Places | None = None  # of the last pass, until somebody comes or goes
+        self._grammars = 0  # running requests that must follow one
+        self._evicted: list[Request] | None = None  # while the line is read: who must join it afterwards
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -123,7 +120,10 @@ class Scheduler:
         self._now_s = max(self._now_s, now_s)
         try:
             max_tokens = [self.admission.check(request) for request in requests]
+            for request in requests:
+                request.promise = self.policies.tiers.of(request.tier)
             if not resumed:
+                self._check_promise(requests[0])
                 self.tenants.allow(requests, now_s)
                 self.admission.check_room(self.waiting.newcomers, len(requests), now_s)
         except (BadRequest, NotNow) as error:
@@ -131,9 +131,30 @@ class Scheduler:
             self._between.rejected += [Rejected(request.id, kind, str(error), after_s) for request in requests]
             raise
         for request, most in zip(requests, max_tokens, strict=True):
-            request.max_tokens = most
+            request.allow(most)
             self._enqueue(request, now_s)
         self.tenants.enter(requests, now_s, resumed)
+
+    def _check_promise(self, request: Request) -> None:
+        """Raise PromiseBroken if its tier wants to hear at once that it will be late, and it will."""
+        promise = request.promise
+        if promise.reject_late and self.policies.steps.known:
+            soonest_s = self._prompt_s(len(request.tokens))
+            if soonest_s > promise.ttft_s:
+                wait_s = soonest_s + self.admission.pace.wait_s(self.waiting.newcomers, self._now_s)
+                raise PromiseBroken(
+                    f"tier {promise.name} promises a first token within {promise.ttft_s:g} s, and this prompt of "
+                    f"{len(request.tokens)} tokens takes {soonest_s:.2f} s even if it starts now (estimated wait "
+                    f"{wait_s:.1f} s); shorten it, or ask for another tier",
+                    wait_s,
+                )
+
+    def _prompt_s(self, tokens: int) -> float:
+        """How long until the first token, for a prompt that starts now beside those who run."""
+        constant, per_token, per_read = self.policies.steps.coefficients
+        passes = -(-tokens // self.limits.max_num_batched_tokens)
+        beside = sum(request.planned for request in self.running)
+        return passes * (constant + per_token * len(self.running) + per_read * beside) + per_token * tokens
 
     def _check_ids(self, ids: list[str]) -> None:
         for request_id in ids:
@@ -151,6 +172,11 @@ class Scheduler:
             request.wants_prompt_logprobs = False
         self._arrivals += 1
         self.requests[request.id] = request
+        promise = request.promise
+        if promise.reject_late and not request.outputs:
+            soonest_s = self._prompt_s(len(request.tokens)) if self.policies.steps.known else 0.0
+            request.start_by_s = now_s + max(0.0, promise.ttft_s - soonest_s)
+        self.policies.lanes.came(request)
         self.policies.order.arrived(request)
         self.waiting.push(request, self.policies.order.key(request))
         self.deadlines.arm(request)
@@ -167,7 +193,9 @@ class Scheduler:
                 self._end(request, Reason.TIMEOUT, out)
             else:
                 message = self.deadlines.why(request, now_s)
-                out.rejected.append(Rejected(request.id, DeadlinePassed.__name__, message))
+                kind = PromiseBroken if self.deadlines.lost_promise(request, now_s) else DeadlinePassed
+                after_s = self.admission.pace.wait_s(len(self.waiting), now_s) if kind is PromiseBroken else None
+                out.rejected.append(Rejected(request.id, kind.__name__, message, after_s))
                 self._end(request, Reason.REJECTED, out, error=message)
         self.tenants.forget(now_s)
 
@@ -185,7 +213,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.requests and not self.flights
+        return not self.requests and not self.flights and not self.kv.transfers
 
     @property
     def news(self) -> bool:
@@ -199,22 +227,54 @@ class Scheduler:
         """The next pass, or None if there is nothing to compute before another pass comes back."""
         self.expire(now_s)
         events = PassEvents(self._step, planned_s=now_s, budget_tokens=self.limits.max_num_batched_tokens)
+        lanes = self.policies.lanes
+        cap = lanes.cap if lanes.on else 0
+        draft = self._draft(events, now_s, cap, False) if not cap else self._draft_lanes(events, now_s, cap)
+        # copies go out even if nobody computes; and with nothing else to wait for, wait for them
+        if draft.takes or self.kv.has_orders or (self.kv.transfers and not self.flights):
+            return self._freeze(draft, events)
+        self._between.preempted += events.preempted
+        self._between.rejected += events.rejected
+        self._between.finished += events.finished
+        return None
+
+    def _draft_lanes(self, events: PassEvents, now_s: float, cap: int) -> Draft:
+        """Short or long ones, whose turn it is; the others, if those have nothing to compute."""
+        lanes = self.policies.lanes
+        first, second = lanes.turns()
+        draft = self._draft(events, now_s, cap, first)
+        if draft.takes:
+            lanes.ran(first, other_waits=any(draft.other_lane(request) for request in (*self.running, *self.waiting)))
+            return draft
+        draft = self._draft(events, now_s, cap, second)
+        if draft.takes:
+            lanes.ran(second, other_waits=False)
+        return draft
+
+    def _draft(self, events: PassEvents, now_s: float, cap: int, long: bool) -> Draft:
         # a group is taken whole: the budget is for those who come one by one
-        draft = Draft(sys.maxsize if self.policies.batching.grouped else self.limits.max_num_batched_tokens)
+        grouped = self.policies.batching.grouped
+        draft = Draft(sys.maxsize if grouped else self.limits.max_num_batched_tokens, cap, long)
         if self.policies.prefill.alone:
+            self._bound_prompts(draft, events)
             self._more_of_prompts(draft, events)
             self._admit(draft, events, now_s)
             if not draft.takes:
+                draft.left = max(draft.left, self.limits.max_num_batched_tokens)
                 self._decode(draft, events)
         else:
             self._decode(draft, events)
+            self._bound_prompts(draft, events)
             self._more_of_prompts(draft, events)
             if not events.preempted:  # who just lost blocks must not see newcomers take them
                 self._admit(draft, events, now_s)
-        if not draft.takes:
-            self._between.preempted += events.preempted
-            return None
-        return self._freeze(draft, events)
+        return draft
+
+    def _bound_prompts(self, draft: Draft, events: PassEvents) -> None:
+        """What is left of the pass for prompts, by the budget policy."""
+        if self.policies.budget.learns:
+            draft.left = self.policies.budget.prompt_tokens(self.running, draft.decodes, draft.left)
+            events.budget_tokens = min(events.budget_tokens, draft.decodes + draft.left)
 
     def wake_s(self, now_s: float) -> float | None:
         """When to plan again although nothing has happened; None: not before something does."""
@@ -234,10 +294,14 @@ class Scheduler:
 
     def _decode(self, draft: Draft, events: PassEvents) -> None:
         """Those who run and need one position. Hot: once per running request and pass."""
-        takes = draft.takes
-        for request in list(self.running):
-            if request.need() == 1 and draft.left > 0:
-                if request.state is State.RUNNING and request.planned < request.holding.capacity:
+        takes, runs = draft.takes, State.RUNNING
+        running = list(self.running)
+        if draft.cap:
+            running = [request for request in running if not draft.other_lane(request)]
+        for request in running:
+            planned, visible, end = request.planned, len(request.tokens) + request.pending, request.end
+            if (visible if visible < end else end) - planned == 1 and draft.left > 0:  # request.need(), without the call
+                if request.state is runs and planned < request.holding.capacity:
                     takes[request] = 1  # as draft.add, without the call
                     draft.left -= 1
                     draft.decodes += 1
@@ -246,7 +310,7 @@ class Scheduler:
 
     def _more_of_prompts(self, draft: Draft, events: PassEvents) -> None:
         """Those who run and need more than one."""
-        prompts = [request for request in self.running if request.need() > 1]
+        prompts = [request for request in self.running if request.need() > 1 and not draft.other_lane(request)]
         prompts.sort(key=self.policies.order.key)
         for request in prompts:
             if draft.left <= 0:
@@ -261,65 +325,206 @@ class Scheduler:
         if request.state is not State.RUNNING:
             return  # it gave way to somebody earlier in this pass
         while not self.kv.grow(request.holding, request.planned + count):
-            victim = self.policies.order.victim(self.running)
+            if self.fetching:  # who does not run yet yields first
+                self._stop_fetching(next(reversed(self.fetching)))
+                continue
+            if self.kv.leaving:
+                return  # somebody gave way already: its blocks are free when they have been copied
+            victim = self.policies.order.victim(self._may_give_way())
             self._preempt(victim, draft, events)
             if victim is request:
                 return
+        if len(request.holding.blocks) != request.blocks_sent:
+            draft.grown[request] = None
         draft.add(request, count, prompt=count > 1)
 
+    def _may_give_way(self) -> list[Request]:
+        """Those who have not given way too often. Who has holds all the room it may need, and never asks for more."""
+        return [request for request in self.running if request.preemptions < self.max_preemptions]
+
     def _preempt(self, victim: Request, draft: Draft, events: PassEvents) -> None:
+        how = self.policies.preempt.choose(victim, self.kv)
         draft.remove(victim)
-        events.preempted.append(Preempted(victim.id, victim.computed))
-        victim.preemptions += 1
+        events.preempted.append(Preempted(victim.id, victim.computed, how.value))
+        if how is How.DROP:
+            self._drop(victim, events)
+            return
         victim.furthest = max(victim.furthest, victim.planned)
+        if how is How.SWAP:
+            victim.parked = self.kv.spill(victim.holding, victim.tokens, victim.computed)
         del self.running[victim]
         self._leave_row(victim)
-        self.policies.preempt.evict(victim, self.kv)
-        self.waiting.push(victim, self.policies.order.key(victim))
+        self.kv.release(victim.holding)
+        victim.holding = None
+        victim.computed = victim.planned = 0
+        victim.preemptions += 1
+        victim.move(State.WAITING)
+        if self._evicted is not None:
+            self._evicted.append(victim)
+        else:
+            self.waiting.push(victim, self.policies.order.key(victim))
+
+    def _drop(self, victim: Request, events: PassEvents) -> None:
+        """It ends. Who has said something ends with an error; who has not is refused, and may ask again."""
+        out = self._held_back if victim in self._inside else events
+        victim.preemptions += 1
+        if victim.outputs:
+            self._end(victim, Reason.ERROR, out, error=EVICTED)
+        else:
+            out.rejected.append(Rejected(victim.id, Evicted.__name__, EVICTED))
+            self._end(victim, Reason.REJECTED, out, error=EVICTED)
 
     def _admit(self, draft: Draft, events: PassEvents, now_s: float) -> None:
-        """Those who wait, in order; when one does not fit, nobody overtakes it."""
-        free = self.limits.max_num_seqs - len(self.running)
+        """Those who wait, in order; when one does not fit, nobody overtakes it, unless a policy lets it."""
+        grouped = self.policies.batching.grouped
         room = self.policies.batching.may_join(self._door(now_s)) if self.waiting else 0
-        if room <= 0 and len(self._inside) <= len(self.running):
+        if not self.waiting or (
+            room <= 0 and len(self._inside) <= len(self.running) and (grouped or not self.policies.order.overtakes)
+        ):
             return
-        chosen: list[Request] = []
-        for request in self.waiting.in_order():
-            if not free or draft.left <= 0 or not self.rows.free:
-                break
-            member = request in self._inside  # of the group that runs, back after a preemption: it needs no leave
-            if room <= 0 and not member:
-                continue
-            free -= 1
-            room -= not member
-            if request.pending or (request.group and request.group.must_wait(request, self.kv.block_size)):
-                continue  # its last token, or its leader's blocks, are still on the way: keep its place
-            if not self._start(draft, request):
-                break
-            chosen.append(request)
+        self._evicted = []
+        chosen = self._choose(draft, events, now_s, room)
+        evicted, self._evicted = self._evicted, None
         for request in chosen:
             self.waiting.remove(request, self.policies.order.key(request))
             waited_s = now_s - request.arrived_s
             resumed, prompt_len = request.preemptions > 0, request.prompt_len
             events.admitted.append(Admitted(request.id, waited_s, request.planned, resumed, prompt_len))
+        for request in evicted:
+            self.waiting.push(request, self.policies.order.key(request))
 
-    def _start(self, draft: Draft, request: Request) -> bool:
-        """Give it blocks, a row and its first positions; False if it does not fit now."""
-        memory = self.policies.memory
-        spare = memory.spare(self.kv.pool.total, len(self.running))
-        look = not request.wants_prompt_logprobs  # else it must see every position itself
-        holding = self.kv.reserve(request.tokens, memory.room(request), self._salt(request), request.names, spare, look)
-        if holding is None:
+    def _choose(self, draft: Draft, events: PassEvents, now_s: float, room: int) -> list[Request]:
+        """Start those who may start, and return them. The line is only read."""
+        headroom, grouped = self.policies.headroom, self.policies.batching.grouped
+        free = self.limits.max_num_seqs - len(self.running)
+        kept = headroom.slots(self.limits.max_num_seqs) if headroom.share else 0
+        passing = self.policies.order.overtakes or kept > 0  # some may start although one ahead of them does not fit
+        blocked: Request | None = None  # that one
+        past = held = 0
+        ahead: set[Request] = set()  # who waits for its blocks and keeps them
+        chosen: list[Request] = []
+        for request in self.waiting.in_order():
+            if draft.left <= 0 or not self.rows.free or past > LOOK_PAST:
+                break
+            if blocked is not None and not self._may_pass(request, blocked):
+                past += 1
+                continue
+            member = request in self._inside  # of the group that runs, back after a preemption: it needs no leave
+            if grouped and room <= 0 and not member:
+                continue
+            favoured = not kept or not self.running or self._favoured(request)
+            if free <= (0 if favoured else kept):
+                if not self._make_way(draft, events, request, now_s):
+                    blocked = request
+                    if not passing:
+                        break
+                    continue
+                free += 1
+            free -= 1
+            room -= not member
+            if request.pending or (request.group and request.group.must_wait(request, self.kv.block_size)):
+                continue  # its last token, or its leader's blocks, are still on the way: keep its place
+            if draft.other_lane(request):  # keep its place, and its blocks
+                held += self.kv.blocks_for(self._room(request))
+                continue
+            spare = held if favoured else held + headroom.blocks(self.kv.pool.total)
+            start = self._start(draft, request, spare)
+            while start is Start.NO_ROOM and self._make_room(draft, events, request, ahead, now_s):
+                start = self._start(draft, request, spare)
+            if start is Start.STARTED:
+                chosen.append(request)
+                if blocked is not None:
+                    blocked.overtaken += 1
+            elif start is Start.FETCHING:
+                ahead.add(request)
+            elif start is Start.NO_BUDGET:
+                break
+            elif start is Start.NO_ROOM:
+                free += 1
+                room += not member
+                blocked = request
+                if not passing:
+                    break
+        return chosen
+
+    def _may_pass(self, request: Request, blocked: Request) -> bool:
+        """Whether it may start although `blocked`, ahead of it, does not fit."""
+        if self.policies.order.may_overtake(request, blocked):
+            return True
+        return self.policies.headroom.share > 0 and self._favoured(request) and not self._favoured(blocked)
+
+    def _favoured(self, request: Request) -> bool:
+        """Whether it may use the headroom. Who was passed over for long may, too, or it would wait for ever."""
+        if request.overtaken >= PATIENCE or self.policies.headroom.may_use(request):
+            return True
+        return self.policies.order.favours(request, self.running)
+
+    def _make_way(self, draft: Draft, events: PassEvents, request: Request, now_s: float) -> bool:
+        """Take a running request's place, if this one is urgent and the order policy names somebody."""
+        order = self.policies.order
+        allowed = order.overtakes and self.policies.preempt.gives_way and not self.policies.batching.grouped
+        if not allowed or not order.urgent(request, now_s):
             return False
+        victim = order.victim_for(request, [one for one in self._may_give_way() if one not in draft.starting])
+        if victim is None:
+            return False
+        self._preempt(victim, draft, events)
+        return True
+
+    def _make_room(
+        self, draft: Draft, events: PassEvents, request: Request, ahead: set[Request], now_s: float
+    ) -> bool:
+        """Find blocks for one that does not fit: from those behind it who do not run yet, or as _make_way does."""
+        for other in list(self.fetching):
+            if other is not request and other not in ahead:
+                self._stop_fetching(other)
+                return True
+        if self.kv.leaving:
+            return False  # blocks are about to be free
+        return self._make_way(draft, events, request, now_s)
+
+    def _stop_fetching(self, request: Request) -> None:
+        """Give back what it has reserved before it started."""
+        self.kv.release(request.fetching)
+        request.fetching = None
+        del self.fetching[request]
+
+    def _room(self, request: Request) -> int:
+        """Positions to hold blocks for when it starts."""
+        if request.preemptions >= self.max_preemptions:
+            return request.end  # it gave way often enough: from now on it never runs short
+        return self.policies.memory.room(request)
+
+    def _reserve(self, request: Request, spare: int) -> Holding | None:
+        memory = self.policies.memory
+        spare += memory.spare(self.kv.pool.total, len(self.running))
+        look = not request.wants_prompt_logprobs  # else it must see every position itself
+        room, salt = self._room(request), self._salt(request)
+        return self.kv.reserve(request.tokens, room, salt, request.names, spare if self.running else 0, look)
+
+    def _start(self, draft: Draft, request: Request, spare: int) -> Start:
+        """Give it blocks, a row and its first positions, if that is possible now."""
+        holding = request.fetching
+        if holding is None:
+            holding = self._reserve(request, spare)
+            if holding is None:
+                return Start.NO_ROOM
+        if holding.fetch is not None:
+            request.fetching = holding
+            self.fetching[request] = None
+            return Start.FETCHING
         hit = holding.published * self.kv.block_size
         count = self.policies.prefill.take(len(request.tokens) - hit, draft.left, not draft.prompts)
         if not count:
-            self.kv.release(holding)
-            return False
+            if request.fetching is None:
+                self.kv.release(holding)
+            return Start.NO_BUDGET
         taken = self.rows.take()
         assert taken is not None, "asked for a row when none was free"
         request.row, request.generation = taken
-        request.holding = holding
+        request.holding, request.fetching = holding, None
+        self.fetching.pop(request, None)
+        self._unpark(request)
         request.computed = request.planned = hit
         if not request.preemptions:
             request.cached_tokens = min(hit, request.prompt_len)  # what it said elsewhere may be cached, too
@@ -328,73 +533,135 @@ class Scheduler:
         self.policies.order.started(request, len(request.tokens) - hit)
         request.move(State.RUNNING)
         self.running[request] = None
+        self._places = None
+        self._grammars += request.grammar is not None
         if self.policies.batching.grouped:
             self._inside.add(request)
         self._dead = max(0, self._dead - 1)  # it takes a dead row's place
         draft.starting[request] = None
         draft.add(request, count, prompt=True)
-        return True
+        return Start.STARTED
+
+    def _unpark(self, request: Request) -> None:
+        """The host memory need not keep its blocks any more."""
+        if request.parked:
+            self.kv.unpin(request.parked)
+            request.parked = []
 
     def _salt(self, request: Request) -> str | None:
         """Whose cached blocks it may share; None for nobody's."""
         if self.kv.keep:
             return request.salt
-        return request.group.name if request.group else None
+        if request.group:
+            return request.group.name
+        return f"\0{request.order}" if self.kv.host is not None else None  # its own, found again after a swap
 
     def _freeze(self, draft: Draft, events: PassEvents) -> StepPlan:
         """Turn the draft into arrays, and count on what they will do. Hot: once per scheduled request and pass."""
         step = self._step
         starting = tuple(self._row_start(request) for request in draft.starting)
-        requests, counts = list(draft.takes), list(draft.takes.values())
+        places = self._places_of(list(draft.takes))
+        requests = places.requests
+        counts = list(draft.takes.values())
         starts = [request.planned for request in requests]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        samples, tokens, grown = [], [], []
-        for request, start, end in zip(requests, starts, ends, strict=True):
-            known = len(request.tokens)
-            sampling = end == known + request.pending
-            samples.append(sampling)
-            if end <= known:
-                tokens += request.tokens[start:end]
-            else:
-                tokens += request.tokens[start:known]
-                tokens += [FROM_DEVICE] * (end - max(start, known))
-            blocks = request.holding.blocks
-            if len(blocks) != request.blocks_sent:
-                grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
-                request.blocks_sent = len(blocks)
-            if start < request.furthest:
-                events.recomputed_tokens += min(end, request.furthest) - start
-            request.planned = end
-            request.pending += sampling
-            request.last_step = step
-        generations = [request.generation for request in requests]
-        width = self.policies.layout.width(counts)
+        if draft.prompts:
+            samples, tokens = self._count_on(requests, starts, ends, events)
+        else:
+            samples, tokens = self._count_on_decodes(requests, ends, events)
+        width = self.policies.layout.width(counts) if counts else 0
         dead = self._dead_rows(draft) if width and draft.decodes else 0
         plan = StepPlan(
             step,
             starting,
-            np.array(grown, dtype=np.int64).reshape(-1, 3),
-            np.array([request.row for request in requests], dtype=np.int64),
-            np.array(generations, dtype=np.int64),
+            self._grown(draft),
+            places.rows,
+            places.lives,
             np.array(starts, dtype=np.int64),
             np.array(counts, dtype=np.int64),
             np.array(samples, dtype=np.bool_),
             np.array(tokens, dtype=np.int64),
+            self.kv.take_orders(),
             width=width,
             dead=dead,
         )
         events.dead_rows = dead
-        events.scheduled_ids = [request.id for request in requests]
+        events.scheduled_ids = places.ids
         events.scheduled_starts, events.scheduled_counts = starts, counts
         events.computed_tokens = len(tokens)
-        masked = [
-            (request.row, request)
-            for request, sampling in zip(requests, samples, strict=True)
-            if request.grammar is not None and sampling
-        ]
-        self.flights.append(Flight(plan, requests, generations, ends, samples, events, masked))
+        masked = []
+        if self._grammars:
+            masked = [
+                (request.row, request)
+                for request, sampling in zip(requests, samples, strict=True)
+                if request.grammar is not None and sampling
+            ]
+        self.flights.append(Flight(plan, requests, places.generations, ends, samples, events, masked))
         self._step += 1
         return plan
+
+    def _places_of(self, requests: list[Request]) -> Places:
+        """Where they stand; the same as in the pass before, while nobody comes or goes."""
+        if self._places is None or self._places.requests != requests:
+            generations = [request.generation for request in requests]
+            self._places = Places(
+                requests,
+                [request.id for request in requests],
+                generations,
+                np.array([request.row for request in requests], dtype=np.int64),
+                np.array(generations, dtype=np.int64),
+            )
+        return self._places
+
+    def _grown(self, draft: Draft) -> Ints:
+        """(row, index, block) of the blocks that the runner does not know yet."""
+        grown = []
+        for request in draft.grown:
+            blocks = request.holding.blocks
+            grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
+            request.blocks_sent = len(blocks)
+        return np.array(grown, dtype=np.int64).reshape(-1, 3)
+
+    def _count_on_decodes(
+        self, requests: list[Request], ends: list[int], events: PassEvents
+    ) -> tuple[list[bool], list[int]]:
+        """As _count_on, where everybody computes one position. Hot."""
+        step = self._step
+        samples, tokens = [], []
+        for request, end in zip(requests, ends, strict=True):
+            ids, pending = request.tokens, request.pending
+            known = len(ids)
+            if end == known + pending:
+                samples.append(True)
+                request.pending = pending + 1
+            else:
+                samples.append(False)
+            tokens.append(ids[end - 1] if end <= known else FROM_DEVICE)
+            if end <= request.furthest:
+                events.recomputed_tokens += 1
+            request.planned = end
+            request.last_step = step
+        return samples, tokens
+
+    def _count_on(
+        self, requests: list[Request], starts: list[int], ends: list[int], events: PassEvents
+    ) -> tuple[list[bool], list[int]]:
+        """Which of them choose a token, and the ids of all positions; and count on their being computed."""
+        samples: list[bool] = []
+        tokens: list[int] = []
+        for request, start, end in zip(requests, starts, ends, strict=True):
+            known = len(request.tokens)
+            sampling = end == known + request.pending
+            samples.append(sampling)
+            tokens += request.tokens[start : min(end, known)]
+            if end > known:
+                tokens += [FROM_DEVICE] * (end - max(start, known))
+            if start < request.furthest:
+                events.recomputed_tokens += min(end, request.furthest) - start
+            request.planned = end
+            request.pending += sampling
+            request.last_step = self._step
+        return samples, tokens
 
     def _dead_rows(self, draft: Draft) -> int:
         """Rows that are computed for nobody: of those who have ended, or whose last token is on the way."""
@@ -448,33 +715,47 @@ class Scheduler:
         self._now_s = max(self._now_s, now_s)
         events = flight.events
         events.padded_tokens, events.busy_s = result.padded, result.busy_s
+        if self._learns:
+            read = int(flight.plan.starts.sum() + flight.plan.counts.sum())
+            self.policies.steps.learn(events.computed_tokens + result.padded, read, result.busy_s)
+        if result.copies_done or result.copies_failed:
+            self._note_copies(result, events)
         out = self._held_back if self.policies.batching.grouped else events
         failed, logprobs = dict(result.failures), dict(result.logprobs)
         tokens = result.tokens.tolist()
-        size = self.kv.block_size
+        size, decodes = self.kv.block_size, events.computed_tokens == len(flight.requests)
         for place, first, values in result.prompt_logprobs:
             if flight.requests[place].state is not State.FINISHED:
                 out.note_prompt(flight.requests[place].id, first, values)
-        number = -1  # of the sampling row
+        finished, number = State.FINISHED, -1  # number of the sampling row
         for request, generation, end, sampling in zip(
             flight.requests, flight.generations, flight.ends, flight.samples, strict=True
         ):
             number += sampling
-            if request.state is State.FINISHED:
+            if request.state is finished:
                 continue  # it ended while this pass computed: too late
             alive = request.generation == generation  # else it was preempted meanwhile
             if alive:
                 request.computed = end
             if sampling:
                 request.pending -= 1
-                if number in failed:
+                if failed and number in failed:
                     why = request.grammar.error if request.grammar is not None else ""
                     self._end(request, Reason.ERROR, out, error=why or failed[number])
                     continue
-                if number in logprobs:
+                if logprobs and number in logprobs:
                     out.logprobs[request.id, request.outputs] = logprobs[number]
-                self._append(request, tokens[number], out)
-            if alive and request.holding is not None and end // size > request.holding.published:
+                token, ids = tokens[number], request.tokens
+                outputs = len(ids) - request.prompt_len
+                last = outputs + 1 >= request.max_tokens or token in request.stop_ids
+                if last or not outputs or request.grammar is not None:
+                    self._append(request, token, out)
+                else:  # as _append, without the call
+                    out.owners.append(request.id)
+                    out.tokens.append(token)
+                    out.indexes.append(outputs)
+                    ids.append(token)
+            if alive and (end % size == 0 or not decodes) and request.holding is not None:
                 self.kv.publish(request.holding, request.tokens, end)
         if self.policies.order.counts:
             for request, sampling in zip(flight.requests, flight.samples, strict=True):
@@ -483,7 +764,22 @@ class Scheduler:
         if self.tenants:  # somebody's tokens are counted
             self.tenants.charge(flight.requests, now_s)
         self.rows.committed(flight.plan.step)
+        if self.kv.host is not None:
+            self.kv.spill_cold()
         return self._seal(events, now_s)
+
+    def _note_copies(self, result: StepResult, events: PassEvents) -> None:
+        """Blocks have arrived in host memory, or on the device."""
+        for number, seconds in result.copies_done:
+            out = self.kv.transfers[number].holding is None
+            blocks = self.kv.copied(number)
+            self.policies.copies.learn(out, blocks, seconds)
+            if out:
+                events.blocks_out += blocks
+            else:
+                events.blocks_in += blocks
+        for number in result.copies_failed:
+            self.kv.copied(number, failed=True)
 
     def fail_flights(self, error: str, now_s: float) -> PassEvents:
         """The executor broke: every request of every pass in flight ends with this error."""
@@ -493,6 +789,8 @@ class Scheduler:
             events.step = flight.plan.step
             events.admitted += flight.events.admitted
             events.preempted += flight.events.preempted
+            events.rejected += flight.events.rejected
+            events.finished += flight.events.finished
             for request in flight.requests:
                 if request.state is not State.FINISHED:
                     out = self._held_back if request in self._inside else events
@@ -510,6 +808,8 @@ class Scheduler:
             self._end(request, Reason.ERROR, events, error=grammar.error)
             return
         outputs = len(request.tokens) - request.prompt_len
+        if not outputs:
+            request.first_s = self._now_s
         events.owners.append(request.id)
         events.tokens.append(token)
         events.indexes.append(outputs)
@@ -537,8 +837,12 @@ class Scheduler:
             self._leave_row(request)
             self._dead = self._dead + 1 if self.running else 0
         else:
+            if request.fetching is not None:
+                self._stop_fetching(request)
+            self._unpark(request)
             self.waiting.remove(request, self.policies.order.key(request))
         request.move(State.FINISHED)
+        self.policies.lanes.left(request)
         self._inside.discard(request)
         self.deadlines.drop(request)
         self.tenants.leave(request, self._now_s)
@@ -548,11 +852,35 @@ class Scheduler:
         self.policies.order.left(request, by_itself)
         request.reason, request.error = reason, error
         del self.requests[request.id]
+        kept_ttft, kept_itl = self._kept(request)
         events.finished.append(
-            Finished(request.id, reason, request.outputs, request.preemptions, request.cached_tokens, stop_token, error)
+            Finished(
+                request.id,
+                reason,
+                request.outputs,
+                request.preemptions,
+                request.cached_tokens,
+                stop_token,
+                error,
+                request.promise.name,
+                kept_ttft,
+                kept_itl,
+            )
         )
 
+    def _kept(self, request: Request) -> tuple[bool | None, bool | None]:
+        """Whether its promises were kept: the first token's, and the others' on average. None: there was none."""
+        promise, first_s, gaps = request.promise, request.first_s, request.outputs - 1
+        if request.reason is Reason.ABORT:
+            return None, None
+        ttft = None if promise.ttft_s == math.inf else first_s - request.arrived_s <= promise.ttft_s  # NaN: not kept
+        if promise.itl_s == math.inf or gaps < 1 or math.isnan(first_s):
+            return ttft, None
+        return ttft, (self._now_s - first_s) / gaps <= promise.itl_s
+
     def _leave_row(self, request: Request) -> None:
+        self._places = None
+        self._grammars -= request.grammar is not None
         self.rows.give_back(request.row, request.last_step)
         request.row = request.generation = -1
         request.blocks_sent = 0
@@ -580,31 +908,6 @@ class Scheduler:
         events.blocks_held, events.blocks_cached, events.blocks_total = pool.held, pool.cached, pool.total
         return events
 
-    # ---- integrity ------------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Every invariant that must hold between two calls."""
-        assert len(self.running) <= self.limits.max_num_seqs, "more requests run than there are slots"
-        everyone = set(self.running) | set(self.waiting)
-        assert set(self.requests.values()) == everyone, "a request is lost or in two places"
-        self.kv.check(request.holding for request in self.running)
-        self.rows.check([request.row for request in self.running])
-        self.waiting.check()
-        self.deadlines.check(self.requests.values())
-        self.tenants.check(self.requests.values())
-        under_way: dict[Request, int] = {}
-        for flight in self.flights:
-            for request, sampling in zip(flight.requests, flight.samples, strict=True):
-                under_way[request] = under_way.get(request, 0) + sampling
-        for request in self.requests.values():
-            runs = request in self.running
-            assert (request.state is State.RUNNING) == runs, f"{request} is in the wrong place"
-            assert (request.holding is not None) == runs, f"{request} holds blocks but does not run, or the reverse"
-            assert request.pending == under_way.get(request, 0), f"{request} waits for tokens that no pass will bring"
-            assert 0 <= request.computed <= request.planned <= request.end, f"{request} is ahead of itself"
-            assert request.planned <= len(request.tokens) + request.pending, f"{request} computes tokens nobody has"
-            assert request.outputs < request.max_tokens, f"{request} should have ended"
-            if runs:
-                assert request.planned <= request.holding.capacity, f"{request} writes beyond its blocks"
-                published = request.holding.published * self.kv.block_size
-                assert published <= request.computed, f"{request} lets others hit what is not committed"
+        check(self)

@@ -17,6 +17,8 @@ from shoal.errors import (
     Draining,
     EngineDown,
     EngineError,
+    Evicted,
+    PromiseBroken,
     PromptTooLong,
     QueueFull,
     RateLimited,
@@ -31,12 +33,14 @@ TABLE: tuple[tuple[type[ShoalError], int, str, str | None], ...] = (
     (QueueFull, 429, "rate_limit_error", "queue_full"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     (DeadlinePassed, 503, "service_unavailable_error", "deadline_passed"),
+    (PromiseBroken, 503, "service_unavailable_error", "promise_broken"),
+    (Evicted, 503, "service_unavailable_error", "evicted"),
     (Draining, 503, "service_unavailable_error", "draining"),
     (EngineDown, 503, "service_unavailable_error", "engine_down"),
     (Rejected, 503, "service_unavailable_error", None),
 )
 # also when the engine does not say: a client that comes back at once helps nobody
-RETRY_S: dict[type[ShoalError], float] = {QueueFull: 1.0, RateLimited: 1.0, Draining: 5.0, EngineDown: 5.0}
+RETRY_S: dict[type[ShoalError], float] = {QueueFull: 1.0, RateLimited: 1.0, Draining: 5.0, EngineDown: 5.0, Evicted: 1.0}
 INTERNAL = "something failed inside the server; its log tells more under this request's id"
 SHOWN = 200  # characters of a value that a message repeats
 

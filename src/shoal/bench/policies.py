@@ -1,0 +1,332 @@
+"""Experiments on scheduling policies: the same requests under two or more settings, on the real engine in real time.
+
+overload   1.5 times what fcfs can serve, a fifth of it promised to be quick: slo against fcfs
+flood      one tenant asks for little, another for far too much: fair against fcfs
+bursts     requests in bursts: fcfs, sjf and slo
+lanes      very long prompts among short ones, with and without passes of their own
+sjf        mean latency of shortest job first against fcfs
+budget     a pass sized by the promise against fixed sizes, when giant prompts arrive among speakers
+
+Is handed a make_engine; knows the experiments and their figures, not how they are drawn.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from shoal.bench.record import RequestRecord, RunRecord, spread
+from shoal.bench.replay import Replay
+from shoal.core.request import Request
+from shoal.engine.loop import EngineLoop
+from shoal.workload.arrivals import gamma, poisson
+from shoal.workload.prompts import make_prompts
+from shoal.workload.synthetic import draw_lengths
+from shoal.workload.traces import TraceRequest, fit
+
+MakeEngine = Callable[[dict[str, Any]], EngineLoop]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of an experiment."""
+
+    trace: TraceRequest
+    tier: str = ""
+    tenant: str = ""
+    kind: str = ""  # how it is counted
+
+    def at(self, at_s: float) -> "Asked":
+        return Asked(TraceRequest(at_s, self.trace.prompt, self.trace.output), self.tier, self.tenant, self.kind)
+
+
+class PolicyReplay(Replay):
+    """A replay whose requests belong to tiers and tenants."""
+
+    asked: Sequence[Asked] = ()
+
+    def _request(self, number: int) -> Request:
+        request = super()._request(number)
+        request.tier, request.tenant = self.asked[number].tier, self.asked[number].tenant
+        return request
+
+
+@dataclass
+class Finding:
+    """One experiment: its runs, a table, and what it comes to."""
+
+    name: str
+    title: str
+    runs: dict[str, RunRecord]
+    kinds: dict[str, list[str]]  # run → the kind of each request
+    rows: list[dict[str, Any]]
+    figures: dict[str, float] = field(default_factory=dict)
+    promise_s: dict[str, float] = field(default_factory=dict)  # "ttft" and "gap", where something is promised
+
+
+class Lab:
+    """Runs experiments on one loaded model."""
+
+    def __init__(self, make_engine: MakeEngine, vocab_size: int, settings: "Sizes", progress: bool = True) -> None:
+        self.make_engine = make_engine
+        self.vocab_size = vocab_size
+        self.sizes = settings
+        self.progress = progress
+
+    def run(self, label: str, asked: Sequence[Asked], settings: dict[str, Any], users: int = 0) -> RunRecord:
+        """One run. Requests must be in order of arrival."""
+        trace = [one.trace for one in asked]
+        loop = self.make_engine({"max_num_seqs": self.sizes.slots, "prefix_caching": False, **settings})
+        try:
+            longest = max(one.output for one in trace)
+            replay = PolicyReplay(loop, trace, make_prompts(trace, self.vocab_size), longest, users)
+            replay.asked = asked
+            with tqdm(total=len(trace), desc=label, unit="req", disable=not self.progress, leave=False) as bar:
+                seconds, busy_s = replay.run(bar)
+        finally:
+            loop.close()
+        slots = self.sizes.slots
+        return RunRecord(label, label, 0.0, settings, slots, replay.records, replay.passes, seconds, busy_s)
+
+    def chats(self, count: int, seed: int = 0) -> list[TraceRequest]:
+        """Lengths as chats have them, scaled to this machine."""
+        sizes = self.sizes
+        return fit(draw_lengths("azure-conv", count, seed), scale=sizes.prompt_scale, output_scale=sizes.output_scale).requests
+
+    def saturation(self) -> float:
+        """Requests per second that fcfs ends with every slot taken: over the middle of a run that begins with all."""
+        asked = [Asked(one) for one in self.chats(self.sizes.requests // 2, seed=7)]
+        run = self.run("saturation", asked, {})
+        ends = sorted(record.ended_s for record in run.requests if record.ended_s is not None)
+        first, last = len(ends) // 10, len(ends) * 8 // 10
+        return (last - first) / (ends[last] - ends[first])
+
+    # ---- the experiments ------------------------------------------------------------------------------------------
+
+    def overload(self) -> Finding:
+        sizes = self.sizes
+        rate = 1.5 * self.saturation()
+        chance = random.Random(3)
+        tiers = ["premium" if chance.random() < 0.2 else "batch" for _ in range(sizes.requests)]
+        trace = poisson(self.chats(sizes.requests), rate, seed=1)
+        asked = [Asked(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
+        promise = {"premium": {"ttft": sizes.ttft_s, "itl": sizes.itl_s, "weight": 8}, "batch": {}}
+        ways: dict[str, dict[str, Any]] = {
+            "fcfs": {"tiers": promise},
+            "slo": {"order": "slo", "tiers": promise},
+            "slo, budget by promise": {"order": "slo", "tiers": promise, "budget": "promise"},
+        }
+        runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
+        kinds = {name: tiers for name in runs}
+        rows = [
+            {"policy": name, "kind": kind, **_latencies(_of(run, tiers, kind)), "req_s": len(asked) / run.seconds}
+            for name, run in runs.items()
+            for kind in ("premium", "batch")
+        ]
+        best = "slo, budget by promise"
+        premium = _of(runs[best], tiers, "premium")
+        figures = {
+            "offered_req_s": rate,
+            "premium_ttft_p99_s": spread([one.ttft_s or 0.0 for one in premium])["p99"],
+            "premium_mean_gap_p99_s": spread(_mean_gaps(premium))["p99"],
+            "throughput_of_fcfs": runs["fcfs"].seconds / runs[best].seconds,
+        }
+        title = f"1.5× what fcfs can serve ({rate:.2f} req/s), 20% premium"
+        return Finding("overload", title, runs, kinds, rows, figures, {"ttft": sizes.ttft_s, "gap": sizes.itl_s})
+
+    def flood(self) -> Finding:
+        sizes = self.sizes
+        rate = self.saturation()
+        calm_trace = poisson(self.chats(max(12, sizes.requests // 5), seed=2), 0.15 * rate, seed=2)
+        until_s = calm_trace[-1].at_s
+        flood_trace = poisson(self.chats(int(2.0 * rate * until_s) + 1, seed=3), 2.0 * rate, seed=4)
+        calm = [Asked(one, tenant="calm", kind="calm") for one in calm_trace]
+        both = sorted(
+            calm + [Asked(one, tenant="flood", kind="flood") for one in flood_trace if one.at_s <= until_s],
+            key=lambda one: one.trace.at_s,
+        )
+        kinds = [one.kind for one in both]
+        fair = {"order": "fair", "headroom": 1.01 / sizes.slots}
+        runs = {
+            "alone": self.run("alone", calm, {}),
+            "fcfs": self.run("fcfs", both, {}),
+            "fair": self.run("fair", both, {"order": "fair"}),
+            "fair, one slot free": self.run("fair, one slot free", both, fair),
+        }
+        by_run = {name: [one.kind for one in calm] if name == "alone" else kinds for name in runs}
+        rows = [
+            {"policy": name, "kind": kind, **_latencies(_of(run, by_run[name], kind)), "req_s": len(run.requests) / run.seconds}
+            for name, run in runs.items()
+            for kind in ("calm", "flood")
+            if kind in by_run[name]
+        ]
+        last = runs["fair, one slot free"]
+        passes = sorted(one.committed_s - max(one.planned_s, 0.0) for one in last.passes)
+        turn_s = _between([one.committed_s for one in last.passes])
+        p99 = {name: spread([one.ttft_s or 0.0 for one in _of(run, by_run[name], "calm")])["p99"] for name, run in runs.items()}
+        figures = {
+            "alone_ttft_p99_s": p99["alone"],
+            "fcfs_ttft_p99_s": p99["fcfs"],
+            "fair_ttft_p99_s": p99["fair, one slot free"],
+            "pass_p99_s": spread(turn_s)["p99"],
+            "passes_more_than_alone": (p99["fair, one slot free"] - p99["alone"]) / max(spread(turn_s)["p99"], 1e-9),
+            "pass_median_s": passes[len(passes) // 2],
+        }
+        return Finding("flood", "one tenant floods at 2× capacity, the other asks for 15%", runs, by_run, rows, figures)
+
+    def bursts(self) -> Finding:
+        sizes = self.sizes
+        lengths = fit(
+            draw_lengths("azure-code", sizes.requests, 5), scale=sizes.prompt_scale / 2, output_scale=sizes.output_scale * 4
+        ).requests
+        trace = gamma(lengths, 0.8 * self.saturation(), 3.0, seed=6)
+        chance = random.Random(4)
+        tiers = ["premium" if chance.random() < 0.2 else "batch" for _ in trace]
+        promise = {"premium": {"ttft": sizes.ttft_s, "itl": sizes.itl_s, "weight": 8}, "batch": {}}
+        asked = [Asked(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
+        ways: dict[str, dict[str, Any]] = {
+            "fcfs": {"tiers": promise},
+            "sjf": {"order": "sjf", "tiers": promise},
+            "slo, budget by promise": {"order": "slo", "tiers": promise, "budget": "promise"},
+        }
+        runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
+        rows = [
+            {"policy": name, "kind": kind, **_latencies(_of(run, tiers, kind)), "req_s": len(asked) / run.seconds}
+            for name, run in runs.items()
+            for kind in ("premium", "batch")
+        ]
+        title = "code completion in bursts (gamma arrivals, CV 3)"
+        kinds = {name: tiers for name in runs}
+        return Finding("bursts", title, runs, kinds, rows, {}, {"ttft": sizes.ttft_s, "gap": sizes.itl_s})
+
+    def lanes(self) -> Finding:
+        sizes = self.sizes
+        short = self.chats(sizes.requests // 2, seed=8)
+        trace = poisson([TraceRequest(0.0, min(one.prompt, 64), one.output) for one in short], 0.5 * self.saturation(), 9)
+        until_s = trace[-1].at_s
+        count = 4
+        long = [TraceRequest(until_s * (number + 0.5) / count, sizes.long_prompt, 24) for number in range(count)]
+        asked = sorted(
+            [Asked(one, kind="short") for one in trace] + [Asked(one, kind="long") for one in long],
+            key=lambda one: one.trace.at_s,
+        )
+        kinds = [one.kind for one in asked]
+        ways: dict[str, dict[str, Any]] = {
+            "all share passes": {},
+            "lanes, 25% long": {"lane_tokens": 256, "long_share": 0.25},
+            "lanes, 50% long": {"lane_tokens": 256, "long_share": 0.5},
+        }
+        runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
+        rows = [
+            {"policy": name, "kind": kind, **_latencies(_of(run, kinds, kind)), "req_s": len(asked) / run.seconds}
+            for name, run in runs.items()
+            for kind in ("short", "long")
+        ]
+        return Finding(
+            "lanes", f"prompts of {sizes.long_prompt} tokens among short ones", runs, {name: kinds for name in runs}, rows
+        )
+
+    def sjf(self) -> Finding:
+        sizes = self.sizes
+        trace = poisson(self.chats(sizes.requests, seed=10), 1.1 * self.saturation(), seed=11)
+        asked = [Asked(one, kind="all") for one in trace]
+        runs = {name: self.run(name, asked, {"order": name}) for name in ("fcfs", "sjf")}
+        kinds = {name: ["all"] * len(asked) for name in runs}
+        rows = [
+            {"policy": name, "kind": "all", **_latencies(run.requests), "req_s": len(asked) / run.seconds}
+            for name, run in runs.items()
+        ]
+        mean = {row["policy"]: row["e2e_mean_s"] for row in rows}
+        return Finding("sjf", "1.1× capacity", runs, kinds, rows, {"mean_of_fcfs": mean["sjf"] / mean["fcfs"]})
+
+    def budget(self) -> Finding:
+        sizes = self.sizes
+        speakers = [Asked(TraceRequest(0.0, 16, 160), "premium", kind="speaker") for _ in range(sizes.slots // 2)]
+        giants = [
+            Asked(TraceRequest(4.0 + 6.0 * number, sizes.long_prompt, 4), "batch", kind="giant") for number in range(3)
+        ]
+        asked = speakers + giants
+        kinds = [one.kind for one in asked]
+        promise = {"premium": {"ttft": 60.0, "itl": sizes.itl_s}, "batch": {}}
+        ways: dict[str, dict[str, Any]] = {
+            f"fixed {size}": {"max_num_batched_tokens": size, "tiers": promise} for size in (32, 64, 128, 512)
+        }
+        ways["by promise"] = {"budget": "promise", "max_num_batched_tokens": 512, "tiers": promise}
+        runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
+        rows = [
+            {"policy": name, "kind": kind, **_latencies(_of(run, kinds, kind)), "req_s": len(asked) / run.seconds}
+            for name, run in runs.items()
+            for kind in ("speaker", "giant")
+        ]
+        title = f"prompts of {sizes.long_prompt} tokens among {len(speakers)} speakers promised {sizes.itl_s:g} s a token"
+        return Finding("budget", title, runs, {name: kinds for name in runs}, rows, {}, {"gap": sizes.itl_s})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each experiment asks for; scaled to the machine it runs on."""
+
+    requests: int = 120
+    slots: int = 16
+    prompt_scale: float = 1 / 32
+    output_scale: float = 1 / 12
+    ttft_s: float = 3.0
+    itl_s: float = 0.5
+    long_prompt: int = 1536
+
+
+EXPERIMENTS: dict[str, Callable[[Lab], Finding]] = {
+    "overload": Lab.overload,
+    "flood": Lab.flood,
+    "bursts": Lab.bursts,
+    "lanes": Lab.lanes,
+    "sjf": Lab.sjf,
+    "budget": Lab.budget,
+}
+
+
+def _of(run: RunRecord, kinds: Sequence[str], kind: str) -> list[RequestRecord]:
+    return [one for one, its in zip(run.requests, kinds, strict=True) if its == kind]
+
+
+def _mean_gaps(requests: Iterable[RequestRecord]) -> list[float]:
+    return [sum(one.gaps_s) / len(one.gaps_s) for one in requests if one.gaps_s]
+
+
+def _between(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+
+
+def _latencies(requests: Sequence[RequestRecord]) -> dict[str, float]:
+    ttft = spread([one.ttft_s for one in requests if one.ttft_s is not None])
+    gaps = spread([gap for one in requests for gap in one.gaps_s])
+    e2e = spread([one.e2e_s for one in requests if one.e2e_s is not None])
+    return {
+        "requests": len(requests),
+        "ttft_p50_s": ttft["p50"],
+        "ttft_p99_s": ttft["p99"],
+        "gap_p50_s": gaps["p50"],
+        "gap_p99_s": gaps["p99"],
+        "mean_gap_p99_s": spread(_mean_gaps(requests))["p99"],
+        "e2e_mean_s": e2e["mean"],
+        "e2e_p99_s": e2e["p99"],
+        "preemptions": sum(one.preemptions for one in requests),
+    }
+
+
+def table(finding: Finding) -> str:
+    """The rows as text, then what they come to."""
+    columns = list(finding.rows[0])
+    cells = [[_cell(row[name]) for name in columns] for row in finding.rows]
+    wide = [max(len(name), *(len(line[place]) for line in cells)) for place, name in enumerate(columns)]
+    lines = [f"{finding.name}: {finding.title}"]
+    for line in [columns, *cells]:
+        lines.append("  ".join(text.ljust(size) if place < 2 else text.rjust(size) for place, (text, size) in enumerate(zip(line, wide, strict=True))))
+    lines += [f"{name} = {value:.3f}" for name, value in finding.figures.items()]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,70 @@
+"""Copies of KV blocks between device and host memory, beside the passes.
+
+Owns a thread that copies one order after the other, and tells which are done and how long they took. What an order may
+touch is the scheduler's business: nobody writes to its sources or uses its targets before it is done. Orders begin after
+the passes that were handed over before them. Knows no requests and no plans.
+"""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from shoal.core.plan import BlockCopy
+from shoal.runner.kvstore import KVStore
+
+
+class Copier:
+    """One thread; on a GPU also a stream of its own."""
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-copier")
+        self._under_way: dict[int, Future[float]] = {}
+        self._stream: Any = None
+
+    def submit(self, order: BlockCopy) -> None:
+        """Begin a copy. Call it where passes are handed to the device, in their order."""
+        after: Any = None
+        if self._store.data.is_cuda:
+            after = torch.cuda.Event()
+            after.record()
+        self._under_way[order.id] = self._worker.submit(self._copy, order, after)
+
+    def _copy(self, order: BlockCopy, after: Any) -> float:
+        begun_s = time.perf_counter()
+        if after is None:
+            self._store.copy(order)
+            return time.perf_counter() - begun_s
+        with torch.cuda.device(self._store.data.device):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(after)
+                after.synchronize()  # so that waiting for passes is not counted as copying
+                begun_s = time.perf_counter()
+                self._store.copy(order)
+                self._stream.synchronize()
+        return time.perf_counter() - begun_s
+
+    def take(self, all_of_them: bool = False) -> tuple[tuple[tuple[int, float], ...], tuple[int, ...]]:
+        """((id, seconds) of those done, ids of those that failed) since the last call; waits if all are wanted."""
+        if not self._under_way:
+            return (), ()
+        if all_of_them:
+            wait(self._under_way.values())
+        done: list[tuple[int, float]] = []
+        failed: list[int] = []
+        for number, copy in list(self._under_way.items()):
+            if not copy.done():
+                continue
+            del self._under_way[number]
+            if copy.exception() is None:
+                done.append((number, copy.result()))
+            else:
+                failed.append(number)
+        return tuple(done), tuple(failed)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)

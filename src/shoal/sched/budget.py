@@ -1,0 +1,59 @@
+"""Budget: how many positions one pass may compute.
+
+fixed     --max-num-batched-tokens, always
+promise   as many as fit into the tightest inter-token promise among those who run, by the step-time model; the fixed
+          number is the upper bound, and prompts always get a few, so that they end some day
+
+Knows the model of passes and promises. Does not know which prompts get the tokens.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+from shoal.core.request import Request
+from shoal.sched.steptime import StepModel
+
+LEAST = 16  # positions of prompts in a pass, however tight the promise
+SAFETY = 0.9  # of the promise: passes are not all as the model says
+
+
+class Budget(Protocol):
+    """The size of a pass."""
+
+    learns: bool  # wants to know how long passes take
+
+    def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
+        """Positions for prompts beside so many decodes, when the pass has room for `most` more."""
+
+
+class Fixed:
+    """All the room there is."""
+
+    learns = False
+
+    def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
+        return most
+
+
+class Promise:
+    """What lets those who speak speak in time."""
+
+    learns = True
+
+    def __init__(self, steps: StepModel) -> None:
+        self.steps = steps
+
+    def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
+        tightest_s, read = math.inf, 0
+        for request in running:
+            if len(request.tokens) > request.prompt_len:  # it has begun to speak
+                read += request.planned
+                if request.promise.itl_s < tightest_s:
+                    tightest_s = request.promise.itl_s
+        if tightest_s == math.inf or not self.steps.known:
+            return most
+        return min(most, max(LEAST, self.steps.tokens_within(SAFETY * tightest_s, read) - decodes))
+
+
+BUDGET: dict[str, type[Fixed] | type[Promise]] = {"fixed": Fixed, "promise": Promise}

@@ -1,0 +1,128 @@
+"""How long a pass takes: a model fitted online from the engine's own passes.
+
+    seconds = constant + per_token · positions computed + per_read · KV positions read
+
+Passes of about the same size are remembered as one point, a mean in which the past fades. So a thousand decodes in a
+row do not wash out what a large prompt cost, and a machine that gets busier is followed. Owns the fit. Knows no
+requests and no clock: whoever commits a pass says how long it took.
+"""
+
+import math
+
+ENOUGH = 8  # passes before it is believed
+FADE = 0.15  # what the newest pass counts in the mean of its point, at least
+MOST_WEIGHT = 8  # passes that one point counts for, at most
+LONGEST_S = 3600.0
+REFIT = 8  # passes between two fits, once there were many
+RIDGE = 1e-6  # of each feature's own size: keeps the fit sound while passes are all alike
+
+Fit = tuple[float, float, float]
+
+
+class Point:
+    """Passes of about one size."""
+
+    __slots__ = ("kv_read", "passes", "seconds", "tokens")
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.tokens = self.kv_read = self.seconds = 0.0
+
+    def add(self, tokens: int, kv_read: int, seconds: float) -> None:
+        self.passes += 1
+        share = max(1 / self.passes, FADE)
+        self.tokens += share * (tokens - self.tokens)
+        self.kv_read += share * (kv_read - self.kv_read)
+        self.seconds += share * (seconds - self.seconds)
+
+
+class StepModel:
+    """Weighted least squares over the points, with coefficients that are never negative.
+
+    >>> model = StepModel()
+    >>> for tokens in range(1, 200):
+    ...     model.learn(tokens, 100 * (tokens % 7), 0.010 + 0.002 * tokens + 0.00001 * 100 * (tokens % 7))
+    >>> round(model.seconds(150, 300), 2), abs(model.tokens_within(0.3, 300) - 143) <= 1
+    (0.31, True)
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self._points: dict[tuple[int, int], Point] = {}  # at most some hundreds: sizes by powers of two
+        self._fit: Fit | None = None  # None: to be solved again
+
+    @property
+    def known(self) -> bool:
+        return self.passes >= ENOUGH
+
+    def learn(self, tokens: int, kv_read: int, seconds: float) -> None:
+        """A pass took so long."""
+        if not 0 < seconds < LONGEST_S or tokens < 1:
+            return
+        place = (tokens.bit_length(), kv_read.bit_length())
+        if place not in self._points:
+            self._points[place] = Point()
+        self._points[place].add(tokens, kv_read, seconds)
+        self.passes += 1
+        if self.passes <= 8 * ENOUGH or self.passes % REFIT == 0:
+            self._fit = None
+
+    @property
+    def coefficients(self) -> Fit:
+        """(constant, per token, per KV position read), in seconds."""
+        if self._fit is None:
+            self._fit = self._solve()
+        return self._fit
+
+    def seconds(self, tokens: float, kv_read: float) -> float:
+        """What a pass should take."""
+        constant, per_token, per_read = self.coefficients
+        return constant + per_token * tokens + per_read * kv_read
+
+    def tokens_within(self, seconds: float, kv_read: float) -> int:
+        """How many positions a pass may compute to be done in time; 0 if not even one."""
+        constant, per_token, per_read = self.coefficients
+        left = seconds - constant - per_read * kv_read
+        if left <= 0:
+            return 0
+        return min(int(left / per_token), 2**31) if per_token > 0 else 2**31
+
+    def _solve(self) -> Fit:
+        """The best fit of both slopes, or, where one would be below zero, the best without it."""
+        points = [(min(one.passes, MOST_WEIGHT), one) for one in self._points.values()]
+        if not points:
+            return 0.0, 0.0, 0.0
+        # relative errors count, not absolute ones: a decode of 5 ms must not drown beside a prompt of 500 ms
+        weights = [weight / one.seconds**2 for weight, one in points]
+        total = sum(weights)
+        t = sum(w * one.tokens for w, (_, one) in zip(weights, points, strict=True)) / total
+        r = sum(w * one.kv_read for w, (_, one) in zip(weights, points, strict=True)) / total
+        s = sum(w * one.seconds for w, (_, one) in zip(weights, points, strict=True)) / total
+        tt = rr = tr = ts = rs = 0.0
+        for w, (_, one) in zip(weights, points, strict=True):
+            dt, dr, ds = one.tokens - t, one.kv_read - r, one.seconds - s
+            tt += w * dt * dt
+            rr += w * dr * dr
+            tr += w * dt * dr
+            ts += w * dt * ds
+            rs += w * dr * ds
+        tt += RIDGE * total * t * t
+        rr += RIDGE * total * r * r
+        slopes = [_both(tt, tr, rr, ts, rs), (ts / tt if tt else 0.0, 0.0), (0.0, rs / rr if rr else 0.0), (0.0, 0.0)]
+        fits = [(s - a * t - b * r, a, b) for a, b in slopes]
+        sound = [fit for fit in fits if min(fit) >= 0]
+        if len(sound) == 1 and ts > 0:  # time grows faster than tokens: through the origin
+            return 0.0, s / t, 0.0
+
+        def error(fit: Fit) -> float:
+            _, a, b = fit
+            return a * a * tt + b * b * rr + 2 * a * b * tr - 2 * (a * ts + b * rs)
+
+        return min(sound, key=error)
+
+
+def _both(tt: float, tr: float, rr: float, ts: float, rs: float) -> tuple[float, float]:
+    determinant = tt * rr - tr * tr
+    if determinant <= 1e-12 * tt * rr:
+        return -math.inf, -math.inf
+    return (ts * rr - rs * tr) / determinant, (rs * tt - ts * tr) / determinant

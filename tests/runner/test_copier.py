@@ -1,0 +1,62 @@
+"""KV blocks go to host memory and come back as they were, beside whatever else happens."""
+
+import pytest
+import torch
+
+from shoal.core.plan import BlockCopy
+from shoal.models.spec import spec_from_config
+from shoal.runner.copier import Copier
+from shoal.runner.kvstore import KVStore
+from tests.models.test_spec import config
+
+
+@pytest.fixture
+def store() -> KVStore:
+    made = KVStore(spec_from_config(config()), 6, 4, torch.float32, "cpu", host_blocks=5)
+    made.data.copy_(torch.randn(made.data.shape, generator=torch.Generator().manual_seed(1)))
+    return made
+
+
+def test_blocks_come_back_as_they_were(store: KVStore) -> None:
+    copier = Copier(store)
+    before = store.data.clone()
+    copier.submit(BlockCopy(0, (1, 4, 2), (3, 0, 4), "out"))
+    done, failed = copier.take(all_of_them=True)
+    assert [number for number, _ in done] == [0]
+    assert done[0][1] > 0
+    assert failed == ()
+    assert torch.equal(store.data, before), "the device's blocks were touched"
+    copier.submit(BlockCopy(1, (3, 0, 4), (5, 1, 0), "in"))
+    assert [number for number, _ in copier.take(all_of_them=True)[0]] == [1]
+    for was, now in ((1, 5), (4, 1), (2, 0)):
+        assert torch.equal(store.data[:, :, now], before[:, :, was])
+    assert torch.equal(store.data[:, :, 3], before[:, :, 3])
+    copier.close()
+
+
+def test_copies_are_told_once_and_in_order(store: KVStore) -> None:
+    copier = Copier(store)
+    for number in range(20):
+        copier.submit(BlockCopy(number, (number % 6,), (number % 5,), "out"))
+    told = []
+    while len(told) < 20:
+        told += [number for number, _ in copier.take()[0]]
+    assert told == list(range(20))
+    assert copier.take(all_of_them=True) == ((), ())
+    copier.close()
+
+
+def test_a_copy_that_fails_is_told_and_the_next_one_is_done(store: KVStore) -> None:
+    copier = Copier(store)
+    copier.submit(BlockCopy(0, (99,), (0,), "out"))
+    copier.submit(BlockCopy(1, (0,), (0,), "out"))
+    done, failed = copier.take(all_of_them=True)
+    assert failed == (0,)
+    assert [number for number, _ in done] == [1]
+    copier.close()
+
+
+def test_without_host_memory_nothing_can_be_copied() -> None:
+    made = KVStore(spec_from_config(config()), 2, 4, torch.float32, "cpu")
+    with pytest.raises(AssertionError, match="no host memory"):
+        made.copy(BlockCopy(0, (0,), (0,), "out"))
