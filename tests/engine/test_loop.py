@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.core.clock import VirtualClock
+from shoal.core.events import Finished
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Reason
 from shoal.engine.engine import Engine
@@ -51,7 +52,7 @@ def test_as_many_passes_in_flight_as_allowed(depth: int) -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_failing_pass_fails_its_requests_and_no_others(depth: int, early: bool) -> None:
+def test_a_fault_that_does_not_come_back_hurts_nobody(depth: int, early: bool) -> None:
     loop = make_loop(depth, bad={3}, early=early)
     for number in range(7):
         loop.submit(make_request(str(number), [number + 1], max_tokens=6, seed=number))
@@ -62,11 +63,96 @@ def test_a_failing_pass_fails_its_requests_and_no_others(depth: int, early: bool
         for owner, token in zip(events.owners, events.tokens, strict=True):
             told[owner].append(token)
         reasons |= {end.id: end.reason for end in events.finished}
-    assert len(reasons) == 7
-    assert {id for id, reason in reasons.items() if reason is Reason.ERROR} == {"0", "1", "2"}
-    for number in range(3, 7):
+    assert reasons == {str(number): Reason.LENGTH for number in range(7)}
+    for number in range(7):
         assert told[str(number)] == oracle([number + 1], 6, frozenset(), number, 0)
     assert loop.engine.scheduler.kv.pool.held == 0
+
+
+class Poisoned(FakeExecutor):
+    """Breaks whenever one of these requests is in a pass, or two of a pair together."""
+
+    def __init__(self, blocks: int, block_size: int, poison: set[int], pair: set[int], early: bool) -> None:
+        super().__init__(blocks, block_size)
+        self.poison, self.pair, self.early = poison, pair, early
+        self.passes = self.faults = 0
+
+    def forward(self, plan: StepPlan) -> None:
+        super().forward(plan)
+        self.passes += 1
+        if self.early and self._breaks(plan):
+            self.queue.pop()
+            self.faults += 1
+            raise RuntimeError("poisoned")
+
+    def result(self) -> StepResult:
+        if self._breaks(self.queue[0]):
+            self.queue.popleft()
+            self.faults += 1
+            raise RuntimeError("poisoned")
+        return super().result()
+
+    def _breaks(self, plan: StepPlan) -> bool:
+        seeds = {self.rows[row].seed for row in plan.rows.tolist()}
+        return bool(seeds & self.poison) or (bool(self.pair) and self.pair <= seeds)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("poison", [{0}, {17}, {31}, {3, 20}])
+def test_a_poisoned_request_fails_alone(depth: int, early: bool, poison: set[int]) -> None:
+    scheduler = make_scheduler(max_num_seqs=32, blocks=400, max_num_batched_tokens=200)
+    executor = Poisoned(400, scheduler.kv.block_size, poison, set(), early)
+    told, ends = run_to_end(EngineLoop(Engine(scheduler), executor, VirtualClock(), depth=depth, check=True), 32)
+    failed = {number for number, end in ends.items() if end.reason is Reason.ERROR}
+    assert failed == poison
+    assert {ends[number].error for number in failed} == {"RuntimeError: poisoned"}
+    for number in set(range(32)) - poison:
+        assert told[number] == oracle([number + 1] * (1 + number % 9), 4 + number % 7, frozenset(), number, 0)
+    # once for everybody, then each time the half with the poison in it
+    assert executor.faults <= len(poison) * 14
+    assert scheduler.kv.pool.held == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_that_only_break_together_both_live(depth: int) -> None:
+    scheduler = make_scheduler(max_num_seqs=32, blocks=400, max_num_batched_tokens=200)
+    executor = Poisoned(400, scheduler.kv.block_size, set(), {2, 29}, False)
+    loop = EngineLoop(Engine(scheduler), executor, VirtualClock(), depth=depth, check=True)
+    for number in range(32):
+        loop.submit(make_request(str(number), [number + 1], max_tokens=3, seed=number))
+    faults = 0
+    for _ in range(60):
+        faults += loop.turn().faults
+        if loop.idle:
+            break
+    assert 1 <= faults < 40
+
+
+def run_to_end(loop: EngineLoop, count: int) -> tuple[dict[int, list[int]], dict[int, Finished]]:
+    for number in range(count):
+        prompt = [number + 1] * (1 + number % 9)
+        loop.submit(make_request(str(number), prompt, max_tokens=4 + number % 7, seed=number))
+    told: dict[int, list[int]] = {number: [] for number in range(count)}
+    ends: dict[int, Finished] = {}
+    for _ in range(2000):
+        if loop.idle:
+            break
+        events = loop.turn()
+        for owner, token in zip(events.owners, events.tokens, strict=True):
+            told[int(owner)].append(token)
+        ends |= {int(end.id): end for end in events.finished}
+    assert len(ends) == count
+    return told, ends
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_executor_that_always_breaks_ends_everybody_and_does_not_spin(depth: int) -> None:
+    scheduler = make_scheduler(max_num_seqs=32, blocks=400, max_num_batched_tokens=200)
+    executor = Poisoned(400, scheduler.kv.block_size, set(range(99)), set(), False)
+    _, ends = run_to_end(EngineLoop(Engine(scheduler), executor, VirtualClock(), depth=depth, check=True), 20)
+    assert {end.reason for end in ends.values()} == {Reason.ERROR}
+    assert executor.faults <= 4 * 20
 
 
 def test_an_abort_while_nothing_computes_is_told() -> None:

@@ -83,6 +83,7 @@ class PassEvents:
     padded_tokens: int = 0  # computed for nobody, as counted where they were computed
     blocks_out: int = 0  # KV blocks that have arrived in host memory
     blocks_in: int = 0  # … and back on the device
+    faults: int = 0  # passes that raised
     busy_s: float = 0.0
     owners: list[str] = field(default_factory=list)  # owners[i] got tokens[i] as its output number indexes[i]
     tokens: list[int] = field(default_factory=list)

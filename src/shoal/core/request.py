@@ -79,7 +79,7 @@ class Request:
     """One sequence of tokens to be continued."""
 
     __slots__ = (
-        "arrived_s", "blocks_sent", "cached_tokens", "computed", "deadline_s", "end", "ends_after", "error", "fetching",
+        "arrived_s", "began", "blocks_sent", "cached_tokens", "computed", "deadline_s", "end", "ends_after", "error", "fetching",
         "first_s", "furthest", "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens", "names", "order",
         "overtaken", "params", "parked", "pending", "planned", "preemptions", "priority", "promise", "prompt_len",
         "reason", "row", "salt", "sample", "seed", "start_by_s", "state", "stop_ids", "tenant", "tier", "timeout_s",
@@ -124,6 +124,7 @@ class Request:
         self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
         # progress
         self.state = State.WAITING
+        self.began = bool(output)  # it has run, here or elsewhere
         self.order = -1  # arrival number, given at admission
         self.arrived_s = 0.0
         self.first_s = math.nan  # when its first token was committed

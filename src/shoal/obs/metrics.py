@@ -51,6 +51,7 @@ COUNTERS = {
     "shoal_padded_tokens": "Positions computed for nobody",
     "shoal_budget_tokens": "Positions the passes could have computed for requests",
     "shoal_preemptions": "Requests that lost their blocks to another",
+    "shoal_faults": "Passes that raised; those in them were tried again apart from the others",
     "shoal_kv_blocks_out": "KV blocks copied to host memory",
     "shoal_kv_blocks_in": "KV blocks copied back from host memory",
 }
@@ -153,6 +154,7 @@ class EngineMetrics(Collector):
         self._come(events)
         if events.scheduled_ids:
             self._pass(events)
+        self.totals["shoal_faults"] += events.faults
         self.totals["shoal_kv_blocks_out"] += events.blocks_out
         self.totals["shoal_kv_blocks_in"] += events.blocks_in
         if events.owners:

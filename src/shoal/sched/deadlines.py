@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Iterable
 
-from shoal.core.request import Request, State
+from shoal.core.request import Request
 
 
 class Deadlines:
@@ -86,7 +86,7 @@ class Deadlines:
 
     def _start_by_s(self, request: Request) -> float:
         """Infinite for one that has started, here or on an engine before this one."""
-        if request.state is not State.WAITING or request.preemptions or request.outputs:
+        if request.began:
             return math.inf
         longest_s = math.inf if self.max_wait_s is None else self.max_wait_s
         return min(request.arrived_s + longest_s, request.start_by_s)

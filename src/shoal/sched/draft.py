@@ -3,6 +3,7 @@
 Knows requests and counts. Decides nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,6 +28,7 @@ class Draft:
         self.left = budget  # below 0 if a prompt had to be taken whole
         self.cap = cap  # tokens that part short sequences from long ones; 0: all are alike
         self.long = long  # this pass is for the long ones
+        self.only: Mapping[Request, int] | None = None  # nobody else may be in it
         self.takes: dict[Request, int] = {}
         self.starting: dict[Request, None] = {}
         self.grown: dict[Request, None] = {}  # who got blocks beyond those it started with
@@ -39,8 +41,15 @@ class Draft:
         self.prompts += prompt
         self.decodes += not prompt
 
-    def other_lane(self, request: Request) -> bool:
-        """It is to run in passes of the other kind."""
+    @property
+    def picky(self) -> bool:
+        """Not everybody may be in this pass."""
+        return self.cap > 0 or self.only is not None
+
+    def excludes(self, request: Request) -> bool:
+        """It is to run in other passes."""
+        if self.only is not None:
+            return request not in self.only
         return self.cap > 0 and (len(request.tokens) > self.cap) != self.long
 
     def remove(self, request: Request) -> None:

@@ -18,6 +18,7 @@ def check(scheduler: "Scheduler") -> None:
     assert all(request.state is State.WAITING for request in scheduler.fetching), "somebody fetches and does not wait"
     scheduler.rows.check([request.row for request in scheduler.running])
     scheduler.waiting.check()
+    assert all(request in everyone for request in scheduler.suspects), "somebody who has ended is suspected"
     scheduler.deadlines.check(scheduler.requests.values())
     scheduler.tenants.check(scheduler.requests.values())
     under_way: dict[Request, int] = {}

@@ -42,6 +42,7 @@ from shoal.sched.prefill import Prefill
 from shoal.sched.queue import PATIENCE
 from shoal.sched.rows import RowTable
 from shoal.sched.steptime import StepModel
+from shoal.sched.suspects import Suspects
 from shoal.sched.tenants import Tenants
 
 EVICTED = "KV memory ran out and this request had to give way; ask again, or raise --kv-memory"
@@ -91,6 +92,7 @@ class Scheduler:
         self.running: dict[Request, None] = {}
         self.fetching: dict[Request, None] = {}  # of those who wait: who has blocks, some of which are on their way
         self.flights: deque[Flight] = deque()
+        self.suspects = Suspects()
         self._arrivals = 0
         self._step = 0
         self._between = PassEvents(step=-1)  # what happened since the last record was handed out
@@ -229,7 +231,14 @@ class Scheduler:
         events = PassEvents(self._step, planned_s=now_s, budget_tokens=self.limits.max_num_batched_tokens)
         lanes = self.policies.lanes
         cap = lanes.cap if lanes.on else 0
-        draft = self._draft(events, now_s, cap, False) if not cap else self._draft_lanes(events, now_s, cap)
+        if self.suspects:
+            if self.flights:
+                return None  # one pass at a time, so that there is no doubt who was in it
+            draft = self._draft_suspects(events, now_s)
+        elif cap:
+            draft = self._draft_lanes(events, now_s, cap)
+        else:
+            draft = self._draft(Draft(self._budget), events, now_s)
         # copies go out even if nobody computes; and with nothing else to wait for, wait for them
         if draft.takes or self.kv.has_orders or (self.kv.transfers and not self.flights):
             return self._freeze(draft, events)
@@ -242,19 +251,32 @@ class Scheduler:
         """Short or long ones, whose turn it is; the others, if those have nothing to compute."""
         lanes = self.policies.lanes
         first, second = lanes.turns()
-        draft = self._draft(events, now_s, cap, first)
+        draft = self._draft(Draft(self._budget, cap, first), events, now_s)
         if draft.takes:
-            lanes.ran(first, other_waits=any(draft.other_lane(request) for request in (*self.running, *self.waiting)))
+            lanes.ran(first, other_waits=any(draft.excludes(request) for request in (*self.running, *self.waiting)))
             return draft
-        draft = self._draft(events, now_s, cap, second)
+        draft = self._draft(Draft(self._budget, cap, second), events, now_s)
         if draft.takes:
             lanes.ran(second, other_waits=False)
         return draft
 
-    def _draft(self, events: PassEvents, now_s: float, cap: int, long: bool) -> Draft:
-        # a group is taken whole: the budget is for those who come one by one
-        grouped = self.policies.batching.grouped
-        draft = Draft(sys.maxsize if grouped else self.limits.max_num_batched_tokens, cap, long)
+    def _draft_suspects(self, events: PassEvents, now_s: float) -> Draft:
+        """Those who may have broken a pass, apart from all others."""
+        group = self.suspects.group
+        for request in list(self.running):
+            if request not in group:
+                self._set_aside(request, trusted=True)
+        draft = Draft(self._budget)
+        draft.only = group
+        return self._draft(draft, events, now_s)
+
+    @property
+    def _budget(self) -> int:
+        """A group is taken whole: the budget is for those who come one by one."""
+        return sys.maxsize if self.policies.batching.grouped else self.limits.max_num_batched_tokens
+
+    def _draft(self, draft: Draft, events: PassEvents, now_s: float) -> Draft:
+        """Fill a pass with those it does not exclude."""
         if self.policies.prefill.alone:
             self._bound_prompts(draft, events)
             self._more_of_prompts(draft, events)
@@ -296,8 +318,8 @@ class Scheduler:
         """Those who run and need one position. Hot: once per running request and pass."""
         takes, runs = draft.takes, State.RUNNING
         running = list(self.running)
-        if draft.cap:
-            running = [request for request in running if not draft.other_lane(request)]
+        if draft.picky:
+            running = [request for request in running if not draft.excludes(request)]
         for request in running:
             planned, visible, end = request.planned, len(request.tokens) + request.pending, request.end
             if (visible if visible < end else end) - planned == 1 and draft.left > 0:  # request.need(), without the call
@@ -310,7 +332,7 @@ class Scheduler:
 
     def _more_of_prompts(self, draft: Draft, events: PassEvents) -> None:
         """Those who run and need more than one."""
-        prompts = [request for request in self.running if request.need() > 1 and not draft.other_lane(request)]
+        prompts = [request for request in self.running if request.need() > 1 and not draft.excludes(request)]
         prompts.sort(key=self.policies.order.key)
         for request in prompts:
             if draft.left <= 0:
@@ -424,7 +446,11 @@ class Scheduler:
             room -= not member
             if request.pending or (request.group and request.group.must_wait(request, self.kv.block_size)):
                 continue  # its last token, or its leader's blocks, are still on the way: keep its place
-            if draft.other_lane(request):  # keep its place, and its blocks
+            if draft.only is not None and request not in draft.only:
+                free += 1
+                room += not member
+                continue
+            if draft.excludes(request):  # keep its place, and its blocks
                 held += self.kv.blocks_for(self._room(request))
                 continue
             spare = held if favoured else held + headroom.blocks(self.kv.pool.total)
@@ -463,6 +489,7 @@ class Scheduler:
         """Take a running request's place, if this one is urgent and the order policy names somebody."""
         order = self.policies.order
         allowed = order.overtakes and self.policies.preempt.gives_way and not self.policies.batching.grouped
+        allowed = allowed and not self.suspects
         if not allowed or not order.urgent(request, now_s):
             return False
         victim = order.victim_for(request, [one for one in self._may_give_way() if one not in draft.starting])
@@ -532,6 +559,7 @@ class Scheduler:
             request.group.leader = request
         self.policies.order.started(request, len(request.tokens) - hit)
         request.move(State.RUNNING)
+        request.began = True
         self.running[request] = None
         self._places = None
         self._grammars += request.grammar is not None
@@ -764,6 +792,8 @@ class Scheduler:
         if self.tenants:  # somebody's tokens are counted
             self.tenants.charge(flight.requests, now_s)
         self.rows.committed(flight.plan.step)
+        if self.suspects:
+            self.suspects.clear()
         if self.kv.host is not None:
             self.kv.spill_cold()
         return self._seal(events, now_s)
@@ -782,8 +812,11 @@ class Scheduler:
             self.kv.copied(number, failed=True)
 
     def fail_flights(self, error: str, now_s: float) -> PassEvents:
-        """The executor broke: every request of every pass in flight ends with this error."""
-        events = PassEvents(-1)
+        """The executor broke. Everybody in the passes in flight is a suspect, and is tried again apart from the others;
+        one that breaks a pass alone ends with this error.
+        """
+        events = PassEvents(-1, faults=1)
+        accused: dict[Request, None] = {}
         while self.flights:
             flight = self.flights.popleft()
             events.step = flight.plan.step
@@ -791,12 +824,30 @@ class Scheduler:
             events.preempted += flight.events.preempted
             events.rejected += flight.events.rejected
             events.finished += flight.events.finished
-            for request in flight.requests:
-                if request.state is not State.FINISHED:
-                    out = self._held_back if request in self._inside else events
-                    self._end(request, Reason.ERROR, out, error=error)
+            accused |= dict.fromkeys(request for request in flight.requests if request.state is not State.FINISHED)
             self.rows.committed(flight.plan.step)
+        for request in accused:
+            request.pending = 0
+            if request.state is State.RUNNING:
+                self._set_aside(request, trusted=False)
+        guilty = self.suspects.accuse(list(accused))
+        if guilty is not None:
+            self._end(guilty, Reason.ERROR, self._held_back if guilty in self._inside else events, error=error)
         return self._seal(events, now_s)
+
+    def _set_aside(self, request: Request, trusted: bool) -> None:
+        """Back into the line, with nothing but its tokens; what it computed may be used by others if it is trusted."""
+        if trusted:
+            self.kv.release(request.holding)
+        else:
+            self.kv.discard(request.holding)
+        request.holding = None
+        request.furthest = max(request.furthest, request.planned)
+        request.computed = request.planned = 0
+        del self.running[request]
+        self._leave_row(request)
+        request.move(State.WAITING)
+        self.waiting.push(request, self.policies.order.key(request))
 
     def take_between(self, now_s: float) -> PassEvents:
         """What happened since the last record, when no pass is there to carry it."""
@@ -844,6 +895,7 @@ class Scheduler:
         request.move(State.FINISHED)
         self.policies.lanes.left(request)
         self._inside.discard(request)
+        self.suspects.forget(request)
         self.deadlines.drop(request)
         self.tenants.leave(request, self._now_s)
         by_itself = reason in (Reason.STOP, Reason.LENGTH)
