@@ -16,11 +16,12 @@ from typing import Any
 from shoal.bench.paced import Emissions, PacedExecutor
 from shoal.config import EngineConfig
 from shoal.core.job import EngineInfo
-from shoal.engine import wire
+from shoal.engine import blackbox, wire
 from shoal.engine.engine import Engine
-from shoal.engine.host import Host, Inbox, InboxClock, open_socket
+from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
 from shoal.engine.loop import EngineLoop
-from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
+from shoal.engine.poison import poisoned
+from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
@@ -45,7 +46,12 @@ def main() -> int:
 def run(config: Mapping[str, Any]) -> None:
     folder = Path(config["folder"])
     socket = open_socket(folder)
-    host = make_host(config, socket)
+    suspects = Suspected(*blackbox.read(folder)) if config.get("after_fault") else None
+    box = blackbox.BlackBox(folder)
+    host = make_host(config, socket, suspects)
+    host.loop.on_begin = box.note
+    host.loop.executor = poisoned(host.loop.executor, os.environ)
+    host.beat = Heartbeat(config["ready_fd"], host.loop.clock)
     signal.signal(signal.SIGTERM, lambda number, frame: host.stop())
     socket.bind(f"ipc://{folder / wire.ADDRESS}")
     info = host.info
@@ -64,7 +70,7 @@ def run(config: Mapping[str, Any]) -> None:
         host.metrics.save(Path(config["paced"]["save"]))
 
 
-def make_host(config: Mapping[str, Any], socket: Inbox) -> Host:
+def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
     """The engine of this config, behind the socket."""
     from shoal.build import build  # loads torch
 
@@ -85,7 +91,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox) -> Host:
         from shoal.text.grammar import Grammars
 
         make_grammar = Grammars(built.tokenizer, built.spec.vocab_size, sorted(built.eos)).make
-    return Host(built.loop, socket, info, EngineMetrics(policies_of(built.config)), make_grammar)
+    return Host(built.loop, socket, info, EngineMetrics(policies_of(built.config)), make_grammar, suspects)
 
 
 def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) -> Host:

@@ -39,6 +39,12 @@ class ServeConfig(Options):
     drain_timeout: float = option(
         30.0, "seconds that running requests get to finish when the server stops", parse=float, group="server"
     )
+    hang_timeout: float = option(
+        120.0,
+        "seconds without a sign of life after which the engine is killed and started again; 0: never",
+        parse=float,
+        group="server",
+    )
     log_level: str = option("info", "least important message that is logged", choices=LEVELS, group="server")
     log_format: str = option("text", "of the log: text, or json lines", choices=("text", "json"), group="server")
     log_prompts: bool = option(False, "write prompts into the log", group="server")
@@ -49,7 +55,7 @@ class ServeConfig(Options):
             raise BadConfig(f"port must be between 0 and 65535, not {self.port}")
         self._at_least("api_workers", 1)
         self._at_least("max_body", 1024)
-        for name in ("slow_client_timeout", "drain_timeout"):
+        for name in ("slow_client_timeout", "drain_timeout", "hang_timeout"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise BadConfig(f"{name} must be a number of seconds, not {getattr(self, name)}")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -25,9 +25,20 @@ def leave(number, frame):
         log.write(f"{{config['name']}} left\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if config.get("deaf") else leave)
+if config.get("after_fault"):
+    with open({log!r}, "a") as log:
+        log.write(f"{{config['name']}} after a fault\n")
+if config["life"] >= config.get("never_again", 99):
+    sys.exit(1)
 say_ready(config["ready_fd"])
+beats = 0
 while True:
     time.sleep(0.1)
+    beats += 1
+    if beats < config.get("beats", {{}}).get(str(config["life"]), 1e9):
+        os.write(config["ready_fd"], b".")
+    if beats == config.get("crash", {{}}).get(str(config["life"])):
+        os.kill(os.getpid(), signal.SIGSEGV)
 """
 
 SUPERVISOR = """
@@ -38,7 +49,9 @@ supervise.KILL_AFTER_S = 0.5
 supervise.FIRST_PAUSE_S = 0.01
 options = json.loads(sys.argv[1])
 def child(name):
-    return supervise.Child(name, "dummy_child", lambda life: {"name": name, "life": life, **options.get(name, {})})
+    more = options.get(name, {})
+    silence_s = more.get("silence_s", 0.0)
+    return supervise.Child(name, "dummy_child", lambda life: {"name": name, "life": life, **more}, silence_s=silence_s)
 print("begin", flush=True)
 front = supervise.Supervisor(child("engine"), [child("front")], 0.3, lambda: print("ready", flush=True))
 sys.exit(front.run())
@@ -69,7 +82,11 @@ class Family:
         return self.log.read_text().splitlines()
 
     def pid(self, name: str) -> int:
-        return int(next(line for line in reversed(self.lines()) if line.startswith(f"{name} ")).split()[2])
+        lines = [line.split() for line in self.lines() if line.startswith(f"{name} ")]
+        return int(next(words[2] for words in reversed(lines) if words[1].isdigit()))
+
+    def pid_of_life(self, name: str, life: int) -> int:
+        return int(next(line for line in self.lines() if line.startswith(f"{name} {life} ")).split()[2])
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self.process.send_signal(number)
@@ -157,3 +174,38 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
             return
         time.sleep(0.02)
     raise AssertionError("orphans")
+
+
+def test_a_child_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"silence_s": 1.0, "beats": {"0": 3}})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    wait_for(family, "engine 1 ")
+    wait_for(family, "engine after a fault")
+    code, errors = family.end()
+    assert code == 0
+    assert "no sign of life" in errors
+    assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 2
+
+
+def test_who_crashes_is_at_fault_and_who_is_killed_is_not(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"crash": {"0": 2}})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    wait_for(family, "engine 1 ")
+    wait_for(family, "engine after a fault")
+    os.kill(family.pid_of_life("engine", 1), signal.SIGKILL)
+    wait_for(family, "engine 2 ")
+    assert family.end()[0] == 0
+    assert sum("after a fault" in line for line in family.lines()) == 1
+
+
+def test_an_engine_that_never_comes_back_leaves_the_fronts_to_say_so(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"never_again": 1})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    os.kill(family.pid("engine"), signal.SIGKILL)
+    wait_for(family, "engine 5 ")
+    assert family.process.poll() is None
+    code, errors = family.end()
+    assert code == 0
+    assert "is not tried again" in errors
+    assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 6
+    assert "front left" in family.lines()

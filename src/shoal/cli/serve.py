@@ -102,7 +102,7 @@ def make_children(
         Child(name, "shoal.front_main", lambda life, name=name: for_front(name, life), [listener.fileno()])  # type: ignore[misc]
         for name in (f"front-{number}" for number in range(serve.api_workers))
     ]
-    return [Child("the engine", "shoal.engine_main", for_engine), *fronts]
+    return [Child("the engine", "shoal.engine_main", for_engine, silence_s=serve.hang_timeout), *fronts]
 
 
 def say_hello(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:

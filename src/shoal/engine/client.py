@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PING_S = 1.0
 ANSWER_S = 5.0  # longest wait for an answer to a question
 FRESH_S = 1.0  # longest wait for fresh metrics: a pass may take long, and the last ones are better than none
-MOST_RESUMES = 3  # a job that was there when the engine died so often is not tried again
+MOST_RESUMES = 10  # a job that was there when the engine died so often is not tried again
 
 
 @dataclass

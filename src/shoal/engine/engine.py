@@ -47,6 +47,11 @@ class Engine:
         return self.scheduler.plan(now_s)
 
     @property
+    def newest_ids(self) -> list[str]:
+        """Who is in the newest pass in flight."""
+        return self.scheduler.flights[-1].events.scheduled_ids
+
+    @property
     def masks_wait(self) -> bool:
         """Whether the newest pass must be sampled later: a grammar in it misses a token of an earlier pass."""
         return self.scheduler.masks_wait

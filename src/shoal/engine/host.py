@@ -24,7 +24,7 @@ from shoal.core.ports import Grammar
 from shoal.core.request import Group, Reason, Request
 from shoal.engine import wire
 from shoal.engine.loop import EngineLoop
-from shoal.errors import BadGrammar, EngineError, Rejected, ShoalError
+from shoal.errors import BadGrammar, EngineError, Rejected, RequestFailed, ShoalError
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,19 @@ class InboxClock(WallClock):
         left_s = at_s - self.now_s()
         if left_s > 0:
             self._socket.poll(round(left_s * 1000) + 1)
+
+
+class Suspected:
+    """Who was in the last pass of an engine that died of a fault.
+
+    The first time they are one group. If they were being tried when it happened again they are two halves; and one that
+    was tried alone did it.
+    """
+
+    def __init__(self, ids: Sequence[str], tried: bool) -> None:
+        half = len(ids) // 2 if tried else len(ids)
+        self.guilty = ids[0] if tried and len(ids) == 1 else None
+        self.first, self.second = frozenset(ids[:half]), frozenset(ids[half:])
 
 
 @dataclass
@@ -118,16 +131,20 @@ class Host:
         info: EngineInfo,
         metrics: Metrics,
         make_grammar: MakeGrammar | None = None,
+        suspects: Suspected | None = None,
     ) -> None:
         self.loop = loop
         self.socket = socket
         self.info = info
         self.metrics = metrics
         self.make_grammar = make_grammar
+        self.beat: Callable[[], None] = lambda: None  # tells the supervisor that the loop turns
+        self._suspects = suspects or Suspected((), False)
         self.stopping = False
         self.fronts: dict[bytes, FrontState] = {}
         self.owners: dict[str, Owner] = {}  # by request id
         self.queue_s: dict[str, float] = {}  # how long it waited, until it ends
+        self._parted = False  # the second half of the suspects has begun to come
         self._out: dict[bytes, Outbox] = {}
         self._compiling: deque[Compiling] = deque()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-grammar")
@@ -154,6 +171,7 @@ class Host:
 
     def turn(self) -> None:
         """Hear everybody, compute a pass (or wait a little), tell everybody."""
+        self.beat()
         self._read()
         self._take_compiled()
         self._send()
@@ -269,15 +287,31 @@ class Host:
             for sample, output in samples.items()
         ]
         state = self.fronts[front]
+        guilty = [request.id for request in requests if request.id == self._suspects.guilty]
+        if guilty and said.said is not None:
+            state.jobs.pop(said.number, None)
+            self._refuse(front, said.number, RequestFailed("the engine died each time it computed this request"))
+            return
         try:
             self.loop.submit_all(requests, resumed=said.said is not None)
         except ShoalError as error:
             state.jobs.pop(said.number, None)
             self._refuse(front, said.number, error)
             return
+        self._watch(requests)
         state.jobs[said.number] = [request.id for request in requests]
         for request in requests:
             self.owners[request.id] = Owner(front, said.number * wire.SAMPLES + request.sample)
+
+    def _watch(self, requests: Sequence[Request]) -> None:
+        """Those who were in the last pass of an engine that died of a fault run apart from the others at first."""
+        known = self.loop.engine.scheduler.suspects
+        for request in requests:
+            if request.id in self._suspects.second and not self._parted:
+                known.part()
+                self._parted = True
+            if request.id in self._suspects.first or request.id in self._suspects.second:
+                known.add(request)
 
     def _refuse(self, front: bytes, number: int, error: ShoalError) -> None:
         retry_after_s = error.retry_after_s if isinstance(error, Rejected) else None

@@ -11,7 +11,7 @@ once they are committed, and the masks are computed while the forward runs. Noth
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.core.clock import Clock
 from shoal.core.events import PassEvents
@@ -36,6 +36,7 @@ class EngineLoop:
         self._unsampled = False  # the newest pass was begun, but waits for its masks
         self._owed = 0  # passes that were sampled and whose result was not taken
         self._broken: Exception | None = None  # what the executor raised, to be told by the next turn
+        self.on_begin: Callable[[Sequence[str], bool], None] | None = None  # told who is in a pass, before it begins
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request, self.clock.now_s())
@@ -65,6 +66,8 @@ class EngineLoop:
             plan = self.engine.begin(self.clock.now_s())
             if plan is None:
                 break
+            if self.on_begin is not None:
+                self.on_begin(self.engine.newest_ids, bool(self.engine.scheduler.suspects))
             try:
                 self.executor.forward(plan)
                 self._unsampled = True

@@ -22,6 +22,9 @@ from shoal.errors import EngineError
 
 log = logging.getLogger(__name__)
 
+# signals by which a process dies of its own fault
+FAULTS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
+BEAT_S = 1.0
 USERS_MISTAKE = 2  # exit code of a child that was asked for the impossible; trying again would not help
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 MOST_FAILED_STARTS = 5  # in a row, without having been ready once
@@ -44,6 +47,11 @@ class Child:
     pipe: int = -1
     was_ready: bool = False
     up: bool = False  # ready, and connected to those it needs
+    silence_s: float = 0.0  # it says something at least so often, or it hangs; 0: it need not
+    heard_s: float = 0.0
+    hung: bool = False  # it was killed for that
+    after_fault: bool = False  # it died by itself, not by somebody's hand
+    given_up: bool = False
 
 
 class Supervisor:
@@ -109,18 +117,39 @@ class Supervisor:
                 if code == USERS_MISTAKE and not child.was_ready:
                     return USERS_MISTAKE  # it has said what is wrong
                 if child.failures >= MOST_FAILED_STARTS:
-                    log.error("%s failed to start %d times in a row; giving up", child.name, child.failures)
-                    return 1
-            if child.process is None and self.clock.now_s() >= child.start_at_s:
+                    if not self._told_ready:
+                        log.error("%s failed to start %d times in a row; giving up", child.name, child.failures)
+                        return 1
+                    child.given_up = True
+                    log.error(
+                        "%s failed to start %d times in a row and is not tried again; requests are answered with 503 "
+                        "until this server is restarted",
+                        child.name,
+                        child.failures,
+                    )
+            self._check_pulse(child)
+            if child.process is None and not child.given_up and self.clock.now_s() >= child.start_at_s:
                 self._start(child)
         if not self._told_ready and all(child.up for child in self.children):
             self._told_ready = True
             self._on_ready()
         return None
 
+    def _check_pulse(self, child: Child) -> None:
+        """Kill it if it hangs; what follows is as after any death."""
+        if child.process is None or not child.ready or not child.silence_s:
+            return
+        silent_s = self.clock.now_s() - child.heard_s
+        if silent_s > child.silence_s:
+            log.error("%s has given no sign of life for %.0f s and is killed", child.name, silent_s)
+            child.hung = True
+            child.process.kill()
+            child.process.wait()
+            self._buried(child, child.process.returncode)
+
     def _start(self, child: Child) -> None:
         read, write = os.pipe()
-        config = {**child.config(child.lives), "ready_fd": write}
+        config = {**child.config(child.lives), "ready_fd": write, "after_fault": child.after_fault}
         child.process = subprocess.Popen(
             [sys.executable, "-m", child.module],
             stdin=subprocess.PIPE,
@@ -128,7 +157,7 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C is for the supervisor alone
         )
         os.close(write)
-        child.pipe, child.ready, child.up = read, False, False
+        child.pipe, child.ready, child.up, child.hung = read, False, False, False
         child.lives += 1
         self._selector.register(read, selectors.EVENT_READ, child)
         assert child.process.stdin is not None
@@ -141,6 +170,9 @@ class Supervisor:
         if child.pipe >= 0:
             self._close_pipe(child)
         child.failures = 0 if child.ready else child.failures + 1
+        # a start that failed says nothing about who was in the last pass; nor does a kill from outside
+        if child.ready:
+            child.after_fault = child.hung or code > 0 or -code in FAULTS
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**child.failures) if child.failures else 0.0
         child.process, child.ready = None, False
         child.start_at_s = self.clock.now_s() + pause_s
@@ -150,7 +182,9 @@ class Supervisor:
 
     def _next_start_s(self) -> float:
         now_s = self.clock.now_s()
-        return min((max(0.0, c.start_at_s - now_s) for c in self.children if c.process is None), default=60.0)
+        starts = [c.start_at_s - now_s for c in self.children if c.process is None and not c.given_up]
+        pulses = [c.heard_s + c.silence_s - now_s for c in self.children if c.process is not None and c.silence_s]
+        return max(0.0, min([*starts, *(at_s + 0.05 for at_s in pulses), 60.0]))
 
     def _sleep(self, most_s: float) -> None:
         """Until something happens."""
@@ -165,10 +199,11 @@ class Supervisor:
             return
         os.set_blocking(child.pipe, False)
         try:
-            said = os.read(child.pipe, 64)
+            said = os.read(child.pipe, 4096)
         except BlockingIOError:
             return
         if said:
+            child.heard_s = self.clock.now_s()
             child.ready = child.was_ready = True
             child.up = child.up or b"up" in said
         else:
@@ -215,6 +250,22 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise EngineError("the supervisor is gone already")
+
+
+class Heartbeat:
+    """Tells the supervisor now and then that this process's loop turns. Call it as often as it does."""
+
+    def __init__(self, fd: int, clock: Clock) -> None:
+        self._fd = fd
+        self._clock = clock
+        self._next_s = 0.0
+
+    def __call__(self) -> None:
+        now_s = self._clock.now_s()
+        if now_s >= self._next_s:
+            self._next_s = now_s + BEAT_S
+            with contextlib.suppress(OSError):
+                os.write(self._fd, b".")
 
 
 def say_ready(fd: int, up: bool = True) -> None:

@@ -51,6 +51,17 @@ class Suspects:
             self._groups.append(_marked(accused))
         return None
 
+    def add(self, request: Request) -> None:
+        """It was in a pass that broke an engine before this one: it joins the last group."""
+        if not self._groups:
+            self._groups.append({})
+        self._groups[-1][request] = request.outputs
+
+    def part(self) -> None:
+        """Who is added from now on is in a group of its own."""
+        if self._groups and self._groups[-1]:
+            self._groups.append({})
+
     def clear(self) -> None:
         """Let go of those in the group that have spoken since, or have ended."""
         while self._groups:
