@@ -15,10 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.core.keys import no_keys
 from shoal.engine.client import ZmqClient
 from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
 from shoal.errors import BadConfig, ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.key_file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.serve_config import ServeConfig, serve_config_from_json
@@ -32,7 +34,8 @@ log = logging.getLogger("shoal.front_main")
 
 def main() -> int:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # both are for the supervisor
+        signal.signal(number, signal.SIG_IGN)
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
     try:
@@ -51,7 +54,7 @@ async def run(config: Mapping[str, Any]) -> None:
     tokenizer = load_tokenizer(files, read_template(config["chat_template"]))
     client = ZmqClient(Path(config["folder"]), config["name"])
     client.start()
-    settings = make_settings(serve, files, config["seed"])
+    settings = make_settings(config, serve, files)
     front = make_app(
         settings,
         client,
@@ -104,16 +107,17 @@ async def drain(front: Front, timeout_s: float) -> None:
         await asyncio.sleep(0.2)  # so that they can be told
 
 
-def make_settings(serve: ServeConfig, files: ModelFiles, seed: int | None) -> ServerSettings:
+def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFiles) -> ServerSettings:
     return ServerSettings(
         models=serve.served_model_name or (files.name,),
-        api_keys=tuple(serve.keys()),
+        keys=KeyBook(Path(config["folder"])) if config["keys"] else no_keys,
+        salt_secret=bytes.fromhex(config["salt_secret"]),
         max_body_bytes=serve.max_body,
         slow_client_timeout_s=serve.slow_client_timeout,
         drain_timeout_s=serve.drain_timeout,
         allowed_origins=serve.allowed_origins,
         log_prompts=serve.log_prompts,
-        seed=seed,
+        seed=config["seed"],
     )
 
 

@@ -28,6 +28,9 @@ class ServeConfig(Options):
     port: int = option(8000, "port to listen on; 0: any free one", parse=int, group="server")
     served_model_name: tuple[str, ...] = option((), "name that clients call the model by", group="server")
     api_key: tuple[str, ...] = option((), "key that clients must send, as NAME=KEY or KEY", group="server")
+    api_keys_file: str | None = option(
+        None, "YAML file with hashed API keys, their tiers and limits; read again on SIGHUP", group="server"
+    )
     api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
     allowed_origins: tuple[str, ...] = option((), "web origin that may call from a browser; * for all", group="server")
     ssl_certfile: str | None = option(None, "certificate, for https", group="server")
@@ -72,7 +75,7 @@ class ServeConfig(Options):
         """
         found = []
         for number, text in enumerate(self.api_key, 1):
-            named = re.fullmatch(r"([A-Za-z0-9_.-]+)=(.{8,})", text)
+            named = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=(.{8,})", text)
             found.append((named[1], named[2]) if named else (f"key-{number}", text))
         return found
 

@@ -38,6 +38,7 @@ class Job:
     priority: int = 0  # lower goes first, where the order policy looks at it
     timeout_s: float | None = None  # from its arrival to its last token
     grammar: GrammarSpec | None = None
+    tier: str = ""  # what it was promised, by name; "": nothing in particular
 
 
 @dataclass(frozen=True, slots=True)

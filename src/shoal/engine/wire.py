@@ -56,6 +56,7 @@ class Submit(Message):
     grammar: tuple[str, str] | None
     # resumed: sample → what it has said so far, for the samples that have not ended
     said: dict[int, list[int]] | None = None
+    tier: str = ""
 
 
 class Abort(Message):
@@ -168,6 +169,7 @@ def pack_job(number: int, job: Job, said: dict[int, list[int]] | None = None) ->
         job.timeout_s,
         (job.grammar.kind, job.grammar.text) if job.grammar else None,
         said,
+        job.tier,
     )
 
 
@@ -184,6 +186,7 @@ def unpack_job(said: Submit) -> Job:
         priority=said.priority,
         timeout_s=said.timeout_s,
         grammar=GrammarSpec(*said.grammar) if said.grammar else None,
+        tier=said.tier,
     )
 
 

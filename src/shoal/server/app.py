@@ -17,7 +17,7 @@ from shoal.core.job import EngineInfo
 from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
 from shoal.server import compose
-from shoal.server.auth import Keys
+from shoal.server.auth import BASIC, BEARER, Keys
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
 from shoal.server.jobs import Call, CollectSink
@@ -57,17 +57,20 @@ class NoCounts:
 class Endpoint:
     """One path: who answers which method. Any other method is a 405."""
 
-    def __init__(self, front: "Front", route: str, open: bool = False, **handlers: Handler) -> None:
+    def __init__(
+        self, front: "Front", route: str, open: bool = False, offers: bytes = BEARER, **handlers: Handler
+    ) -> None:
         self.front = front
         self.route = route
         self.open = open  # needs no key
+        self.offers = offers  # how a key may be sent, told to one who sends none
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
         if not self.open:
-            exchange.tenant = self.front.keys.tenant(exchange.headers.get(b"authorization"))
+            exchange.key = self.front.keys.find(exchange.headers.get(b"authorization"), self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         handler = self.handlers.get(method)
         if handler is None:
@@ -100,7 +103,7 @@ class Front:
         self.metrics: Counts = metrics or NoCounts()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
         self.words = Words(tokenizer)
-        self.keys = Keys(settings.api_keys)
+        self.keys = Keys(settings.keys)
         self.draining = False
         self.active = 0
         self.calls: set[Call] = set()
@@ -131,9 +134,9 @@ class Front:
             ("/version", "/version", {"GET": plain.version}),
             ("/metrics", "/metrics", {"GET": plain.metrics}),
             ("/health", "/health", {"GET": plain.health, "open": True}),
-            ("/openapi.json", "/openapi.json", {"GET": plain.openapi, "open": True}),
+            ("/openapi.json", "/openapi.json", {"GET": plain.openapi, "offers": BASIC}),
         ]
-        page = {"GET": plain.page, "open": True}
+        page = {"GET": plain.page, "offers": BASIC}  # a browser can send a key no other way
         paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in plain.pages]
         routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
         return Router(routes, redirect_slashes=False, default=self._not_found)
@@ -166,19 +169,21 @@ class Front:
             exchange.write_log()
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["shoal.exchange"]
+        exchange.key = self.keys.find(exchange.headers.get(b"authorization"))  # who has none learns nothing
         raise HttpError(404, "there is nothing at this path; /docs lists what there is", code="not_found")
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
     async def _completions(self, exchange: Exchange) -> None:
         async def plan(body: bytes) -> Plan:
-            return await self.preparer.completion(read(CompletionRequest, body), exchange.uid, exchange.tenant)
+            return await self.preparer.completion(read(CompletionRequest, body), exchange.uid, exchange.key)
 
         await self._generate(exchange, plan, f"cmpl-{exchange.uid}")
 
     async def _chat(self, exchange: Exchange) -> None:
         async def plan(body: bytes) -> Plan:
-            return await self.preparer.chat(read(ChatRequest, body), exchange.uid, exchange.tenant)
+            return await self.preparer.chat(read(ChatRequest, body), exchange.uid, exchange.key)
 
         await self._generate(exchange, plan, f"chatcmpl-{exchange.uid}")
 

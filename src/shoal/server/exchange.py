@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.core.keys import ApiKey
 from shoal.server.errors import HttpError
 from shoal.server.settings import ServerSettings
 
@@ -40,7 +41,7 @@ class Exchange:
         self.uid = secrets.token_hex(12)  # ours, never twice: names the jobs
         self.id = valid_id(self.headers.get(b"x-request-id")) or self.uid
         self.route = "unknown"
-        self.tenant = ""
+        self.key: ApiKey | None = None  # who asks; None where no keys are needed
         self.status = 0  # 0: no answer has begun
         self.began_s = time.monotonic()
         self.facts: dict[str, Any] = {}  # for the log
@@ -109,7 +110,7 @@ class Exchange:
             "route": self.route,
             "status": self.status,
             "total_s": round(time.monotonic() - self.began_s, 6),
-            **({"key": self.tenant} if self.tenant else {}),
+            **({"key": self.key.name} if self.key else {}),
             **self.facts,
         }
         quiet = self.route in ("/health", "/metrics") and self.status in (
