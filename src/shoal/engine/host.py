@@ -176,7 +176,7 @@ class Host:
                 continue  # not two parts: not one of ours
             try:
                 said = wire.read_front(data)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
                 log.warning("a message that nobody understands was dropped")
                 continue
             now_s = self.loop.clock.now_s()

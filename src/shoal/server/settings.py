@@ -31,6 +31,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser; none: no CORS headers
     max_body_bytes: int = 4 * 2**20
     max_head_bytes: int = 64 * 2**10  # of the request line and headers
+    max_headers: int = 128
     max_choices: int = 1024  # prompts times samples of one HTTP request
     slow_client_timeout_s: float = 30.0  # for one who does not read, or does not finish sending
     keep_alive_s: float = 75.0  # an idle connection is kept so long
