@@ -101,6 +101,24 @@ def test_the_caches_stay_apart_and_whole_when_a_front_is_started_again(keyed: Se
     assert cached(keyed, ALICE, secret) >= 144, "the secret outlives the fronts"
 
 
+# ---- seeing it ------------------------------------------------------------------------------------------------------
+
+
+def test_an_admin_sees_who_runs_and_who_waits(keyed: Server) -> None:
+    assert get(keyed, "/debug/requests", ALICE).status_code == 403
+    with long_stream(keyed, 4000, key=BOB) as events:
+        told = get(keyed, "/debug/requests", OPS).json()
+        (one,) = [request for request in told["requests"] if request["tenant"] == "bob"]
+        assert (one["state"], one["why"], one["max_tokens"]) == ("running", "output", 4000)
+        assert one["blocks"] > 0
+        assert told["engine"]["running"] == 1
+        assert len(told["engine"]["fronts"]) == 2
+        first = next(events)
+        assert one["id"].startswith(first["id"].removeprefix("cmpl-")), "the answer's id finds it here"
+    keyed.wait_until_idle()
+    assert get(keyed, "/debug/requests", OPS).json()["requests"] == []
+
+
 # ---- the file, read again -------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
 from shoal.server import compose
 from shoal.server.auth import BASIC, BEARER, Keys
+from shoal.server.debug import Debug
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
 from shoal.server.jobs import Call, CollectSink
@@ -133,6 +134,7 @@ class Front:
             ("/detokenize", "/detokenize", {"POST": plain.detokenize}),
             ("/version", "/version", {"GET": plain.version}),
             ("/metrics", "/metrics", {"GET": plain.metrics}),
+            ("/debug/requests", "/debug/requests", {"GET": Debug(self).requests}),
             ("/health", "/health", {"GET": plain.health, "open": True}),
             ("/openapi.json", "/openapi.json", {"GET": plain.openapi, "offers": BASIC}),
         ]

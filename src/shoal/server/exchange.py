@@ -25,6 +25,7 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
 MOST_ID = 128  # characters of an X-Request-Id
+POLLED = ("/health", "/metrics", "/debug/requests")  # asked every few seconds by machines
 
 
 class Exchange:
@@ -113,10 +114,7 @@ class Exchange:
             **({"key": self.key.name} if self.key else {}),
             **self.facts,
         }
-        quiet = self.route in ("/health", "/metrics") and self.status in (
-            200,
-            503,
-        )  # asked every few seconds by machines
+        quiet = self.route in POLLED and self.status in (200, 503)
         log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
 
