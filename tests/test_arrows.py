@@ -76,6 +76,7 @@ LIBRARIES: dict[str, set[str]] = {
     "zmq": {"engine"},
     "yaml": {"serve_config", "key_file"},
     "prometheus_client": {"obs"},
+    "opentelemetry": {"obs"},
     "aiohttp": {"bench"},
     "yarl": {"bench"},
     "matplotlib": {"bench"},

@@ -23,6 +23,7 @@ from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_default
 from shoal.key_file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
+from shoal.obs.spans import open_spans
 from shoal.serve_config import ServeConfig, serve_config_from_json
 from shoal.server.app import Front, make_app
 from shoal.server.protocol import make_server
@@ -55,6 +56,7 @@ async def run(config: Mapping[str, Any]) -> None:
     client = ZmqClient(Path(config["folder"]), config["name"])
     client.start()
     settings = make_settings(config, serve, files)
+    spans = open_spans(serve.otlp_endpoint, settings.version)
     front = make_app(
         settings,
         client,
@@ -63,6 +65,7 @@ async def run(config: Mapping[str, Any]) -> None:
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
         FrontMetrics(),
+        spans,
     )
     server = make_server(front, settings, ssl_certfile=serve.ssl_certfile, ssl_keyfile=serve.ssl_keyfile)
     loop = asyncio.get_running_loop()
@@ -79,6 +82,7 @@ async def run(config: Mapping[str, Any]) -> None:
     server.force_exit = True
     await serving
     await client.close()
+    await asyncio.to_thread(spans.close)
 
 
 async def say_up(client: ZmqClient, ready_fd: int) -> None:

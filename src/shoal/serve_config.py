@@ -42,6 +42,9 @@ class ServeConfig(Options):
     drain_timeout: float = option(
         30.0, "seconds that running requests get to finish when the server stops", parse=float, group="server"
     )
+    otlp_endpoint: str | None = option(
+        None, "URL of an OpenTelemetry collector that gets a span for each request (needs shoal[otel])", group="server"
+    )
     log_level: str = option("info", "least important message that is logged", choices=LEVELS, group="server")
     log_format: str = option("text", "of the log: text, or json lines", choices=("text", "json"), group="server")
     log_prompts: bool = option(False, "write prompts into the log", group="server")
@@ -61,6 +64,8 @@ class ServeConfig(Options):
             path = getattr(self, name)
             if path is not None and not os.access(path, os.R_OK):
                 raise BadConfig(f"cannot read {name} {path}; give the path of a PEM file")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise BadConfig(f"otlp_endpoint must be a URL such as http://127.0.0.1:4318, not {self.otlp_endpoint!r}")
         keys = [key for _, key in self.keys()]
         if any(len(key) < 8 for key in keys):
             raise BadConfig("an API key must have at least 8 characters")

@@ -42,6 +42,7 @@ def front(
     without_tokenizer: bool = False,
     defaults: Mapping[str, Any] | None = None,
     metrics: Any = None,
+    spans: Any = None,
     api_keys: Sequence[ApiKey | tuple[str, str]] = (),
     **settings: Any,
 ) -> Front:
@@ -54,6 +55,7 @@ def front(
         (EOS,),
         defaults or {},
         metrics,
+        spans,
     )
 
 

@@ -6,6 +6,7 @@ of it lives on one event loop.
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from starlette.routing import Route, Router
 from shoal.core.job import EngineInfo
 from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
+from shoal.obs.spans import NoSpans, Spans, Walk
 from shoal.server import compose
 from shoal.server.auth import BASIC, BEARER, Keys
 from shoal.server.debug import Debug
@@ -97,11 +99,13 @@ class Front:
         eos_ids: Collection[int],
         sampling_defaults: Mapping[str, Any],
         metrics: Counts | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.settings = settings
         self.client = client
         self.tokenizer = tokenizer
         self.metrics: Counts = metrics or NoCounts()
+        self.spans: Spans = spans or NoSpans()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
         self.words = Words(tokenizer)
         self.keys = Keys(settings.keys)
@@ -216,6 +220,7 @@ class Front:
                 if not call.over:
                     call.abort()
                 note(exchange, call)
+                self.spans.record(walk_of(exchange, call))
 
     async def _collect(self, exchange: Exchange, call: Call, id: str) -> None:
         call.submit([CollectSink(call, number) for number in range(len(call.plan.jobs))])
@@ -308,6 +313,30 @@ def note(exchange: Exchange, call: Call) -> None:
         exchange.facts["gone"] = True
 
 
+def walk_of(exchange: Exchange, call: Call) -> Walk:
+    """Where its time went; what is not known when a client leaves early is left out."""
+    since_1970_s = time.time() - time.monotonic()
+    error = call.error or sys.exception()
+    return Walk(
+        name=exchange.route,
+        began_s=exchange.began_s + since_1970_s,
+        asked_s=call.began_s + since_1970_s,
+        queue_s=call.queue_s,
+        first_token_s=call.first_token_s + since_1970_s if call.first_token_s else None,
+        ended_s=time.time(),
+        error="ClientGone" if call.gone else type(error).__name__ if error is not None else "",
+        facts={
+            "shoal.request_id": exchange.id,
+            "gen_ai.request.model": call.plan.model,
+            "gen_ai.usage.input_tokens": call.prompt_tokens,
+            "gen_ai.usage.output_tokens": call.output_tokens,
+            "shoal.cached_tokens": call.cached_tokens,
+            "shoal.stream": call.plan.stream,
+        },
+        parent=exchange.headers.get(b"traceparent", b"").decode("latin-1"),
+    )
+
+
 def make_app(
     settings: ServerSettings,
     client: EngineClient,
@@ -316,6 +345,7 @@ def make_app(
     eos_ids: Collection[int],
     sampling_defaults: Mapping[str, Any],
     front_metrics: Counts | None = None,
+    spans: Spans | None = None,
 ) -> Front:
     """The ASGI application of one front process. Run it with protocol.serve()."""
-    return Front(settings, client, tokenizer, grammars, eos_ids, sampling_defaults, front_metrics)
+    return Front(settings, client, tokenizer, grammars, eos_ids, sampling_defaults, front_metrics, spans)
