@@ -62,3 +62,12 @@ def test_panels_have_names_and_places_of_their_own() -> None:
         assert len({panel[of] for panel in panels}) == len(panels)
     taken = [(p["gridPos"]["x"] // 8, p["gridPos"]["y"] // 8) for p in panels]
     assert len(set(taken)) == len(panels)
+
+
+def test_the_docs_name_only_metrics_that_there_are() -> None:
+    samples = real_samples()
+    families = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in samples} | set(samples)
+    for name in ("operations.md", "metrics.md"):
+        text = (Path(__file__).parents[2] / "docs" / name).read_text()
+        for metric in re.findall(r"\bshoal_\w+", text):
+            assert metric in families, f"docs/{name} names {metric}, which does not exist"
