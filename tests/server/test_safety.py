@@ -190,7 +190,10 @@ def test_a_request_cannot_bring_a_template(field: dict[str, str]) -> None:
     assert not client.submitted
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "a.b", "a-b"])
+OWN = ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "self", "a.b", "a-b", ""]
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_template_variables_cannot_replace_the_servers(name: str) -> None:
     assert error_of(chat(front(), chat_template_kwargs={name: "x"}), 400)["param"] == "chat_template_kwargs"
 

@@ -52,7 +52,7 @@ GOOD: list[tuple[str, dict[str, Json]]] = [
     ("/tokenize", {"messages": CHAT, "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [5, 6, 7], "skip_special_tokens": True}),
 ]  # fmt: skip
-MORE_NAMES = {"tools", "suffix", "chat_template", "tier", "metadata", ""}
+MORE_NAMES = {"tools", "suffix", "chat_template", "tier", "metadata", "", "self", "messages"}
 NAMES = sorted({name for _, body in GOOD for name in body} | MORE_NAMES)
 
 

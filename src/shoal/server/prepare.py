@@ -31,13 +31,14 @@ from shoal.server.settings import ServerSettings
 from shoal.text.tokenizer import Tokenizer
 
 SHORT = 4096  # characters that are tokenized at once, on the event loop; that takes about a millisecond
+AROUND = 16  # … and about as many for each message around its text
 NO_TOKENIZER = "the model has no tokenizer, so it takes token ids only"
 PASSED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
     "skip_special_tokens",
 )  # fmt: skip
-OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # of a chat template
+OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})  # of a chat template
 T = TypeVar("T")
 
 
@@ -182,7 +183,7 @@ class Preparer:
         for number, message in enumerate(messages):
             check_depth(message.tool_calls or [], f"messages[{number}].tool_calls")
         plain = [message.plain() for message in messages]
-        size = sum(_size(message) for message in plain) + (SHORT if given else 0)
+        size = sum(_size(message) + AROUND for message in plain) + (SHORT if given else 0)
         try:
             return await aside(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
         except BadChat as error:
