@@ -41,7 +41,7 @@ from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Policies, Scheduler
 from shoal.sched.slo import Slo
 from shoal.sched.steptime import StepModel
-from shoal.sched.tenants import TenantLimits, no_limits
+from shoal.sched.tenants import LimitsOf, TenantLimits, no_limits
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -77,9 +77,11 @@ class Built:
     kv_blocks: int
 
 
-def build(config: EngineConfig, clock: Clock | None = None, progress: bool = False) -> Built:
-    """Everything that serves one model in this process."""
-    return assemble(load(config, progress), config, clock)
+def build(
+    config: EngineConfig, clock: Clock | None = None, progress: bool = False, limits_of: LimitsOf | None = None
+) -> Built:
+    """Everything that serves one model in this process. `limits_of`: limits of each API key, else all have the same."""
+    return assemble(load(config, progress), config, clock, limits_of)
 
 
 def load(config: EngineConfig, progress: bool = False) -> Loaded:
@@ -97,13 +99,15 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
     return Loaded(files, spec, dtype, device, model, tokenizer)
 
 
-def assemble(loaded: Loaded, config: EngineConfig, clock: Clock | None = None) -> Built:
+def assemble(
+    loaded: Loaded, config: EngineConfig, clock: Clock | None = None, limits_of: LimitsOf | None = None
+) -> Built:
     """An engine over a loaded model."""
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
     blocks = kv_blocks(config, spec, dtype, device)
     limits = make_limits(config, spec, blocks * config.block_size)
     host = host_blocks(config, spec, dtype, blocks)
-    scheduler = make_scheduler(config, limits, blocks, host)
+    scheduler = make_scheduler(config, limits, blocks, host, limits_of)
     store = KVStore(spec, blocks, config.block_size, dtype, device, host)
     runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
     # a pass too many for each answer costs a CPU more than it gains: planning takes no time beside computing there
@@ -230,10 +234,16 @@ def make_memory(config: EngineConfig) -> Memory:
     return pick(MEMORY, config.memory, "memory")()
 
 
-def make_rules(config: EngineConfig) -> Rules:
-    """Every key has the same limits."""
-    limits = TenantLimits(config.key_max_concurrent, config.key_tokens_per_minute)
-    limits_of = no_limits if limits == TenantLimits() else lambda tenant: limits
+def default_limits(config: EngineConfig) -> TenantLimits:
+    """Of keys that have none of their own."""
+    return TenantLimits(config.key_max_concurrent, config.key_tokens_per_minute)
+
+
+def make_rules(config: EngineConfig, limits_of: LimitsOf | None = None) -> Rules:
+    """Every key has the same limits, unless somebody knows better."""
+    if limits_of is None:
+        limits = default_limits(config)
+        limits_of = no_limits if limits == TenantLimits() else lambda tenant: limits
     return Rules(config.max_queue, config.max_wait, limits_of, config.max_preemptions)
 
 
@@ -253,7 +263,9 @@ def make_preempt(config: EngineConfig, steps: StepModel, copies: CopyTimes) -> P
     return pick(PREEMPT, config.when_short, "when_short")()
 
 
-def make_scheduler(config: EngineConfig, limits: Limits, blocks: int, host: int = 0) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, limits: Limits, blocks: int, host: int = 0, limits_of: LimitsOf | None = None
+) -> Scheduler:
     """The scheduler alone: no torch, so the simulator can have it too."""
     tiers, steps, copies = config.read_tiers(), StepModel(), CopyTimes()
     policies = Policies(
@@ -271,7 +283,7 @@ def make_scheduler(config: EngineConfig, limits: Limits, blocks: int, host: int 
         copies=copies,
     )
     kv = KVManager(blocks, config.block_size, config.prefix_caching, host)
-    return Scheduler(limits, kv, policies, make_rules(config))
+    return Scheduler(limits, kv, policies, make_rules(config, limits_of))
 
 
 def need_tokenizer(built: Built) -> Tokenizer:

@@ -19,10 +19,12 @@ from shoal.core.job import EngineInfo
 from shoal.engine import blackbox, wire
 from shoal.engine.engine import Engine
 from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
+from shoal.engine.limits import KeyLimits
 from shoal.engine.loop import EngineLoop
 from shoal.engine.poison import poisoned
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
+from shoal.key_file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.sched.admission import Limits
@@ -32,7 +34,8 @@ log = logging.getLogger("shoal.engine_main")
 
 def main() -> int:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # both are for the supervisor
+        signal.signal(number, signal.SIG_IGN)
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
     try:
@@ -72,12 +75,15 @@ def run(config: Mapping[str, Any]) -> None:
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
     """The engine of this config, behind the socket."""
-    from shoal.build import build  # loads torch
+    from shoal.build import build, default_limits  # loads torch
 
     engine = EngineConfig(**config["engine"])
     if config.get("paced"):
         return paced_host(engine, config["paced"], socket)
-    built = build(engine, InboxClock(socket), progress=sys.stderr.isatty())
+    limits_of = None
+    if config.get("keys"):
+        limits_of = KeyLimits(KeyBook(Path(config["folder"])), default_limits(engine))
+    built = build(engine, InboxClock(socket), progress=sys.stderr.isatty(), limits_of=limits_of)
     info = EngineInfo(
         config["epoch"],
         built.limits.max_model_len,

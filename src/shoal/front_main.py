@@ -15,12 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.core.keys import no_keys
 from shoal.engine.client import ZmqClient
 from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
 from shoal.errors import BadConfig, ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.key_file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
+from shoal.obs.spans import open_spans
 from shoal.serve_config import ServeConfig, serve_config_from_json
 from shoal.server.app import Front, make_app
 from shoal.server.protocol import make_server
@@ -32,7 +35,8 @@ log = logging.getLogger("shoal.front_main")
 
 def main() -> int:
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # both are for the supervisor
+        signal.signal(number, signal.SIG_IGN)
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
     try:
@@ -51,7 +55,8 @@ async def run(config: Mapping[str, Any]) -> None:
     tokenizer = load_tokenizer(files, read_template(config["chat_template"]))
     client = ZmqClient(Path(config["folder"]), config["name"])
     client.start()
-    settings = make_settings(serve, files, config["seed"])
+    settings = make_settings(config, serve, files)
+    spans = open_spans(serve.otlp_endpoint, settings.version)
     front = make_app(
         settings,
         client,
@@ -60,6 +65,7 @@ async def run(config: Mapping[str, Any]) -> None:
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
         FrontMetrics(),
+        spans,
     )
     server = make_server(front, settings, ssl_certfile=serve.ssl_certfile, ssl_keyfile=serve.ssl_keyfile)
     loop = asyncio.get_running_loop()
@@ -76,6 +82,7 @@ async def run(config: Mapping[str, Any]) -> None:
     server.force_exit = True
     await serving
     await client.close()
+    await asyncio.to_thread(spans.close)
 
 
 async def say_up(client: ZmqClient, ready_fd: int) -> None:
@@ -104,16 +111,17 @@ async def drain(front: Front, timeout_s: float) -> None:
         await asyncio.sleep(0.2)  # so that they can be told
 
 
-def make_settings(serve: ServeConfig, files: ModelFiles, seed: int | None) -> ServerSettings:
+def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFiles) -> ServerSettings:
     return ServerSettings(
         models=serve.served_model_name or (files.name,),
-        api_keys=tuple(serve.keys()),
+        keys=KeyBook(Path(config["folder"])) if config["keys"] else no_keys,
+        salt_secret=bytes.fromhex(config["salt_secret"]),
         max_body_bytes=serve.max_body,
         slow_client_timeout_s=serve.slow_client_timeout,
         drain_timeout_s=serve.drain_timeout,
         allowed_origins=serve.allowed_origins,
         log_prompts=serve.log_prompts,
-        seed=seed,
+        seed=config["seed"],
     )
 
 

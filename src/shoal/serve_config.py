@@ -28,6 +28,9 @@ class ServeConfig(Options):
     port: int = option(8000, "port to listen on; 0: any free one", parse=int, group="server")
     served_model_name: tuple[str, ...] = option((), "name that clients call the model by", group="server")
     api_key: tuple[str, ...] = option((), "key that clients must send, as NAME=KEY or KEY", group="server")
+    api_keys_file: str | None = option(
+        None, "YAML file with hashed API keys, their tiers and limits; read again on SIGHUP", group="server"
+    )
     api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
     allowed_origins: tuple[str, ...] = option((), "web origin that may call from a browser; * for all", group="server")
     ssl_certfile: str | None = option(None, "certificate, for https", group="server")
@@ -44,6 +47,9 @@ class ServeConfig(Options):
         "seconds without a sign of life after which the engine is killed and started again; 0: never",
         parse=float,
         group="server",
+    )
+    otlp_endpoint: str | None = option(
+        None, "URL of an OpenTelemetry collector that gets a span for each request (needs shoal[otel])", group="server"
     )
     log_level: str = option("info", "least important message that is logged", choices=LEVELS, group="server")
     log_format: str = option("text", "of the log: text, or json lines", choices=("text", "json"), group="server")
@@ -64,6 +70,8 @@ class ServeConfig(Options):
             path = getattr(self, name)
             if path is not None and not os.access(path, os.R_OK):
                 raise BadConfig(f"cannot read {name} {path}; give the path of a PEM file")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise BadConfig(f"otlp_endpoint must be a URL such as http://127.0.0.1:4318, not {self.otlp_endpoint!r}")
         keys = [key for _, key in self.keys()]
         if any(len(key) < 8 for key in keys):
             raise BadConfig("an API key must have at least 8 characters")
@@ -78,7 +86,7 @@ class ServeConfig(Options):
         """
         found = []
         for number, text in enumerate(self.api_key, 1):
-            named = re.fullmatch(r"([A-Za-z0-9_.-]+)=(.{8,})", text)
+            named = re.fullmatch(r"([A-Za-z0-9_.-]{1,64})=(.{8,})", text)
             found.append((named[1], named[2]) if named else (f"key-{number}", text))
         return found
 

@@ -53,7 +53,10 @@ def child(name):
     silence_s = more.get("silence_s", 0.0)
     return supervise.Child(name, "dummy_child", lambda life: {"name": name, "life": life, **more}, silence_s=silence_s)
 print("begin", flush=True)
-front = supervise.Supervisor(child("engine"), [child("front")], 0.3, lambda: print("ready", flush=True))
+front = supervise.Supervisor(
+    child("engine"), [child("front")], 0.3, lambda: print("ready", flush=True),
+    on_hangup=lambda: print("hung up", flush=True),
+)
 sys.exit(front.run())
 """
 
@@ -129,6 +132,17 @@ def test_a_killed_child_is_started_again_in_a_new_life(tmp_path: Path) -> None:
     code, errors = family.end(signal.SIGINT)
     assert code == 0
     assert "engine was killed by SIGKILL" in errors
+
+
+def test_a_hangup_is_answered_and_disturbs_nobody(tmp_path: Path) -> None:
+    family = Family(tmp_path)
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    before = family.lines()
+    for _ in range(2):
+        family.process.send_signal(signal.SIGHUP)
+        assert family.line() == "hung up"
+    assert family.lines() == before
+    assert family.end() == (0, "")
 
 
 def test_a_child_that_asks_for_the_impossible_ends_it_all_with_code_2(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def test_jobs_are_packed_without_loss() -> None:
     )
     job = Job(
         id="x", prompt=[1, 2], params=params, seed=-(2**63), stop_ids=frozenset({4, 5}), tenant="t", salt="s",
-        priority=-3, timeout_s=1.5, grammar=GrammarSpec("choice", '["a"]'),
+        priority=-3, timeout_s=1.5, grammar=GrammarSpec("choice", '["a"]'), tier="gold",
     )  # fmt: skip
     said = wire.read_front(wire.pack(wire.pack_job(3, job)))
     assert isinstance(said, wire.Submit)

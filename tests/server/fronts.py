@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import uvloop
 
+from shoal.core.keys import ApiKey
+from shoal.key_file import hashed
 from shoal.server.app import Front, make_app
 from shoal.server.protocol import make_server, serve
 from shoal.server.settings import ServerSettings
@@ -40,16 +42,20 @@ def front(
     without_tokenizer: bool = False,
     defaults: Mapping[str, Any] | None = None,
     metrics: Any = None,
+    spans: Any = None,
+    api_keys: Sequence[ApiKey | tuple[str, str]] = (),
     **settings: Any,
 ) -> Front:
+    keys = tuple(key if isinstance(key, ApiKey) else hashed([key])[0] for key in api_keys)
     return make_app(
-        ServerSettings(**{"models": ("tiny", "other-name"), **settings}),
+        ServerSettings(**{"models": ("tiny", "other-name"), "keys": lambda: keys, **settings}),
         client or FakeClient(),
         None if without_tokenizer else tokenizer(),
         grammars,
         (EOS,),
         defaults or {},
         metrics,
+        spans,
     )
 
 

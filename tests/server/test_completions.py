@@ -231,9 +231,16 @@ def test_the_end_token_ends_a_sample_unless_it_is_ignored() -> None:
     assert job_of(ignore_eos=True).stop_ids == frozenset()
 
 
-def test_cache_salt_reaches_the_job() -> None:
-    assert job_of(cache_salt="pepper").salt == "pepper"
+def test_cache_salt_reaches_the_job_under_the_servers_secret() -> None:
     assert job_of().salt == ""
+    asked = {"prompt": "x", "cache_salt": "pepper"}
+    client = FakeClient()
+    app, other = front(client), front(client)
+    for one in (app, app, other):
+        assert complete(one, **asked).status_code == 200
+    first, again, elsewhere = [job.salt for job in client.submitted]
+    assert first == again != elsewhere, "the secret is the server's own"
+    assert "pepper" not in first
 
 
 # ---- what is refused or ignored ------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What every request meets: keys, ids, sizes, methods; and the endpoints that generate nothing."""
 
 import asyncio
+import hmac
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -9,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.core.keys import ApiKey, digest_of
+from shoal.key_file import hashed
 from tests.server.fake_client import FakeClient, until
 from tests.server.fronts import ask, ask_async, complete, error_of, front, run, tokenizer
 
@@ -31,10 +34,22 @@ def test_without_a_known_key_there_is_a_401(header: str | None) -> None:
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_health_and_pages_need_no_key() -> None:
+def test_only_health_needs_no_key() -> None:
     app = front(api_keys=KEYS)
-    for path in ("/health", "/", "/docs", "/openapi.json", "/static/style.css"):
-        assert ask(app, "GET", path).status_code == 200, path
+    assert ask(app, "GET", "/health").status_code == 200
+    pages = ("/", "/docs", "/openapi.json", "/static/style.css")
+    others = ("/metrics", "/v1/models", "/debug/requests", "/nowhere")
+    for path in pages + others:
+        error_of(ask(app, "GET", path), 401)
+
+
+def test_a_browser_is_asked_for_the_key_and_sends_it_as_a_password() -> None:
+    app = front(api_keys=KEYS)
+    refused = ask(app, "GET", "/")
+    assert refused.headers["www-authenticate"].startswith("Basic ")
+    for path in ("/", "/docs", "/openapi.json", "/v1/models"):
+        assert ask(app, "GET", path, auth=("anybody", "sk-alice-key")).status_code == 200, path
+        error_of(ask(app, "GET", path, auth=("sk-alice-key", "")), 401)
 
 
 def test_a_known_key_is_let_in_and_its_name_goes_to_the_engine() -> None:
@@ -48,8 +63,91 @@ def test_a_known_key_is_let_in_and_its_name_goes_to_the_engine() -> None:
     assert client.submitted[0].salt != client.submitted[1].salt  # keys never share cached prefixes
 
 
+def test_no_salt_that_a_client_asks_for_is_another_tenants() -> None:
+    client = FakeClient()
+    app = front(client, api_keys=KEYS)
+    ask(app, "POST", "/v1/completions", json={"prompt": "x"}, headers={"authorization": "Bearer sk-alice-key"})
+    alices = client.submitted[0].salt
+    for guess in ("alice", "alice\n", "alice\0", "\0alice", alices):
+        headers = {"authorization": "Bearer sk-bob-key"}
+        answer = ask(app, "POST", "/v1/completions", json={"prompt": "x", "cache_salt": guess}, headers=headers)
+        assert answer.status_code == 200
+        assert client.submitted[-1].salt != alices
+
+
 def test_keys_are_kept_only_as_hashes() -> None:
-    assert "sk-alice-key" not in str(vars(front(api_keys=KEYS).keys))
+    app = front(api_keys=KEYS)
+    assert "sk-alice-key" not in str(vars(app.keys)) + str(app.settings.keys())
+
+
+def test_every_key_is_compared_whichever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that an answer takes must not tell how far the search went."""
+    compared: list[bytes] = []
+    plain = hmac.compare_digest
+
+    def watched(known: bytes, given: bytes) -> bool:
+        compared.append(known)
+        return plain(known, given)
+
+    monkeypatch.setattr(hmac, "compare_digest", watched)
+    keys = tuple((f"key-{number}", f"sk-{number:08}") for number in range(9))
+    app = front(api_keys=keys)
+    for key in (keys[0][1], keys[4][1], keys[8][1], "sk-nobody-knows"):
+        compared.clear()
+        ask(app, "GET", "/version", headers={"authorization": f"Bearer {key}"})
+        assert len(compared) == len(keys)
+
+
+def test_new_keys_count_with_the_next_request() -> None:
+    keys = list(hashed(KEYS))
+    app = front(keys=lambda: tuple(keys))
+    carol = {"authorization": "Bearer sk-carol-key"}
+    error_of(ask(app, "GET", "/version", headers=carol), 401)
+    keys[:] = hashed([("carol", "sk-carol-key")])
+    assert ask(app, "GET", "/version", headers=carol).status_code == 200
+    error_of(ask(app, "GET", "/version", headers={"authorization": "Bearer sk-alice-key"}), 401)
+
+
+# ---- tiers ---------------------------------------------------------------------------------------------------------
+
+TIERED = (
+    ApiKey(name="gold", digest=digest_of("sk-gold-key"), tier="gold"),
+    ApiKey(name="plain", digest=digest_of("sk-plain-key")),
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "tier", "warning"),
+    [
+        ("sk-gold-key", None, "gold", None),
+        ("sk-gold-key", "gold", "gold", None),
+        ("sk-gold-key", "other", "gold", "ignored: tier"),
+        ("sk-plain-key", None, "", None),
+    ],
+)
+def test_a_keys_tier_wins(key: str, asked: str | None, tier: str, warning: str | None) -> None:
+    client = FakeClient()
+    body = {"prompt": "x", "tier": asked}
+    headers = {"authorization": f"Bearer {key}"}
+    answer = ask(front(client, api_keys=TIERED), "POST", "/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert client.submitted[0].tier == tier
+    assert answer.headers.get("x-shoal-warning") == warning
+
+
+def test_a_key_without_a_tier_may_not_choose_one() -> None:
+    headers = {"authorization": "Bearer sk-plain-key"}
+    app = front(api_keys=TIERED)
+    answer = ask(app, "POST", "/v1/completions", json={"prompt": "x", "tier": "gold"}, headers=headers)
+    assert error_of(answer, 400)["param"] == "tier"
+
+
+def test_without_keys_everybody_may_choose_a_tier() -> None:
+    client = FakeClient()
+    assert complete(front(client), prompt="x", tier="gold").status_code == 200
+    assert client.submitted[0].tier == "gold"
+    for bad in ("", "x" * 65, "a b", 5):
+        assert error_of(complete(front(client), prompt="x", tier=bad), 400)["param"] == "tier"
 
 
 # ---- ids, sizes, methods -------------------------------------------------------------------------------------------

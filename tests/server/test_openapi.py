@@ -81,7 +81,10 @@ def test_every_field_is_described_and_no_other_is_allowed(kind: type[msgspec.Str
 
 def test_keys_are_described_where_they_are_needed() -> None:
     assert document()["security"] == []
-    assert ask(front(api_keys=(("a", "sk-12345678"),)), "GET", "/openapi.json").json()["security"] == [{"key": []}]
+    headers = {"authorization": "Bearer sk-12345678"}
+    keyed = ask(front(api_keys=(("a", "sk-12345678"),)), "GET", "/openapi.json", headers=headers).json()
+    assert keyed["security"] == [{"key": []}]
+    assert keyed["paths"]["/health"]["get"]["security"] == []
 
 
 def same(given: Any, kind: Any) -> None:

@@ -126,6 +126,9 @@ class Server:
 
     # ---- its processes ----
 
+    def front_pids(self) -> list[int]:
+        return [pid for pid in family_of(self.process.pid) if "shoal.front_main" in command_of(pid)]
+
     def engine_pids(self) -> list[int]:
         return [pid for pid in family_of(self.process.pid) if "shoal.engine_main" in command_of(pid)]
 

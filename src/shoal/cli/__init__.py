@@ -14,7 +14,9 @@ from shoal.cli.chat import add_chat
 from shoal.cli.common import Command
 from shoal.cli.compare import add_compare
 from shoal.cli.generate import add_generate
+from shoal.cli.key import add_key
 from shoal.cli.serve import add_serve
+from shoal.cli.top import add_top
 from shoal.errors import ShoalError
 
 
@@ -46,4 +48,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat(commands)
     add_bench(commands)
     add_compare(commands)
+    add_key(commands)
+    add_top(commands)
     return parser

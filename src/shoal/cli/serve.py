@@ -2,19 +2,26 @@
 
 import argparse
 import ipaddress
+import logging
+import secrets
 import shlex
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.cli.common import new_command
 from shoal.config import EngineConfig, add_flags
+from shoal.core.keys import ApiKey
 from shoal.errors import BadConfig
+from shoal.key_file import hashed, joined, publish, read_key_file
 from shoal.serve_config import ServeConfig, as_json, read_options
+
+log = logging.getLogger(__name__)
 
 
 def add_serve(commands: Any) -> None:
@@ -39,20 +46,40 @@ def run_serve(args: argparse.Namespace) -> int:
     from shoal.obs.logs import set_up_logs
 
     set_up_logs(serve.log_level, serve.log_format)
+    keys = load_keys(serve)
     listener = listen(serve)
     folder = Path(tempfile.mkdtemp(prefix="shoal-"))  # only this user can enter it
     try:
+        if keys:
+            publish(keys, folder)
         children = make_children(engine, serve, folder, listener)
         supervisor = Supervisor(
             children[0],
             children[1:],
             serve.drain_timeout,
             lambda: say_hello(engine, serve, listener, args.json),
+            on_hangup=(lambda: reload_keys(serve, folder)) if serve.api_keys_file else None,
         )
         return supervisor.run()
     finally:
         listener.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def load_keys(serve: ServeConfig) -> list[ApiKey]:
+    """All keys there are, from flags and from the file."""
+    return joined(hashed(serve.keys()), read_key_file(serve.api_keys_file) if serve.api_keys_file else [])
+
+
+def reload_keys(serve: ServeConfig, folder: Path) -> None:
+    """Read the key file again; one that cannot be used changes nothing."""
+    try:
+        keys = load_keys(serve)
+        publish(keys, folder)
+    except (BadConfig, OSError) as error:
+        log.error("the API keys stay as they were: %s", error)
+        return
+    log.info("the key file was read again: %d API keys", len(keys))
 
 
 def listen(serve: ServeConfig) -> socket.socket:
@@ -82,15 +109,22 @@ def make_children(
     """The engine, then the fronts. `paced`: an engine that computes nothing, for measuring the fronts."""
     from shoal.engine.supervise import Child
 
-    logs = {"log_level": serve.log_level, "log_format": serve.log_format, "folder": str(folder)}
+    shared = {
+        "log_level": serve.log_level,
+        "log_format": serve.log_format,
+        "folder": str(folder),
+        "keys": bool(serve.api_key or serve.api_keys_file),  # they are in the folder, hashed
+    }
+    salt_secret = secrets.token_hex(32)  # the same for all fronts, in all their lives
 
     def for_engine(life: int) -> Mapping[str, Any]:
-        return {**logs, "engine": as_json(engine), "epoch": life, "paced": paced}
+        return {**shared, "engine": as_json(engine), "epoch": life, "paced": paced}
 
     def for_front(name: str, life: int) -> Mapping[str, Any]:
         return {
-            **logs,
-            "serve": as_json(serve),
+            **shared,
+            "serve": as_json(replace(serve, api_key=())),
+            "salt_secret": salt_secret,
             "model": engine.model,
             "seed": engine.seed,
             "chat_template": engine.chat_template,
@@ -113,7 +147,7 @@ def say_hello(engine: EngineConfig, serve: ServeConfig, listener: socket.socket,
 
         print(json.dumps({"ready": True, "url": url}), flush=True)
         return
-    key = " -H 'Authorization: Bearer YOUR-KEY'" if serve.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR-KEY'" if serve.api_key or serve.api_keys_file else ""
     insecure = " -k" if serve.ssl_certfile else ""
     body = shlex.quote('{"messages": [{"role": "user", "content": "Tell me about fish."}], "stream": true}')
     print(

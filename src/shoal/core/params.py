@@ -13,6 +13,7 @@ from shoal.errors import BadParameter
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
 MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024  # characters of one of them
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -157,5 +158,7 @@ def _check_stops(p: SamplingParams) -> None:
     for text in p.stop:
         if not isinstance(text, str) or not text:
             raise BadParameter(f"a stop string must be a string that is not empty, not {text!r}")
+        if len(text) > MAX_STOP_LENGTH:
+            raise BadParameter(f"a stop string may have {MAX_STOP_LENGTH} characters, not {len(text)}; shorten it")
     for token in p.stop_token_ids:
         _whole("stop_token_ids", token, 0, 2**31 - 1)

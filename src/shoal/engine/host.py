@@ -22,7 +22,7 @@ from shoal.core.events import PassEvents
 from shoal.core.job import EngineInfo, GrammarSpec, Job
 from shoal.core.ports import Grammar
 from shoal.core.request import Group, Reason, Request
-from shoal.engine import wire
+from shoal.engine import view, wire
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadGrammar, EngineError, Rejected, RequestFailed, ShoalError
 
@@ -194,7 +194,7 @@ class Host:
                 continue  # not two parts: not one of ours
             try:
                 said = wire.read_front(data)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeError, RecursionError):
                 log.warning("a message that nobody understands was dropped")
                 continue
             now_s = self.loop.clock.now_s()
@@ -341,6 +341,7 @@ class Host:
         pool = scheduler.kv.pool
         return {
             "epoch": self.info.epoch,
+            "places": scheduler.limits.max_num_seqs,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "compiling": len(self._compiling),
@@ -349,20 +350,22 @@ class Host:
             "fronts": {named(front): len(state.jobs) for front, state in self.fronts.items()},
             "owners": len(self.owners),
             "queue_s": len(self.queue_s),
-            "requests": [
-                {
-                    "id": request.id,
-                    "state": request.state.value,
-                    "tenant": request.tenant,
-                    "prompt_tokens": request.prompt_len,
-                    "output_tokens": request.outputs,
-                    "computed": request.computed,
-                    "preemptions": request.preemptions,
-                    "waited_s": round(self.loop.clock.now_s() - request.arrived_s, 3),
-                }
-                for request in list(scheduler.requests.values())[:1000]
-            ],
+            "requests": view.requests(scheduler, self.loop.clock.now_s()) + self._being_compiled(),
         }
+
+    def _being_compiled(self) -> list[dict[str, Any]]:
+        """Jobs that are not in the line yet: their grammars are being made."""
+        return [
+            {
+                "id": one.job.id,
+                "state": "compiling",
+                "why": "its grammar is being made",
+                "tenant": one.job.tenant,
+                "tier": one.job.tier,
+                "prompt_tokens": len(one.job.prompt),
+            }
+            for one in list(self._compiling)[: view.MOST]
+        ]
 
     # ---- what fronts are told -------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class Supervisor:
         fronts: Sequence[Child],
         drain_timeout_s: float,
         on_ready: Callable[[], None],
+        on_hangup: Callable[[], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.engine = engine
@@ -70,6 +71,8 @@ class Supervisor:
         self.drain_timeout_s = drain_timeout_s
         self.clock = clock or WallClock()
         self._on_ready = on_ready
+        self._on_hangup = on_hangup  # what SIGHUP asks for; None: it ends the server, as it does any program
+        self._hung_up = False
         self._told_ready = False
         self._asked_to_stop = 0
         self._selector = selectors.DefaultSelector()
@@ -86,9 +89,12 @@ class Supervisor:
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        if self._on_hangup is not None:
+            signal.signal(signal.SIGHUP, self._on_hangup_signal)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up
         try:
             while not self._asked_to_stop:
+                self._answer_hangup()
                 code = self._look_after()
                 if code is not None:
                     self._stop_all(drain=False)
@@ -102,6 +108,14 @@ class Supervisor:
         finally:
             signal.set_wakeup_fd(-1)
             self._selector.close()
+
+    def _on_hangup_signal(self, number: int, frame: FrameType | None) -> None:
+        self._hung_up = True
+
+    def _answer_hangup(self) -> None:
+        if self._hung_up and self._on_hangup is not None:
+            self._hung_up = False
+            self._on_hangup()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_stop += 1

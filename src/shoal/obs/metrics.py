@@ -94,7 +94,7 @@ FRONT = {
 }
 ROUTES = frozenset({
     "/", "/docs", "/openapi.json", "/static", "/health", "/version", "/metrics", "/tokenize", "/detokenize",
-    "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions",
+    "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/debug/requests",
 })  # fmt: skip
 FOLDERS = {"/static/": "/static", "/v1/models/": "/v1/models/{model}"}
 

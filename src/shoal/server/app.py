@@ -6,6 +6,7 @@ of it lives on one event loop.
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -16,8 +17,10 @@ from starlette.routing import Route, Router
 from shoal.core.job import EngineInfo
 from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
+from shoal.obs.spans import NoSpans, Spans, Walk
 from shoal.server import compose
-from shoal.server.auth import Keys
+from shoal.server.auth import BASIC, BEARER, Keys
+from shoal.server.debug import Debug
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
 from shoal.server.jobs import Call, CollectSink
@@ -57,17 +60,20 @@ class NoCounts:
 class Endpoint:
     """One path: who answers which method. Any other method is a 405."""
 
-    def __init__(self, front: "Front", route: str, open: bool = False, **handlers: Handler) -> None:
+    def __init__(
+        self, front: "Front", route: str, open: bool = False, offers: bytes = BEARER, **handlers: Handler
+    ) -> None:
         self.front = front
         self.route = route
         self.open = open  # needs no key
+        self.offers = offers  # how a key may be sent, told to one who sends none
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
         if not self.open:
-            exchange.tenant = self.front.keys.tenant(exchange.headers.get(b"authorization"))
+            exchange.key = self.front.keys.find(exchange.headers.get(b"authorization"), self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         handler = self.handlers.get(method)
         if handler is None:
@@ -93,14 +99,16 @@ class Front:
         eos_ids: Collection[int],
         sampling_defaults: Mapping[str, Any],
         metrics: Counts | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.settings = settings
         self.client = client
         self.tokenizer = tokenizer
         self.metrics: Counts = metrics or NoCounts()
+        self.spans: Spans = spans or NoSpans()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
         self.words = Words(tokenizer)
-        self.keys = Keys(settings.api_keys)
+        self.keys = Keys(settings.keys)
         self.draining = False
         self.active = 0
         self.calls: set[Call] = set()
@@ -130,10 +138,11 @@ class Front:
             ("/detokenize", "/detokenize", {"POST": plain.detokenize}),
             ("/version", "/version", {"GET": plain.version}),
             ("/metrics", "/metrics", {"GET": plain.metrics}),
+            ("/debug/requests", "/debug/requests", {"GET": Debug(self).requests}),
             ("/health", "/health", {"GET": plain.health, "open": True}),
-            ("/openapi.json", "/openapi.json", {"GET": plain.openapi, "open": True}),
+            ("/openapi.json", "/openapi.json", {"GET": plain.openapi, "offers": BASIC}),
         ]
-        page = {"GET": plain.page, "open": True}
+        page = {"GET": plain.page, "offers": BASIC}  # a browser can send a key no other way
         paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in plain.pages]
         routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
         return Router(routes, redirect_slashes=False, default=self._not_found)
@@ -166,19 +175,21 @@ class Front:
             exchange.write_log()
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["shoal.exchange"]
+        exchange.key = self.keys.find(exchange.headers.get(b"authorization"))  # who has none learns nothing
         raise HttpError(404, "there is nothing at this path; /docs lists what there is", code="not_found")
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
     async def _completions(self, exchange: Exchange) -> None:
         async def plan(body: bytes) -> Plan:
-            return await self.preparer.completion(read(CompletionRequest, body), exchange.uid, exchange.tenant)
+            return await self.preparer.completion(read(CompletionRequest, body), exchange.uid, exchange.key)
 
         await self._generate(exchange, plan, f"cmpl-{exchange.uid}")
 
     async def _chat(self, exchange: Exchange) -> None:
         async def plan(body: bytes) -> Plan:
-            return await self.preparer.chat(read(ChatRequest, body), exchange.uid, exchange.tenant)
+            return await self.preparer.chat(read(ChatRequest, body), exchange.uid, exchange.key)
 
         await self._generate(exchange, plan, f"chatcmpl-{exchange.uid}")
 
@@ -209,6 +220,7 @@ class Front:
                 if not call.over:
                     call.abort()
                 note(exchange, call)
+                self.spans.record(walk_of(exchange, call))
 
     async def _collect(self, exchange: Exchange, call: Call, id: str) -> None:
         call.submit([CollectSink(call, number) for number in range(len(call.plan.jobs))])
@@ -301,6 +313,30 @@ def note(exchange: Exchange, call: Call) -> None:
         exchange.facts["gone"] = True
 
 
+def walk_of(exchange: Exchange, call: Call) -> Walk:
+    """Where its time went; what is not known when a client leaves early is left out."""
+    since_1970_s = time.time() - time.monotonic()
+    error = call.error or sys.exception()
+    return Walk(
+        name=exchange.route,
+        began_s=exchange.began_s + since_1970_s,
+        asked_s=call.began_s + since_1970_s,
+        queue_s=call.queue_s,
+        first_token_s=call.first_token_s + since_1970_s if call.first_token_s else None,
+        ended_s=time.time(),
+        error="ClientGone" if call.gone else type(error).__name__ if error is not None else "",
+        facts={
+            "shoal.request_id": exchange.id,
+            "gen_ai.request.model": call.plan.model,
+            "gen_ai.usage.input_tokens": call.prompt_tokens,
+            "gen_ai.usage.output_tokens": call.output_tokens,
+            "shoal.cached_tokens": call.cached_tokens,
+            "shoal.stream": call.plan.stream,
+        },
+        parent=exchange.headers.get(b"traceparent", b"").decode("latin-1"),
+    )
+
+
 def make_app(
     settings: ServerSettings,
     client: EngineClient,
@@ -309,6 +345,7 @@ def make_app(
     eos_ids: Collection[int],
     sampling_defaults: Mapping[str, Any],
     front_metrics: Counts | None = None,
+    spans: Spans | None = None,
 ) -> Front:
     """The ASGI application of one front process. Run it with protocol.serve()."""
-    return Front(settings, client, tokenizer, grammars, eos_ids, sampling_defaults, front_metrics)
+    return Front(settings, client, tokenizer, grammars, eos_ids, sampling_defaults, front_metrics, spans)

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.core.keys import ApiKey
 from shoal.server.errors import HttpError
 from shoal.server.settings import ServerSettings
 
@@ -24,6 +25,7 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
 MOST_ID = 128  # characters of an X-Request-Id
+POLLED = ("/health", "/metrics", "/debug/requests")  # asked every few seconds by machines
 
 
 class Exchange:
@@ -40,7 +42,7 @@ class Exchange:
         self.uid = secrets.token_hex(12)  # ours, never twice: names the jobs
         self.id = valid_id(self.headers.get(b"x-request-id")) or self.uid
         self.route = "unknown"
-        self.tenant = ""
+        self.key: ApiKey | None = None  # who asks; None where no keys are needed
         self.status = 0  # 0: no answer has begun
         self.began_s = time.monotonic()
         self.facts: dict[str, Any] = {}  # for the log
@@ -109,13 +111,10 @@ class Exchange:
             "route": self.route,
             "status": self.status,
             "total_s": round(time.monotonic() - self.began_s, 6),
-            **({"key": self.tenant} if self.tenant else {}),
+            **({"key": self.key.name} if self.key else {}),
             **self.facts,
         }
-        quiet = self.route in ("/health", "/metrics") and self.status in (
-            200,
-            503,
-        )  # asked every few seconds by machines
+        quiet = self.route in POLLED and self.status in (200, 503)
         log.log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
 

@@ -30,6 +30,7 @@ IGNORED = (
 MOST_BIASES = 1024
 MOST_STOP_IDS = 256
 MOST_SALT = 256  # characters
+MOST_MESSAGES = 4096
 
 
 def _hint(**schema: Any) -> Meta:
@@ -102,6 +103,7 @@ class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: Annotated[float, Meta(gt=0, le=1e6)] | None = None  # seconds, from arrival to the last token
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower goes first
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MOST_SALT)] | None = None
+    tier: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     return_token_ids: bool | None = None
     # without effect
     user: Whatever = UNSET
@@ -179,7 +181,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
 class ChatRequest(Asked, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Count | None = None  # the newer name of max_tokens
     logprobs: bool | None = None
     top_logprobs: Annotated[int, _hint(minimum=0, maximum=MAX_LOGPROBS)] | None = None
@@ -198,7 +200,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool | None = None  # for a prompt; true by default
     add_generation_prompt: bool | None = None  # for messages; true by default
     chat_template_kwargs: dict[str, Any] | None = None

@@ -55,7 +55,7 @@ def describe(settings: ServerSettings) -> Json:
     _, schemas = msgspec.json.schema_components(TYPES, ref_template=PLACE)
     schemas["CompletionRequest"]["properties"]["prompt"] = PROMPT
     _tighten(schemas)
-    keys: list[Json] = [{"key": []}] if settings.api_keys else []
+    keys: list[Json] = [{"key": []}] if settings.keys() else []
     return {
         "openapi": "3.1.0",
         "info": {"title": "Shoal", "version": settings.version, "description": ABOUT},
@@ -142,7 +142,7 @@ def _paths(settings: ServerSettings) -> Json:
         "/health": _health(),
         "/version": _get("The server's version", answers.Version),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
-        "/openapi.json": _get("This document", None, open=True),
+        "/openapi.json": _get("This document", None),
     }
 
 

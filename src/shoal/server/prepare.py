@@ -11,22 +11,34 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
+from shoal.core.keys import ApiKey
 from shoal.core.params import SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
+from shoal.server.auth import salt_of
 from shoal.server.errors import BadField, HttpError, cut
 from shoal.server.openai import Asked, ChatMessage, ChatRequest, CompletionRequest
-from shoal.server.rules import chat_logprobs, chat_max_tokens, grammar_of, include_usage, samples
+from shoal.server.rules import (
+    chat_logprobs,
+    chat_max_tokens,
+    check_depth,
+    grammar_of,
+    include_usage,
+    samples,
+    tier_ignored,
+    tier_of,
+)
 from shoal.server.settings import ServerSettings
 from shoal.text.tokenizer import Tokenizer
 
 SHORT = 4096  # characters that are tokenized at once, on the event loop; that takes about a millisecond
+AROUND = 16  # … and about as many for each message around its text
 NO_TOKENIZER = "the model has no tokenizer, so it takes token ids only"
 PASSED = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
     "skip_special_tokens",
 )  # fmt: skip
-OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # of a chat template
+OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})  # of a chat template
 T = TypeVar("T")
 
 
@@ -81,7 +93,7 @@ class Preparer:
 
     # ---- the two kinds of request ---------------------------------------------------------------------------------
 
-    async def completion(self, asked: CompletionRequest, id: str, tenant: str = "") -> Plan:
+    async def completion(self, asked: CompletionRequest, id: str, key: ApiKey | None = None) -> Plan:
         model = self.check_model(asked.model)
         prompts = asked.prompts()
         if prompts is None:
@@ -102,25 +114,22 @@ class Preparer:
             raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
         if asked.echo and asked.stream and asked.logprobs is not None and sampled > 1:
             raise BadField("echo", "echo with logprobs and n above 1 cannot be streamed; leave one of them out")
-        ids = [
-            await self._encode(prompt, f"prompt {i}" if len(prompts) > 1 else "prompt")
-            for i, prompt in enumerate(prompts)
-        ]
+        ids = await self._encode(prompts)
         grammar = await self._grammar(asked, params)
         return Plan(
-            jobs=self._jobs(asked, id, tenant, ids, params, grammar),
+            jobs=self._jobs(asked, id, key, ids, params, grammar),
             chat=False,
             keep=keep,
             model=model,
             stream=bool(asked.stream),
             include_usage=include_usage(asked),
             top=asked.logprobs,
-            echo=[self._text(prompt, params) for prompt in prompts] if asked.echo else None,
+            echo=await self._texts(prompts, params) if asked.echo else None,
             token_ids=self._shows_ids(asked),
-            warnings=asked.ignored(),
+            warnings=asked.ignored() + tier_ignored(asked, key),
         )
 
-    async def chat(self, asked: ChatRequest, id: str, tenant: str = "") -> Plan:
+    async def chat(self, asked: ChatRequest, id: str, key: ApiKey | None = None) -> Plan:
         model = self.check_model(asked.model)
         top = chat_logprobs(asked)
         limit = chat_max_tokens(asked)
@@ -135,7 +144,7 @@ class Preparer:
         self._check_ids(ids, "messages")
         grammar = await self._grammar(asked, params)
         return Plan(
-            jobs=self._jobs(asked, id, tenant, [ids], params, grammar),
+            jobs=self._jobs(asked, id, key, [ids], params, grammar),
             chat=True,
             keep=params.n,
             model=model,
@@ -143,7 +152,7 @@ class Preparer:
             include_usage=include_usage(asked),
             top=top,
             token_ids=self._shows_ids(asked),
-            warnings=asked.ignored(),
+            warnings=asked.ignored() + tier_ignored(asked, key),
         )
 
     # ---- shared with /tokenize ------------------------------------------------------------------------------------
@@ -170,8 +179,11 @@ class Preparer:
                 raise BadField(
                     "chat_template_kwargs", f"chat_template_kwargs cannot set {cut(name)!r}; the server sets it"
                 )
+        check_depth(given, "chat_template_kwargs")
+        for number, message in enumerate(messages):
+            check_depth(message.tool_calls or [], f"messages[{number}].tool_calls")
         plain = [message.plain() for message in messages]
-        size = sum(_size(message) for message in plain) + (SHORT if given else 0)
+        size = sum(_size(message) + AROUND for message in plain) + (SHORT if given else 0)
         try:
             return await aside(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
         except BadChat as error:
@@ -200,9 +212,17 @@ class Preparer:
                 f"prompt and n ask for {choices} answers, limit {self.settings.max_choices}; ask in several requests",
             )
 
-    async def _encode(self, prompt: str | list[int], where: str) -> list[int]:
-        ids = await self.text_ids(prompt) if isinstance(prompt, str) else prompt
-        self._check_ids(ids, where)
+    async def _encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """The ids of every prompt; many short texts are as much work as a long one."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded: list[list[int]] = []
+        if texts:
+            tokenizer = self.need_tokenizer("prompt")
+            encoded = await aside(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
+        of_texts = iter(encoded)
+        ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
+        for number, one in enumerate(ids):
+            self._check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
         return ids
 
     def _check_ids(self, ids: list[int], where: str) -> None:
@@ -222,10 +242,12 @@ class Preparer:
                 "prompt", f"token id {max(ids)} is not in the vocabulary; ids run from 0 to {info.vocab_size - 1}"
             )
 
-    def _text(self, prompt: str | list[int], params: SamplingParams) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return self.need_tokenizer("echo").decode(prompt, skip_special=params.skip_special_tokens)
+    async def _texts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:
+        tokenizer, skip = self.need_tokenizer("echo"), params.skip_special_tokens
+        size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+        return await aside(
+            size, lambda: [one if isinstance(one, str) else tokenizer.decode(one, skip_special=skip) for one in prompts]
+        )
 
     def _shows_ids(self, asked: Asked) -> bool:
         return self.tokenizer is None if asked.return_token_ids is None else asked.return_token_ids
@@ -255,14 +277,16 @@ class Preparer:
         self,
         asked: Asked,
         id: str,
-        tenant: str,
+        key: ApiKey | None,
         prompts: list[list[int]],
         params: SamplingParams,
         grammar: GrammarSpec | None,
     ) -> list[Job]:
         ends = self.eos if grammar is not None or not params.ignore_eos else frozenset()
         stop_ids = frozenset(params.stop_token_ids) | ends
-        salt = asked.cache_salt or ""
+        tenant = key.name if key is not None else ""
+        salt = salt_of(self.settings.salt_secret, tenant, asked.cache_salt or "")
+        tier = tier_of(asked, key)
         return [
             Job(
                 id=f"{id}.{number}",
@@ -271,10 +295,11 @@ class Preparer:
                 seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
                 stop_ids=stop_ids,
                 tenant=tenant,
-                salt=f"{tenant}\n{salt}" if tenant else salt,  # two keys never share cached prefixes
+                salt=salt,
                 priority=asked.priority or 0,
                 timeout_s=asked.timeout,
                 grammar=grammar,
+                tier=tier,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -291,7 +316,10 @@ async def aside(size: int, work: Callable[[], T]) -> T:
 
 
 def _size(message: Mapping[str, Any]) -> int:
-    """About how many characters a message has."""
-    return (
-        len(message["content"]) if set(message) == {"role", "content"} and isinstance(message["content"], str) else 512
-    )
+    """How many characters a message has; SHORT and more where that cannot be told at a glance."""
+    content = message["content"]
+    if message.keys() != {"role", "content"}:
+        return SHORT + 1
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part["text"]) for part in content or ())

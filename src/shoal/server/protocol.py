@@ -35,7 +35,9 @@ class Protocol(HttpToolsProtocol):
 
     limits: ServerSettings
     _in_head = False  # a request's head has begun and not come to its end
-    _head_bytes = 0
+    _head_bytes = 0  # as they arrived, while the head has not come to its end
+    _field_bytes = 0  # of its request line and fields, as they were read
+    _fields = 0
     _deaf = False  # nothing more is read: the connection ends with the answer under way
     _patience: asyncio.TimerHandle | None = None
     _unsent = 0
@@ -76,12 +78,16 @@ class Protocol(HttpToolsProtocol):
         if self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_head_bytes:
-                self._hang_up(
-                    431, "Request Header Fields Too Large", "the headers are too large; send fewer or shorter ones"
-                )
+                self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        message = "the headers are too many or too large; send fewer or shorter ones"
+        self._hang_up(431, "Request Header Fields Too Large", message)
 
     def _hang_up(self, status: int, phrase: str, message: str) -> None:
         """Answer what never became a request, and end the connection."""
+        if self.transport.is_closing():
+            return
         self._deaf = True
         body = HttpError(status, message).body()
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -101,9 +107,19 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._field_bytes = self._fields = 0
         self._wait_for_head()
         self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
+
+    def on_url(self, url: bytes) -> None:
+        self._field_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._field_bytes += len(name) + len(value)
+        self._fields += 1
+        if self._fields <= self.limits.max_headers:  # more are counted, and not kept
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -113,6 +129,9 @@ class Protocol(HttpToolsProtocol):
             # went away; clients that do this must cope with a connection that ends after one answer.
             self._deaf = True
             self.cycle.keep_alive = False
+            return
+        if self._fields > self.limits.max_headers or self._field_bytes > self.limits.max_head_bytes:
+            self._refuse_head()  # it came in one piece, and so was read before it could be counted
             return
         super().on_headers_complete()
 

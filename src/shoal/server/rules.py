@@ -8,9 +8,12 @@ from typing import Any
 import msgspec
 
 from shoal.core.job import GrammarSpec
+from shoal.core.keys import ApiKey
 from shoal.core.params import MAX_SAMPLES
 from shoal.server.errors import BadField
 from shoal.server.openai import Asked, ChatRequest, CompletionRequest
+
+MOST_DEPTH = 64  # of values whose form the client chooses: schemas, tool calls, template variables
 
 
 def samples(asked: CompletionRequest) -> tuple[int, int]:
@@ -72,8 +75,35 @@ def grammar_of(asked: Asked) -> tuple[GrammarSpec | None, str]:
     return GrammarSpec(given[0], value if isinstance(value, str) else _json(value, param)), param
 
 
-def _json(value: Any, param: str) -> str:
-    try:
-        return msgspec.json.encode(value).decode()
-    except RecursionError:
-        raise BadField(param, f"{param} is nested too deeply") from None
+def tier_of(asked: Asked, key: ApiKey | None) -> str:
+    """The tier's name: the key's own, or what was asked for where there are no keys."""
+    if key is None:
+        return asked.tier or ""
+    if asked.tier is not None and not key.tier:
+        raise BadField("tier", "tier cannot be chosen with this API key; leave it out, or ask for a key that has one")
+    return key.tier
+
+
+def tier_ignored(asked: Asked, key: ApiKey | None) -> list[str]:
+    """["tier"] where another tier was asked for than the key has."""
+    return ["tier"] if key is not None and asked.tier is not None and asked.tier != key.tier else []
+
+
+def check_depth(value: dict[str, Any] | list[Any], param: str) -> None:
+    """Refuse values that are nested too deeply: not everybody who gets to see them can stand that."""
+    level: list[Any] = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise BadField(param, f"{param} is nested more than {MOST_DEPTH} levels deep; make it flatter")
+
+
+def _json(value: dict[str, Any] | list[Any], param: str) -> str:
+    check_depth(value, param)
+    return msgspec.json.encode(value).decode()

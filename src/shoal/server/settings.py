@@ -3,8 +3,11 @@
 Owns the names and defaults; whoever starts a front fills it in from flags. Knows no flags and no files.
 """
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+
+from shoal.core.keys import KeySource, no_keys
 
 
 def own_version() -> str:
@@ -23,10 +26,12 @@ class ServerSettings:
     """
 
     models: tuple[str, ...]  # names the model answers to; the first is the one it calls itself
-    api_keys: tuple[tuple[str, str], ...] = ()  # (name, key); none: everybody may ask
+    keys: KeySource = no_keys  # the API keys in force; none: everybody may ask
+    salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)  # see auth.salt_of
     allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser; none: no CORS headers
     max_body_bytes: int = 4 * 2**20
     max_head_bytes: int = 64 * 2**10  # of the request line and headers
+    max_headers: int = 128
     max_choices: int = 1024  # prompts times samples of one HTTP request
     slow_client_timeout_s: float = 30.0  # for one who does not read, or does not finish sending
     keep_alive_s: float = 75.0  # an idle connection is kept so long

@@ -9,6 +9,7 @@ decodes all it waits for again at each token while bytes fit no character, and c
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 
 from shoal.errors import BadParameter
 from shoal.text.pieces import Pieces
@@ -205,15 +206,16 @@ class _StopFinder:
         return None
 
 
-def _advance(stop: str, fallbacks: list[int], matched: int, character: str) -> int:
+def _advance(stop: str, fallbacks: Sequence[int], matched: int, character: str) -> int:
     while matched and stop[matched] != character:
         matched = fallbacks[matched - 1]
     return matched + 1 if stop[matched] == character else 0
 
 
-def _fallbacks(stop: str) -> list[int]:
+@lru_cache(maxsize=1024)  # the samples of a request have the same stop strings
+def _fallbacks(stop: str) -> tuple[int, ...]:
     """For each prefix, the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(stop)
     for i in range(1, len(stop)):
         table[i] = _advance(stop, table, table[i - 1], stop[i])
-    return table
+    return tuple(table)

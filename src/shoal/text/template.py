@@ -39,9 +39,13 @@ class ChatTemplate:
             return self.compiled.render({**variables, "messages": plain})
         except BadChat:
             raise
-        except Exception as error:  # the template is a stranger's program and may raise anything
+        except TemplateError as error:  # written by the template, or about what it may not do
             raise BadChat(
                 f"the messages do not fit the model's chat template: {error}; change their roles or order"
+            ) from error
+        except Exception as error:  # a stranger's program may raise anything; what it says may show our insides
+            raise BadChat(
+                f"the messages do not fit the model's chat template ({type(error).__name__}); change roles or order"
             ) from error
 
     @cached_property

@@ -17,6 +17,7 @@ from shoal.text.gguf_vocab import backend_from_gguf, bos_by_default
 from shoal.text.pieces import Pieces
 from shoal.text.template import ChatTemplate, Message
 
+LONG = 4096  # characters or ids; with so many, the backend is asked in the way that lets other threads run meanwhile
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -65,7 +66,7 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text. It never begins with two BOS tokens, even when the text itself begins with one."""
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+            ids = self._encoded(text, add_special)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest(
                 f"the text cannot be encoded: {error}; send valid Unicode without lone surrogates"
@@ -78,9 +79,16 @@ class Tokenizer:
             wanted = int(self._adds_bos or text.startswith(self.special["bos_token"]))
         return [self.bos_id] * wanted + ids[begins:]
 
+    def _encoded(self, text: str, add_special: bool) -> list[int]:
+        if len(text) < LONG:
+            return self.backend.encode(text, add_special_tokens=add_special).ids
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids; bytes that are no character become U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        if len(ids) < LONG:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_vars: Any) -> str:
         """The prompt text that the chat template makes of the messages."""

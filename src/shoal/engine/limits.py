@@ -1,0 +1,42 @@
+"""The limits of each API key, as the scheduler's tenants ask for them.
+
+Owns the choice: a key's own limit, else the server's. Knows no files; it is handed whoever knows the keys in force.
+"""
+
+from shoal.core.keys import ApiKey, KeySource
+from shoal.sched.tenants import TenantLimits
+
+
+class KeyLimits:
+    """Limits by the name of a key; always some, so that every tenant is counted whatever the keys will say later.
+
+    A key that is no longer there has the server's limits: its requests that run may finish.
+    """
+
+    def __init__(self, source: KeySource, default: TenantLimits) -> None:
+        self._source = source
+        self._default = default
+        self._seen: object = None
+        self._limits: dict[str, TenantLimits] = {}
+
+    def __call__(self, tenant: str) -> TenantLimits:
+        keys = self._source()
+        if keys is not self._seen:
+            self._limits = {key.name: self._of(key) for key in keys}
+            self._seen = keys
+        return self._limits.get(tenant, self._default)
+
+    def _of(self, key: ApiKey) -> TenantLimits:
+        return TenantLimits(
+            _own_or(key.max_concurrent, self._default.max_concurrent),
+            _own_or(key.tokens_per_minute, self._default.tokens_per_minute),
+        )
+
+
+def _own_or(own: int | None, default: int | None) -> int | None:
+    """0 is no limit.
+
+    >>> _own_or(None, 5), _own_or(3, 5), _own_or(0, 5)
+    (5, 3, None)
+    """
+    return default if own is None else own or None

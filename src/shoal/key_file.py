@@ -1,0 +1,181 @@
+"""The file with the API keys: read, checked, and handed on to the processes that need it.
+
+Owns the file's form and the messages about it. Only the supervisor reads the file; what it found good it writes into
+the private folder, where fronts and the engine look. So a file that went wrong changes nothing, and a process that is
+started later has the same keys as all others. Knows no HTTP, and not what limits mean.
+
+    keys.yaml ──► `shoal serve` (at the start, and on SIGHUP) ──► keys.json in the private folder ──► fronts, engine
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.core.keys import NAME, ApiKey, digest_of
+from shoal.core.names import pick
+from shoal.errors import BadConfig
+
+PUBLISHED = "keys.json"  # its name in the private folder
+SHORTEST = 8  # characters of a key
+MOST_KEYS = 4096  # all of them are compared with every request's
+FIELDS = ("name", "sha256", "tier", "max_concurrent", "tokens_per_minute", "admin")
+HOW = "run `shoal key NAME --stdin`, type the key, and put the line that it prints into the file"
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def read_key_file(path: str | Path) -> list[ApiKey]:
+    """The keys of a YAML file; whatever is wrong with it is a BadConfig that says where."""
+    import yaml  # here, so that who has no such file needs no YAML reader
+
+    try:
+        read = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise BadConfig(f"cannot read the key file {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)  # the message would show what stands there, perhaps a key
+        line = f" (line {where.line + 1})" if where is not None else ""
+        raise BadConfig(
+            f"the key file {path} is not YAML{line}; `shoal key NAME` prints a line as it should be"
+        ) from None
+    if not isinstance(read, list) or not read:
+        raise BadConfig(
+            f"the key file {path} must be a list of keys, and not an empty one; `shoal key NAME >> {path}` adds one"
+        )
+    return [_read_entry(entry, f"{path}: key {number}") for number, entry in enumerate(read, 1)]
+
+
+def _read_entry(entry: Any, where: str) -> ApiKey:
+    if not isinstance(entry, Mapping):
+        raise BadConfig(f"{where} must have at least a name and a sha256, as `shoal key NAME` prints them")
+    if "key" in entry:
+        raise BadConfig(f"{where} has the key itself, and a key file keeps only hashes; {HOW}")
+    for field in entry:
+        pick(dict.fromkeys(FIELDS), str(field), f"field in {where}")
+    name = entry.get("name")
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise BadConfig(f"{where} needs a name of at most 64 letters, digits and any of _.-")
+    where = f"{where} ({name})"
+    tier = entry.get("tier") or ""
+    if tier and not (isinstance(tier, str) and NAME.fullmatch(tier)):
+        raise BadConfig(f"{where}: tier must be a name of at most 64 letters, digits and any of _.-")
+    admin = entry.get("admin", False)
+    if not isinstance(admin, bool):
+        raise BadConfig(f"{where}: admin must be true or false, not {admin!r}")
+    return ApiKey(
+        name=name,
+        digest=_read_hash(entry.get("sha256"), where),
+        tier=tier,
+        max_concurrent=_read_limit(entry, "max_concurrent", where),
+        tokens_per_minute=_read_limit(entry, "tokens_per_minute", where),
+        admin=admin,
+    )
+
+
+def _read_hash(value: Any, where: str) -> bytes:
+    """Never repeats what it was given: it may be the key itself."""
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", value):
+        raise BadConfig(f"{where}: sha256 must be 64 hexadecimal digits in quotes, the hash of the key; {HOW}")
+    digest = bytes.fromhex(value)
+    if digest == digest_of(""):
+        raise BadConfig(f"{where}: sha256 is the hash of an empty text, which is no key; {HOW}")
+    return digest
+
+
+def _read_limit(entry: Mapping[str, Any], field: str, where: str) -> int | None:
+    value = entry.get(field)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+        raise BadConfig(f"{where}: {field} must be a whole number, 0 for no limit, not {value!r}")
+    return value
+
+
+def joined(*groups: Sequence[ApiKey]) -> list[ApiKey]:
+    """All keys of all places; two that are the same, or are called the same, are refused."""
+    keys = [key for group in groups for key in group]
+    if len(keys) > MOST_KEYS:
+        raise BadConfig(f"there are {len(keys)} API keys, the limit is {MOST_KEYS}; remove some")
+    names: set[str] = set()
+    digests: dict[bytes, str] = {}
+    for key in keys:
+        if key.name in names:
+            raise BadConfig(f"two API keys are called {key.name!r}; give each a name of its own")
+        if key.digest in digests:
+            raise BadConfig(f"{key.name!r} and {digests[key.digest]!r} are the same API key; remove one")
+        names.add(key.name)
+        digests[key.digest] = key.name
+    return keys
+
+
+# ---- new keys -------------------------------------------------------------------------------------------------------
+
+
+def new_key() -> str:
+    """256 random bits: too many to be guessed, so that a plain hash is enough to keep it safe."""
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
+def line_of(key: ApiKey) -> str:
+    """A key as it stands in the file.
+
+    >>> line_of(ApiKey(name="a", digest=bytes(32), max_concurrent=4))[:22]
+    '- {"name": "a", "sha25'
+    """
+    return f"- {json.dumps(_as_mapping(key))}"
+
+
+def _as_mapping(key: ApiKey) -> dict[str, Any]:
+    """Only what differs from the defaults."""
+    found: dict[str, Any] = {"name": key.name, "sha256": key.digest.hex()}
+    for field in ("tier", "max_concurrent", "tokens_per_minute", "admin"):
+        value = getattr(key, field)
+        if value is not None and value != "" and value is not False:
+            found[field] = value
+    return found
+
+
+# ---- from process to process ----------------------------------------------------------------------------------------
+
+
+def publish(keys: Sequence[ApiKey], folder: Path) -> None:
+    """Write down the keys in force, in one step: readers see the old ones or the new ones."""
+    fresh = folder / f"{PUBLISHED}.new"
+    fresh.write_text(json.dumps([_as_mapping(key) for key in keys]))
+    fresh.replace(folder / PUBLISHED)
+
+
+class KeyBook:
+    """The keys in force, as they were last published. Asking costs one look at the file's stamp."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PUBLISHED
+        self._stamp = (-1, -1)
+        self._keys: tuple[ApiKey, ...] = ()
+        try:
+            self._look()
+        except OSError as error:  # never as if there were no keys: then everybody could ask
+            raise BadConfig(f"the server's private folder has lost its keys ({error.strerror}); restart it") from error
+
+    def __call__(self) -> tuple[ApiKey, ...]:
+        with contextlib.suppress(OSError):  # the server ends and takes its folder away: what runs goes on
+            self._look()
+        return self._keys
+
+    def _look(self) -> None:
+        found = os.stat(self._path)
+        stamp = (found.st_ino, found.st_mtime_ns)
+        if stamp != self._stamp:
+            entries = json.loads(self._path.read_text())
+            self._keys = tuple(_read_entry(entry, PUBLISHED) for entry in entries)
+            self._stamp = stamp
+
+
+def hashed(pairs: Sequence[tuple[str, str]]) -> list[ApiKey]:
+    """Keys that were given as they are, as (name, key): by a flag or a variable."""
+    return [ApiKey(name=name, digest=digest_of(key)) for name, key in pairs]

@@ -1,0 +1,149 @@
+"""What only whole processes can show: who listens where, who may enter, and what strangers on the engine's socket get.
+
+The rest of the advisories is tried in tests/server/test_safety.py; caches and keys in test_keys.py.
+"""
+
+import os
+import pickle
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.story_server.servers import SMALL, Server, family_of, running
+
+KEY = "sk-of-the-safety-test"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s")
+
+
+@pytest.fixture(scope="module")
+def safe(home: Path, tiny_model: Path) -> Iterator[Server]:
+    """A server with two fronts whose temporary files are all below `home`."""
+    flags = ("--api-key", KEY, "--api-workers", "2")
+    with running(home / "logs", tiny_model, *SMALL, *flags, env={"TMPDIR": str(home)}, key=KEY) as server:
+        yield server
+
+
+def folder_of(home: Path) -> Path:
+    (found,) = home.glob("shoal-*")
+    return found
+
+
+# ---- open sockets ---------------------------------------------------------------------------------------------------
+
+
+def sockets_of(pids: set[int]) -> set[str]:
+    """Inode numbers of all sockets that these processes hold."""
+    found = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(entry)
+            except OSError:
+                continue  # closed while we looked
+            if target.startswith("socket:["):
+                found.add(target.removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def rows(table: str) -> list[list[str]]:
+    path = Path("/proc/net") / table
+    return [line.split() for line in path.read_text().splitlines()[1:]] if path.exists() else []
+
+
+def test_nothing_listens_but_the_http_port(safe: Server) -> None:
+    mine = sockets_of(family_of(safe.process.pid))
+    ports = {
+        (table, int(row[1].rpartition(":")[2], 16))
+        for table in ("tcp", "tcp6")
+        for row in rows(table)
+        if row[3] == "0A" and row[9] in mine
+    }
+    assert ports == {("tcp", int(safe.url.rpartition(":")[2]))}
+    assert not [row for table in ("udp", "udp6", "raw", "raw6") for row in rows(table) if row[9] in mine]
+
+
+def test_the_engines_socket_lies_in_a_folder_that_nobody_else_can_enter(safe: Server, home: Path) -> None:
+    folder = folder_of(home)
+    about = folder.stat()
+    assert stat.S_IMODE(about.st_mode) == 0o700
+    assert about.st_uid == os.getuid()
+    mine = sockets_of(family_of(safe.process.pid))
+    listening = {row[7] for row in rows("unix") if row[6] in mine and row[3] == "00010000" and len(row) > 7}
+    assert listening == {str(folder / "engine.ipc")}, "and no other, abstract ones least of all"
+
+
+def test_no_file_of_the_server_has_a_key_in_it(safe: Server, home: Path) -> None:
+    for path in home.rglob("*"):
+        if path.is_file():
+            assert KEY not in path.read_text(errors="replace"), path
+
+
+def test_the_children_have_no_key_in_their_arguments(safe: Server) -> None:
+    for pid in family_of(safe.process.pid) - {safe.process.pid}:
+        assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+# ---- unsafe deserialisation -----------------------------------------------------------------------------------------
+
+
+class Trap:
+    """Unpickling this would write a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.path, "caught"))
+
+
+def test_pickles_on_the_engines_socket_are_dropped(safe: Server, home: Path, tmp_path: Path) -> None:
+    (engine,) = safe.engine_pids()
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"ipc://{folder_of(home) / 'engine.ipc'}")
+    trap = tmp_path / "trap"
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        stranger.send(pickle.dumps(Trap(trap), protocol))
+    for noise in (b"", b"\xff" * 1000, b"\x91" * 100_000, b"\xa5\xff\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"):
+        stranger.send(noise)
+    safe.wait_for("the noise to be dropped", lambda: "nobody understands" in safe.log(10**9))
+    assert safe.complete(max_tokens=2, key=KEY).status_code == 200
+    assert safe.engine_pids() == [engine], "the engine did not have to be started again"
+    assert not trap.exists()
+    stranger.close(linger=0)
+    context.term()
+
+
+# ---- long texts -----------------------------------------------------------------------------------------------------
+
+
+def test_health_is_quick_while_a_long_prompt_is_tokenized(tiny: Server) -> None:
+    text = "Once upon a time there was a little fish. " * 70_000
+    took_s: list[float] = []
+
+    def ask() -> None:
+        began_s = time.monotonic()
+        assert tiny.post("/v1/completions", {"prompt": text}).status_code == 400  # far too long
+        took_s.append(time.monotonic() - began_s)
+
+    assert tiny.health() == 200
+    asking = threading.Thread(target=ask)
+    asking.start()
+    worst_s, count = 0.0, 0
+    while asking.is_alive():
+        began_s = time.monotonic()
+        assert tiny.health() == 200
+        worst_s, count = max(worst_s, time.monotonic() - began_s), count + 1
+    asking.join()
+    assert count > 1
+    assert worst_s < max(0.3, took_s[0] / 4), f"{worst_s:.2f} s of {took_s[0]:.2f} s"
