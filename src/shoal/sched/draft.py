@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from shoal.core.events import PassEvents
-from shoal.core.plan import Ints, StepPlan
+from shoal.core.plan import FROM_DEVICE, Ints, RowStart, StepPlan
 from shoal.core.request import Request
 
 
@@ -81,3 +83,72 @@ class Flight:
     samples: list[bool]
     events: PassEvents
     masked: list[tuple[int, Request]]  # (row, request) of those that choose a token and must follow a grammar
+
+
+def row_start(request: Request) -> RowStart:
+    request.blocks_sent = len(request.holding.blocks)
+    return RowStart(
+        request.row,
+        request.generation,
+        tuple(request.tokens),
+        request.prompt_len,
+        request.params,
+        request.seed,
+        request.sample,
+        request.stop_ids,
+        tuple(request.holding.blocks),
+        request.wants_prompt_logprobs,
+        request.prompt_len + request.ends_after - 1 if request.ends_after else 0,
+    )
+
+
+def grown_blocks(draft: Draft) -> Ints:
+    """(row, index, block) of the blocks that the runner does not know yet."""
+    grown = []
+    for request in draft.grown:
+        blocks = request.holding.blocks
+        grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
+        request.blocks_sent = len(blocks)
+    return np.array(grown, dtype=np.int64).reshape(-1, 3)
+
+
+def count_on(
+    requests: list[Request], starts: list[int], ends: list[int], step: int, events: PassEvents
+) -> tuple[list[bool], list[int]]:
+    """Which of them choose a token, and the ids of all positions; and count on their being computed."""
+    samples: list[bool] = []
+    tokens: list[int] = []
+    for request, start, end in zip(requests, starts, ends, strict=True):
+        known = len(request.tokens)
+        sampling = end == known + request.pending
+        samples.append(sampling)
+        tokens += request.tokens[start : min(end, known)]
+        if end > known:
+            tokens += [FROM_DEVICE] * (end - max(start, known))
+        if start < request.furthest:
+            events.recomputed_tokens += min(end, request.furthest) - start
+        request.planned = end
+        request.pending += sampling
+        request.last_step = step
+    return samples, tokens
+
+
+def count_on_decodes(
+    requests: list[Request], ends: list[int], step: int, events: PassEvents
+) -> tuple[list[bool], list[int]]:
+    """As count_on, where everybody computes one position. Hot."""
+    samples, tokens = [], []
+    for request, end in zip(requests, ends, strict=True):
+        ids, pending = request.tokens, request.pending
+        known = len(ids)
+        if end == known + pending:
+            samples.append(True)
+            request.pending = pending + 1
+        else:
+            samples.append(False)
+        tokens.append(ids[end - 1] if end <= known else FROM_DEVICE)
+        if end <= request.furthest:
+            events.recomputed_tokens += 1
+        request.planned = end
+        request.last_step = step
+    return samples, tokens

@@ -19,34 +19,33 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.core.events import Admitted, Finished, PassEvents, Preempted, Rejected
-from shoal.core.plan import FROM_DEVICE, Ints, RowStart, StepPlan, StepResult
+from shoal.core.events import Finished, PassEvents, Preempted, Rejected
+from shoal.core.plan import StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Reason, Request, State
 from shoal.core.tiers import Tiers
 from shoal.errors import BadRequest, DeadlinePassed, EngineError, Evicted, PromiseBroken
 from shoal.errors import Rejected as NotNow
-from shoal.kv.manager import Holding, KVManager
+from shoal.kv.manager import KVManager
 from shoal.sched.admission import Admission, Limits, Rules
 from shoal.sched.batching import Batching, Door
 from shoal.sched.budget import Budget, Fixed
 from shoal.sched.deadlines import Deadlines
-from shoal.sched.draft import Draft, Flight, Places, Start
+from shoal.sched.draft import Draft, Flight, Places, count_on, count_on_decodes, grown_blocks, row_start
 from shoal.sched.integrity import check
+from shoal.sched.joining import Joining
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import Layout
 from shoal.sched.memory import Memory
 from shoal.sched.ordering import Order
 from shoal.sched.preempt import CopyTimes, How, Preempt
 from shoal.sched.prefill import Prefill
-from shoal.sched.queue import PATIENCE
 from shoal.sched.rows import RowTable
 from shoal.sched.steptime import StepModel
 from shoal.sched.suspects import Suspects
 from shoal.sched.tenants import Tenants
 
 EVICTED = "KV memory ran out and this request had to give way; ask again, or raise --kv-memory"
-LOOK_PAST = 64  # requests behind one that may not start yet that are asked whether they may
 
 
 @dataclass(frozen=True)
@@ -93,18 +92,19 @@ class Scheduler:
         self.fetching: dict[Request, None] = {}  # of those who wait: who has blocks, some of which are on their way
         self.flights: deque[Flight] = deque()
         self.suspects = Suspects()
+        self.joining = Joining(self)
         self._arrivals = 0
         self._step = 0
         self._between = PassEvents(step=-1)  # what happened since the last record was handed out
         self.more_coming = False  # the driver knows of requests that are still to arrive
-        self._inside: set[Request] = set()  # grouped batching: members of the group that have not ended
+        self.inside: set[Request] = set()  # grouped batching: members of the group that have not ended
         self._held_back = PassEvents(step=-1)  # … and what they will be told when it ends
-        self._dead = 0  # rows of the rectangle whose request has ended
+        self.dead = 0  # rows of the rectangle whose request has ended
         self._now_s = 0.0  # the latest time anybody told
         self._learns = policies.learns
-        self._places: Places | None = None  # of the last pass, until somebody comes or goes
-        self._grammars = 0  # running requests that must follow one
-        self._evicted: list[Request] | None = None  # while the line is read: who must join it afterwards
+        self.places: Places | None = None  # of the last pass, until somebody comes or goes
+        self.grammars = 0  # running requests that must follow one
+        self.evicted: list[Request] | None = None  # while the line is read: who must join it afterwards
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Scheduler:
         """
         self._now_s = max(self._now_s, now_s)
         for request in self.deadlines.due(now_s):
-            out = self._held_back if request in self._inside else self._between
+            out = self._held_back if request in self.inside else self._between
             if request.outputs:
                 self._end(request, Reason.TIMEOUT, out)
             else:
@@ -209,7 +209,7 @@ class Scheduler:
         if at_output is not None:
             del request.tokens[request.prompt_len + at_output :]
         # what a group's member was told so far is still held back, and its end must not overtake that
-        out = self._held_back if request in self._inside else self._between
+        out = self._held_back if request in self.inside else self._between
         self._end(request, reason, out, error=error)
         return True
 
@@ -220,7 +220,7 @@ class Scheduler:
     @property
     def news(self) -> bool:
         """Somebody ended or was refused, and no record has told it yet."""
-        held = self._held_back.finished if not self._inside else ()
+        held = self._held_back.finished if not self.inside else ()
         return bool(self._between.finished or self._between.rejected or held)
 
     # ---- plan -----------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Scheduler:
         if self.policies.prefill.alone:
             self._bound_prompts(draft, events)
             self._more_of_prompts(draft, events)
-            self._admit(draft, events, now_s)
+            self.joining.admit(draft, events, now_s)
             if not draft.takes:
                 draft.left = max(draft.left, self.limits.max_num_batched_tokens)
                 self._decode(draft, events)
@@ -289,7 +289,7 @@ class Scheduler:
             self._bound_prompts(draft, events)
             self._more_of_prompts(draft, events)
             if not events.preempted:  # who just lost blocks must not see newcomers take them
-                self._admit(draft, events, now_s)
+                self.joining.admit(draft, events, now_s)
         return draft
 
     def _bound_prompts(self, draft: Draft, events: PassEvents) -> None:
@@ -300,15 +300,15 @@ class Scheduler:
 
     def wake_s(self, now_s: float) -> float | None:
         """When to plan again although nothing has happened; None: not before something does."""
-        known = (self.policies.batching.wake_s(self._door(now_s)), self.deadlines.next_s())
+        known = (self.policies.batching.wake_s(self.door(now_s)), self.deadlines.next_s())
         return min((at_s for at_s in known if at_s is not None), default=None)
 
-    def _door(self, now_s: float) -> Door:
+    def door(self, now_s: float) -> Door:
         first = self.waiting.oldest() if self.policies.batching.grouped else self.waiting.first()
         return Door(
             now_s,
             self.limits.max_num_seqs - len(self.running),
-            len(self._inside),
+            len(self.inside),
             len(self.waiting),
             first.arrived_s if first else now_s,
             self.more_coming,
@@ -348,23 +348,23 @@ class Scheduler:
             return  # it gave way to somebody earlier in this pass
         while not self.kv.grow(request.holding, request.planned + count):
             if self.fetching:  # who does not run yet yields first
-                self._stop_fetching(next(reversed(self.fetching)))
+                self.joining.stop_fetching(next(reversed(self.fetching)))
                 continue
             if self.kv.leaving:
                 return  # somebody gave way already: its blocks are free when they have been copied
-            victim = self.policies.order.victim(self._may_give_way())
-            self._preempt(victim, draft, events)
+            victim = self.policies.order.victim(self.may_give_way())
+            self.preempt(victim, draft, events)
             if victim is request:
                 return
         if len(request.holding.blocks) != request.blocks_sent:
             draft.grown[request] = None
         draft.add(request, count, prompt=count > 1)
 
-    def _may_give_way(self) -> list[Request]:
+    def may_give_way(self) -> list[Request]:
         """Those who have not given way too often. Who has holds all the room it may need, and never asks for more."""
         return [request for request in self.running if request.preemptions < self.max_preemptions]
 
-    def _preempt(self, victim: Request, draft: Draft, events: PassEvents) -> None:
+    def preempt(self, victim: Request, draft: Draft, events: PassEvents) -> None:
         how = self.policies.preempt.choose(victim, self.kv)
         draft.remove(victim)
         events.preempted.append(Preempted(victim.id, victim.computed, how.value))
@@ -381,14 +381,14 @@ class Scheduler:
         victim.computed = victim.planned = 0
         victim.preemptions += 1
         victim.move(State.WAITING)
-        if self._evicted is not None:
-            self._evicted.append(victim)
+        if self.evicted is not None:
+            self.evicted.append(victim)
         else:
             self.waiting.push(victim, self.policies.order.key(victim))
 
     def _drop(self, victim: Request, events: PassEvents) -> None:
         """It ends. Who has said something ends with an error; who has not is refused, and may ask again."""
-        out = self._held_back if victim in self._inside else events
+        out = self._held_back if victim in self.inside else events
         victim.preemptions += 1
         if victim.outputs:
             self._end(victim, Reason.ERROR, out, error=EVICTED)
@@ -396,213 +396,25 @@ class Scheduler:
             out.rejected.append(Rejected(victim.id, Evicted.__name__, EVICTED))
             self._end(victim, Reason.REJECTED, out, error=EVICTED)
 
-    def _admit(self, draft: Draft, events: PassEvents, now_s: float) -> None:
-        """Those who wait, in order; when one does not fit, nobody overtakes it, unless a policy lets it."""
-        grouped = self.policies.batching.grouped
-        room = self.policies.batching.may_join(self._door(now_s)) if self.waiting else 0
-        if not self.waiting or (
-            room <= 0 and len(self._inside) <= len(self.running) and (grouped or not self.policies.order.overtakes)
-        ):
-            return
-        self._evicted = []
-        chosen = self._choose(draft, events, now_s, room)
-        evicted, self._evicted = self._evicted, None
-        for request in chosen:
-            self.waiting.remove(request, self.policies.order.key(request))
-            waited_s = now_s - request.arrived_s
-            resumed, prompt_len = request.preemptions > 0, request.prompt_len
-            events.admitted.append(Admitted(request.id, waited_s, request.planned, resumed, prompt_len))
-        for request in evicted:
-            self.waiting.push(request, self.policies.order.key(request))
-
-    def _choose(self, draft: Draft, events: PassEvents, now_s: float, room: int) -> list[Request]:
-        """Start those who may start, and return them. The line is only read."""
-        headroom, grouped = self.policies.headroom, self.policies.batching.grouped
-        free = self.limits.max_num_seqs - len(self.running)
-        kept = headroom.slots(self.limits.max_num_seqs) if headroom.share else 0
-        passing = self.policies.order.overtakes or kept > 0  # some may start although one ahead of them does not fit
-        blocked: Request | None = None  # that one
-        past = held = 0
-        ahead: set[Request] = set()  # who waits for its blocks and keeps them
-        chosen: list[Request] = []
-        for request in self.waiting.in_order():
-            if draft.left <= 0 or not self.rows.free or past > LOOK_PAST:
-                break
-            if blocked is not None and not self._may_pass(request, blocked):
-                past += 1
-                continue
-            member = request in self._inside  # of the group that runs, back after a preemption: it needs no leave
-            if grouped and room <= 0 and not member:
-                continue
-            favoured = not kept or not self.running or self._favoured(request)
-            if free <= (0 if favoured else kept):
-                if not self._make_way(draft, events, request, now_s):
-                    blocked = request
-                    if not passing:
-                        break
-                    continue
-                free += 1
-            free -= 1
-            room -= not member
-            if request.pending or (request.group and request.group.must_wait(request, self.kv.block_size)):
-                continue  # its last token, or its leader's blocks, are still on the way: keep its place
-            if draft.only is not None and request not in draft.only:
-                free += 1
-                room += not member
-                continue
-            if draft.excludes(request):  # keep its place, and its blocks
-                held += self.kv.blocks_for(self._room(request))
-                continue
-            spare = held if favoured else held + headroom.blocks(self.kv.pool.total)
-            start = self._start(draft, request, spare)
-            while start is Start.NO_ROOM and self._make_room(draft, events, request, ahead, now_s):
-                start = self._start(draft, request, spare)
-            if start is Start.STARTED:
-                chosen.append(request)
-                if blocked is not None:
-                    blocked.overtaken += 1
-            elif start is Start.FETCHING:
-                ahead.add(request)
-            elif start is Start.NO_BUDGET:
-                break
-            elif start is Start.NO_ROOM:
-                free += 1
-                room += not member
-                blocked = request
-                if not passing:
-                    break
-        return chosen
-
-    def _may_pass(self, request: Request, blocked: Request) -> bool:
-        """Whether it may start although `blocked`, ahead of it, does not fit."""
-        if self.policies.order.may_overtake(request, blocked):
-            return True
-        return self.policies.headroom.share > 0 and self._favoured(request) and not self._favoured(blocked)
-
-    def _favoured(self, request: Request) -> bool:
-        """Whether it may use the headroom. Who was passed over for long may, too, or it would wait for ever."""
-        if request.overtaken >= PATIENCE or self.policies.headroom.may_use(request):
-            return True
-        return self.policies.order.favours(request, self.running)
-
-    def _make_way(self, draft: Draft, events: PassEvents, request: Request, now_s: float) -> bool:
-        """Take a running request's place, if this one is urgent and the order policy names somebody."""
-        order = self.policies.order
-        allowed = order.overtakes and self.policies.preempt.gives_way and not self.policies.batching.grouped
-        allowed = allowed and not self.suspects
-        if not allowed or not order.urgent(request, now_s):
-            return False
-        victim = order.victim_for(request, [one for one in self._may_give_way() if one not in draft.starting])
-        if victim is None:
-            return False
-        self._preempt(victim, draft, events)
-        return True
-
-    def _make_room(
-        self, draft: Draft, events: PassEvents, request: Request, ahead: set[Request], now_s: float
-    ) -> bool:
-        """Find blocks for one that does not fit: from those behind it who do not run yet, or as _make_way does."""
-        for other in list(self.fetching):
-            if other is not request and other not in ahead:
-                self._stop_fetching(other)
-                return True
-        if self.kv.leaving:
-            return False  # blocks are about to be free
-        return self._make_way(draft, events, request, now_s)
-
-    def _stop_fetching(self, request: Request) -> None:
-        """Give back what it has reserved before it started."""
-        self.kv.release(request.fetching)
-        request.fetching = None
-        del self.fetching[request]
-
-    def _room(self, request: Request) -> int:
-        """Positions to hold blocks for when it starts."""
-        if request.preemptions >= self.max_preemptions:
-            return request.end  # it gave way often enough: from now on it never runs short
-        return self.policies.memory.room(request)
-
-    def _reserve(self, request: Request, spare: int) -> Holding | None:
-        memory = self.policies.memory
-        spare += memory.spare(self.kv.pool.total, len(self.running))
-        look = not request.wants_prompt_logprobs  # else it must see every position itself
-        room, salt = self._room(request), self._salt(request)
-        return self.kv.reserve(request.tokens, room, salt, request.names, spare if self.running else 0, look)
-
-    def _start(self, draft: Draft, request: Request, spare: int) -> Start:
-        """Give it blocks, a row and its first positions, if that is possible now."""
-        holding = request.fetching
-        if holding is None:
-            holding = self._reserve(request, spare)
-            if holding is None:
-                return Start.NO_ROOM
-        if holding.fetch is not None:
-            request.fetching = holding
-            self.fetching[request] = None
-            return Start.FETCHING
-        hit = holding.published * self.kv.block_size
-        count = self.policies.prefill.take(len(request.tokens) - hit, draft.left, not draft.prompts)
-        if not count:
-            if request.fetching is None:
-                self.kv.release(holding)
-            return Start.NO_BUDGET
-        taken = self.rows.take()
-        assert taken is not None, "asked for a row when none was free"
-        request.row, request.generation = taken
-        request.holding, request.fetching = holding, None
-        self.fetching.pop(request, None)
-        self._unpark(request)
-        request.computed = request.planned = hit
-        if not request.preemptions:
-            request.cached_tokens = min(hit, request.prompt_len)  # what it said elsewhere may be cached, too
-        if request.group and (request.group.leader is None or request.group.leader.state is not State.RUNNING):
-            request.group.leader = request
-        self.policies.order.started(request, len(request.tokens) - hit)
-        request.move(State.RUNNING)
-        request.began = True
-        self.running[request] = None
-        self._places = None
-        self._grammars += request.grammar is not None
-        if self.policies.batching.grouped:
-            self._inside.add(request)
-        self._dead = max(0, self._dead - 1)  # it takes a dead row's place
-        draft.starting[request] = None
-        draft.add(request, count, prompt=True)
-        return Start.STARTED
-
-    def _unpark(self, request: Request) -> None:
-        """The host memory need not keep its blocks any more."""
-        if request.parked:
-            self.kv.unpin(request.parked)
-            request.parked = []
-
-    def _salt(self, request: Request) -> str | None:
-        """Whose cached blocks it may share; None for nobody's."""
-        if self.kv.keep:
-            return request.salt
-        if request.group:
-            return request.group.name
-        return f"\0{request.order}" if self.kv.host is not None else None  # its own, found again after a swap
-
     def _freeze(self, draft: Draft, events: PassEvents) -> StepPlan:
         """Turn the draft into arrays, and count on what they will do. Hot: once per scheduled request and pass."""
         step = self._step
-        starting = tuple(self._row_start(request) for request in draft.starting)
+        starting = tuple(row_start(request) for request in draft.starting)
         places = self._places_of(list(draft.takes))
         requests = places.requests
         counts = list(draft.takes.values())
         starts = [request.planned for request in requests]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         if draft.prompts:
-            samples, tokens = self._count_on(requests, starts, ends, events)
+            samples, tokens = count_on(requests, starts, ends, step, events)
         else:
-            samples, tokens = self._count_on_decodes(requests, ends, events)
+            samples, tokens = count_on_decodes(requests, ends, step, events)
         width = self.policies.layout.width(counts) if counts else 0
         dead = self._dead_rows(draft) if width and draft.decodes else 0
         plan = StepPlan(
             step,
             starting,
-            self._grown(draft),
+            grown_blocks(draft),
             places.rows,
             places.lives,
             np.array(starts, dtype=np.int64),
@@ -618,7 +430,7 @@ class Scheduler:
         events.scheduled_starts, events.scheduled_counts = starts, counts
         events.computed_tokens = len(tokens)
         masked = []
-        if self._grammars:
+        if self.grammars:
             masked = [
                 (request.row, request)
                 for request, sampling in zip(requests, samples, strict=True)
@@ -630,88 +442,22 @@ class Scheduler:
 
     def _places_of(self, requests: list[Request]) -> Places:
         """Where they stand; the same as in the pass before, while nobody comes or goes."""
-        if self._places is None or self._places.requests != requests:
+        if self.places is None or self.places.requests != requests:
             generations = [request.generation for request in requests]
-            self._places = Places(
+            self.places = Places(
                 requests,
                 [request.id for request in requests],
                 generations,
                 np.array([request.row for request in requests], dtype=np.int64),
                 np.array(generations, dtype=np.int64),
             )
-        return self._places
-
-    def _grown(self, draft: Draft) -> Ints:
-        """(row, index, block) of the blocks that the runner does not know yet."""
-        grown = []
-        for request in draft.grown:
-            blocks = request.holding.blocks
-            grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
-            request.blocks_sent = len(blocks)
-        return np.array(grown, dtype=np.int64).reshape(-1, 3)
-
-    def _count_on_decodes(
-        self, requests: list[Request], ends: list[int], events: PassEvents
-    ) -> tuple[list[bool], list[int]]:
-        """As _count_on, where everybody computes one position. Hot."""
-        step = self._step
-        samples, tokens = [], []
-        for request, end in zip(requests, ends, strict=True):
-            ids, pending = request.tokens, request.pending
-            known = len(ids)
-            if end == known + pending:
-                samples.append(True)
-                request.pending = pending + 1
-            else:
-                samples.append(False)
-            tokens.append(ids[end - 1] if end <= known else FROM_DEVICE)
-            if end <= request.furthest:
-                events.recomputed_tokens += 1
-            request.planned = end
-            request.last_step = step
-        return samples, tokens
-
-    def _count_on(
-        self, requests: list[Request], starts: list[int], ends: list[int], events: PassEvents
-    ) -> tuple[list[bool], list[int]]:
-        """Which of them choose a token, and the ids of all positions; and count on their being computed."""
-        samples: list[bool] = []
-        tokens: list[int] = []
-        for request, start, end in zip(requests, starts, ends, strict=True):
-            known = len(request.tokens)
-            sampling = end == known + request.pending
-            samples.append(sampling)
-            tokens += request.tokens[start : min(end, known)]
-            if end > known:
-                tokens += [FROM_DEVICE] * (end - max(start, known))
-            if start < request.furthest:
-                events.recomputed_tokens += min(end, request.furthest) - start
-            request.planned = end
-            request.pending += sampling
-            request.last_step = self._step
-        return samples, tokens
+        return self.places
 
     def _dead_rows(self, draft: Draft) -> int:
         """Rows that are computed for nobody: of those who have ended, or whose last token is on the way."""
         if not self.policies.layout.keeps_dead:
             return 0
-        return self._dead + sum(request not in draft.takes and request.need() == 0 for request in self.running)
-
-    def _row_start(self, request: Request) -> RowStart:
-        request.blocks_sent = len(request.holding.blocks)
-        return RowStart(
-            request.row,
-            request.generation,
-            tuple(request.tokens),
-            request.prompt_len,
-            request.params,
-            request.seed,
-            request.sample,
-            request.stop_ids,
-            tuple(request.holding.blocks),
-            request.wants_prompt_logprobs,
-            request.prompt_len + request.ends_after - 1 if request.ends_after else 0,
-        )
+        return self.dead + sum(request not in draft.takes and request.need() == 0 for request in self.running)
 
     # ---- grammars -------------------------------------------------------------------------------------------------
 
@@ -832,7 +578,7 @@ class Scheduler:
                 self._set_aside(request, trusted=False)
         guilty = self.suspects.accuse(list(accused))
         if guilty is not None:
-            self._end(guilty, Reason.ERROR, self._held_back if guilty in self._inside else events, error=error)
+            self._end(guilty, Reason.ERROR, self._held_back if guilty in self.inside else events, error=error)
         return self._seal(events, now_s)
 
     def _set_aside(self, request: Request, trusted: bool) -> None:
@@ -886,15 +632,15 @@ class Scheduler:
             request.holding = None
             del self.running[request]
             self._leave_row(request)
-            self._dead = self._dead + 1 if self.running else 0
+            self.dead = self.dead + 1 if self.running else 0
         else:
             if request.fetching is not None:
-                self._stop_fetching(request)
-            self._unpark(request)
+                self.joining.stop_fetching(request)
+            self.joining.unpark(request)
             self.waiting.remove(request, self.policies.order.key(request))
         request.move(State.FINISHED)
         self.policies.lanes.left(request)
-        self._inside.discard(request)
+        self.inside.discard(request)
         self.suspects.forget(request)
         self.deadlines.drop(request)
         self.tenants.leave(request, self._now_s)
@@ -931,8 +677,8 @@ class Scheduler:
         return ttft, (self._now_s - first_s) / gaps <= promise.itl_s
 
     def _leave_row(self, request: Request) -> None:
-        self._places = None
-        self._grammars -= request.grammar is not None
+        self.places = None
+        self.grammars -= request.grammar is not None
         self.rows.give_back(request.row, request.last_step)
         request.row = request.generation = -1
         request.blocks_sent = 0
@@ -949,7 +695,7 @@ class Scheduler:
         """Add what happened between passes and the gauges."""
         between, self._between = self._between, PassEvents(step=-1)
         events.add(between)
-        if not self._inside and (self._held_back.owners or self._held_back.finished):  # the group has ended
+        if not self.inside and (self._held_back.owners or self._held_back.finished):  # the group has ended
             held, self._held_back = self._held_back, PassEvents(step=-1)
             events.add(held)
         if events.finished:
