@@ -16,6 +16,7 @@ from shoal import kernels
 from shoal.config import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.names import pick
+from shoal.core.ports import Executor
 from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
@@ -94,14 +95,15 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
 def assemble(loaded: Loaded, config: EngineConfig, clock: Clock | None = None) -> Built:
     """An engine over a loaded model."""
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
+    if device == "cuda":
+        take_memory(loaded, config)
     blocks = kv_blocks(config, spec, dtype, device)
     limits = make_limits(config, spec, blocks * config.block_size)
     scheduler = make_scheduler(config, limits, blocks)
     store = KVStore(spec, blocks, config.block_size, dtype, device)
     runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
-    loop = EngineLoop(
-        Engine(scheduler), ThreadedExecutor(runner), clock or WallClock(), depth=config.depth, check=config.check
-    )
+    executor = make_executor(runner, config)
+    loop = EngineLoop(Engine(scheduler), executor, clock or WallClock(), depth=config.depth, check=config.check)
     return Built(
         config=config,
         files=loaded.files,
@@ -115,6 +117,27 @@ def assemble(loaded: Loaded, config: EngineConfig, clock: Clock | None = None) -
         limits=limits,
         kv_blocks=blocks,
     )
+
+
+def make_executor(runner: Runner, config: EngineConfig) -> Executor:
+    """Passes on a thread of their own; on a GPU, which needs none, on a stream."""
+    if runner.kv.data.device.type == "cuda":
+        from shoal.runner.cuda import CudaExecutor  # loads triton
+
+        return CudaExecutor(runner, config.max_num_batched_tokens)
+    return ThreadedExecutor(runner)
+
+
+def take_memory(loaded: Loaded, config: EngineConfig) -> None:
+    """Compute the largest pass once, so that what is free afterwards is really free for the KV cache."""
+    from shoal.runner.cuda import rehearse
+
+    tokens = config.max_num_batched_tokens
+    if config.prefill != "chunked" or config.batching != "continuous":  # a prompt is taken whole
+        tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
+    store = KVStore(loaded.spec, 1, config.block_size, loaded.dtype, loaded.device)
+    log.info("computing a pass of %d tokens, to see how much memory it takes", tokens)
+    rehearse(Runner(loaded.model, store, 1, tokens, loaded.device), tokens, config.max_num_seqs)
 
 
 def pick_device(name: str) -> str:
@@ -169,7 +192,8 @@ def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
     if config.kv_memory is not None:
         blocks = config.kv_memory // block_bytes
     else:
-        blocks = min(useful, int(free_memory(device) * config.kv_share) // block_bytes)
+        share = config.kv_share or (0.9 if device == "cuda" else 0.5)
+        blocks = min(useful, int(free_memory(device) * share) // block_bytes)
     if blocks < 1:
         raise BadConfig(
             f"one KV block of {config.block_size} tokens takes {block_bytes:,} bytes and does not fit; "

@@ -10,7 +10,7 @@ lower. Knows lengths and sizes, no engine.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -44,24 +44,33 @@ class Floor:
 
 
 def measure(dtype: torch.dtype, device: str = "cpu", weight_bytes: int = 2**28) -> Machine:
-    """Best of a few reads of a buffer as large as the weights, and of a few large products in this type."""
-    values = torch.ones(max(weight_bytes, 2**26) // 4, dtype=torch.float32, device=device)
-    read_s = _best(lambda: values.sum(), device)
-    side = 1024
+    """Best of a few runs. A CPU reads a buffer as large as the weights; a GPU, which must be kept busy to show what it
+    can do, copies 2 GiB (read and written), and multiplies larger matrices."""
+    if device != "cpu":
+        source = torch.randn(2**29, device=device)
+        target = torch.empty_like(source)
+        moved, move_s = 2 * source.numel() * 4, _best(lambda: target.copy_(source), device, times=10)
+        del source, target
+    else:
+        values = torch.ones(max(weight_bytes, 2**26) // 4, dtype=torch.float32)
+        moved, move_s = values.numel() * 4, _best(lambda: values.sum(), device)
+    side = 1024 if device == "cpu" else 8192
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    multiply_s = _best(lambda: left @ right, device)
-    return Machine(values.numel() * 4 / read_s / 1e9, 2 * side**3 / multiply_s / 1e9)
+    multiply_s = _best(lambda: left @ right, device, times=1 if device == "cpu" else 10)
+    return Machine(moved / move_s / 1e9, 2 * side**3 / multiply_s / 1e9)
 
 
-def _best(work: object, device: str, runs: int = 5) -> float:
-    times = []
+def _best(work: Callable[[], object], device: str, runs: int = 5, times: int = 1) -> float:
+    """Seconds for one piece of work, `times` of which are done in a row."""
+    found = []
     for _ in range(runs + 1):
         begun = time.perf_counter()
-        work()  # type: ignore[operator]
+        for _ in range(times):
+            work()
         if device != "cpu":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    return min(times[1:])
+        found.append((time.perf_counter() - begun) / times)
+    return min(found[1:])
 
 
 def floor(lengths: Sequence[Lengths], spec: ModelSpec, dtype: torch.dtype, slots: int, machine: Machine) -> Floor:

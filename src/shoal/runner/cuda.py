@@ -1,0 +1,285 @@
+"""An Executor for NVIDIA GPUs: passes are queued on a stream of their own, and the host waits for nothing but tokens.
+
+    host     plan k+1, one pinned buffer ─► one copy ─┐              wait for the tokens of k, commit, plan k+2 …
+    stream   … pass k │ tokens of k ─► host │ copy k+1 │ block tables │ graph of the layers │ graph of the head │ …
+
+Block tables and last tokens of all rows live on the device; a pass is described by small tables that kernels read
+there, so one graph serves any lengths. Long passes are not recorded: their launches hide behind their own work.
+Where all rows just take the likeliest token, the head's graph chooses it; everything else goes to the Sampler.
+The padded layout is computed as on any device. Knows rows, not requests.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.plan import SCRIPTED_END, Ints, StepPlan, StepResult
+from shoal.core.ports import LateMasks
+from shoal.core.request import Logprobs
+from shoal.kernels import Batch
+from shoal.kernels.triton import Cut
+from shoal.kernels.triton.attention import queries_per_block
+from shoal.kernels.triton.step import add_blocks, likeliest, place_tokens
+from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
+from shoal.runner.inputs import PassInputs, put
+from shoal.runner.runner import PromptLogprobs, Runner, failed
+from shoal.runner.step import NOBODY, Room, changes, count_blocks, fill, lay_out, padded
+
+DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
+PROMPTS = 32  # blocks of queries that a graph has room for beyond those its tokens fill
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A pass whose tokens are not chosen yet."""
+
+    plan: StepPlan
+    since: torch.cuda.Event
+    padded: int  # positions computed for nobody
+    hidden: Tensor | None = None  # of all positions, where somebody wants it
+    inputs: PassInputs | None = None  # of a padded pass
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A pass on its way, as far as the host knows it."""
+
+    begun: Begun
+    until: torch.cuda.Event
+    rows: Ints
+    positions: Ints
+    masks: LateMasks | None
+    said: Tensor | None  # pinned: tokens, then the bits of their scores
+    logprobs: list[tuple[int, Logprobs]]
+    prompt_logprobs: PromptLogprobs
+    finished: StepResult | None = None  # of a padded pass
+
+
+class CudaExecutor:
+    """Queues passes on one stream, from the calling thread."""
+
+    def __init__(self, runner: Runner, most_tokens: int) -> None:
+        self.runner = runner
+        self.model, self.kv, self.sampler = runner.model, runner.kv, runner.sampler
+        self.device = self.kv.data.device
+        self.stream = torch.cuda.Stream(self.device)
+        self.graphs = Graphs()
+        spec = self.model.spec
+        self.queries = queries_per_block(spec.heads // spec.kv_heads)
+        rows = runner.tables.blocks.shape[0]
+        self._lines = size_for(DECODES, rows) or padded(rows)
+        largest = Room(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            self.block_tables = torch.zeros(runner.tables.blocks.shape, dtype=torch.int32, device=self.device)
+            self._buffer = torch.zeros(self._lines + largest.size, dtype=torch.int32, device=self.device)
+            shape = (self._lines, spec.hidden_size)
+            self._chosen = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
+            self._said = torch.zeros(2 * self._lines, dtype=torch.int32, device=self.device)
+        self.model.reserve_positions(self.block_tables.shape[1] * self.kv.block_size)
+        torch.cuda.synchronize(self.device)  # what was made on other streams is there
+        self._begun: Begun | None = None
+        self._waiting: deque[Waiting] = deque()
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            yield
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, plan: StepPlan) -> None:
+        with self._here():
+            since = _now()
+            self.runner.update(plan)
+            if plan.width:
+                hidden, inputs = self._rectangle(plan)
+                self._begun = Begun(plan, since, len(inputs.ids) - len(plan.tokens), hidden, inputs)
+                return
+            room, recorded = self._room(plan)
+            buffer = self._send(plan, room)
+            work = partial(self._body, buffer, room)
+            hidden = None
+            if recorded and not self.runner.wants_hidden:
+                self.graphs.run(room, work)
+            else:
+                hidden = work()
+            self._begun = Begun(plan, since, room.tokens - len(plan.tokens), hidden)
+
+    def _room(self, plan: StepPlan) -> tuple[Room, bool]:
+        """The tables' sizes, and whether passes of these sizes are worth recording."""
+        tokens, rows = len(plan.tokens), len(plan.rows)
+        sampling = int(plan.samples.sum())
+        if tokens == rows:
+            size = size_for(LINES, rows)
+            if size is not None and size <= self._lines:
+                return Room(size, size, 0, size), True
+            return Room(tokens, rows, 0, sampling), False
+        blocks, decodes = count_blocks(plan, self.queries), int((plan.counts == 1).sum())
+        size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, sampling))
+        if size is not None and beside is not None:
+            most = size // self.queries + PROMPTS
+            if blocks <= most and beside <= self._lines:
+                return Room(size, beside, most, beside), True
+        return Room(tokens, decodes, blocks, sampling), False
+
+    def _send(self, plan: StepPlan, room: Room) -> Tensor:
+        """Everything about the pass in one copy; the block tables are brought up to date."""
+        new = changes(plan)
+        first = self._lines
+        until = first + room.size
+        host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
+        array = host.numpy()
+        chosen = plan.rows[plan.samples]
+        array[: len(chosen)] = chosen
+        array[len(chosen) : first] = NOBODY
+        fill(lay_out(array, room, first), plan, self.queries)
+        array[until:] = new.reshape(-1)
+        if len(host) <= len(self._buffer):
+            buffer = self._buffer[: len(host)]
+            buffer.copy_(host, non_blocking=True)
+        else:  # long prompts taken whole, or many that start: graphs still find what they read where they read it
+            buffer = host.to(self.device, non_blocking=True)
+            kept = min(until, len(self._buffer))
+            self._buffer[:kept].copy_(buffer[:kept])
+        if len(new):
+            add_blocks(buffer[until:].view(-1, 3), self.block_tables)
+        return buffer
+
+    def _body(self, buffer: Tensor, room: Room) -> Tensor:
+        """All layers; the hidden values of those that choose a token are set aside."""
+        tables = lay_out(buffer, room, self._lines)
+        ids, positions, slots = place_tokens(
+            *tables.tokens, self.runner.tables.last_token, self.block_tables, self.kv.block_size
+        )
+        cut = Cut(self.block_tables, tables.decodes, tables.blocks)
+        batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=cut)
+        hidden = self.model.forward(ids, batch, self.kv.layers)
+        if room.lines:
+            torch.index_select(hidden, 0, tables.index, out=self._chosen[: room.lines])
+        return hidden
+
+    def _rectangle(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
+        new = changes(plan)
+        if len(new):
+            add_blocks(put(new.astype(np.int32), self.device), self.block_tables)
+        return self.runner.compute(plan)
+
+    # ---- sample ---------------------------------------------------------------------------------------------------
+
+    def sample(self, masks: LateMasks | None) -> None:
+        begun, self._begun = self._begun, None
+        assert begun is not None, "no pass was begun"
+        plan = begun.plan
+        rows, positions = plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples]
+        with self._here():
+            if begun.inputs is not None and begun.hidden is not None:
+                finished = self.runner.sample(plan, begun.hidden, begun.inputs, masks)
+                self._waiting.append(Waiting(begun, _now(), rows, positions, masks, None, [], (), finished))
+                return
+            said, logprobs = None, []
+            if len(rows):
+                size = size_for(LINES, len(rows))
+                if masks is None and size is not None and size <= self._lines and self.sampler.greedy(rows):
+                    self.graphs.run(("head", size), partial(self._head, size))
+                else:
+                    size = len(rows)
+                    logprobs = self._draw(rows, positions, masks)
+                said = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
+                said.copy_(self._said[: 2 * size], non_blocking=True)
+            about_prompts: PromptLogprobs = ()
+            if begun.hidden is not None:
+                starts = np.cumsum(plan.counts) - plan.counts
+                about_prompts = self.runner.prompt_logprobs(plan, begun.hidden, starts.tolist())
+            self._waiting.append(Waiting(begun, _now(), rows, positions, masks, said, logprobs, about_prompts))
+
+    def _head(self, lines: int) -> None:
+        """The likeliest token of every line."""
+        scores = self.model.scores(self._chosen[:lines])
+        best = self._said[lines : 2 * lines].view(torch.float32)
+        likeliest(scores, self._buffer[:lines], self.runner.tables.last_token, self._said[:lines], best)
+
+    def _draw(self, rows: Ints, positions: Ints, masks: LateMasks | None) -> list[tuple[int, Logprobs]]:
+        """Whatever the rows ask for."""
+        count = len(rows)
+        logits = self.model.logits(self._chosen[:count])
+        tokens, best, logprobs = self.sampler.sample(logits, rows, positions, masks)
+        self.runner.tables.last_token[put(rows, self.device)] = tokens
+        self._said[:count] = tokens
+        self._said[count : 2 * count].view(torch.float32).copy_(best)
+        return logprobs
+
+    # ---- result ---------------------------------------------------------------------------------------------------
+
+    def result(self) -> StepResult:
+        waiting = self._waiting[0]
+        waiting.until.synchronize()  # interrupted here, the result is still the next one
+        self._waiting.popleft()
+        begun = waiting.begun
+        busy_s = begun.since.elapsed_time(waiting.until) / 1000
+        if waiting.finished is not None:
+            return replace(waiting.finished, busy_s=busy_s)
+        tokens = np.empty(0, dtype=np.int64)
+        failures: list[tuple[int, str]] = []
+        if waiting.said is not None:
+            count, half = len(waiting.rows), len(waiting.said) // 2
+            tokens = waiting.said[:count].numpy().astype(np.int64)
+            best = waiting.said[half : half + count].view(torch.float32)
+            failures = failed(best, waiting.rows, waiting.masks)
+            scripted = self.sampler.rows.ends_at[waiting.rows] == waiting.positions
+            if scripted.any():
+                tokens = np.where(scripted, SCRIPTED_END, tokens)
+        plan = begun.plan
+        return StepResult(
+            plan.step,
+            waiting.rows,
+            plan.generations[plan.samples],
+            tokens,
+            tuple(waiting.logprobs),
+            waiting.prompt_logprobs,
+            tuple(failures),
+            tuple(order.id for order in plan.copies),
+            padded=begun.padded,
+            busy_s=busy_s,
+        )
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        self.graphs.clear()
+
+
+def _now() -> torch.cuda.Event:
+    """A mark on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@torch.inference_mode()
+def rehearse(runner: Runner, tokens: int, lines: int) -> None:
+    """Compute the largest pass there may be, so that the memory it needs has been taken before anybody measures.
+
+    One prompt of so many tokens, all of whose blocks are the same one, and the scores of so many lines.
+    """
+    device, size = runner.kv.data.device, runner.kv.block_size
+    counts, zeros = np.array([tokens]), np.zeros(tokens, dtype=np.int64)
+    spec = runner.model.spec
+    queries = queries_per_block(spec.heads // spec.kv_heads)
+    room = Room(tokens, 0, -(-tokens // queries), 0)
+    array = np.zeros(room.size, dtype=np.int32)
+    plan = StepPlan(0, (), np.empty((0, 3), np.int64), zeros[:1], zeros[:1], zeros[:1], counts, counts < 0, zeros)
+    fill(lay_out(array, room, 0), plan, queries)
+    runner.model.reserve_positions(tokens)
+    on_device = lay_out(put(array, device), room, 0)
+    blocks = torch.zeros((1, -(-tokens // size)), dtype=torch.int32, device=device)
+    last = torch.zeros(1, dtype=torch.int64, device=device)
+    ids, positions, slots = place_tokens(*on_device.tokens, last, blocks, size)
+    batch = Batch(positions, slots, [], [], blocks, size, prepared=Cut(blocks, on_device.decodes, on_device.blocks))
+    hidden = runner.model.forward(ids, batch, runner.kv.layers)
+    logits = runner.model.logits(hidden[: min(lines, tokens)])
+    (logits - logits.max(dim=-1, keepdim=True).values).argmax(dim=-1).cpu()
