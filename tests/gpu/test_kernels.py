@@ -116,20 +116,19 @@ def test_the_likeliest_token(dtype: torch.dtype, vocab: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 1024, 4096), (1, 576, 192), (2, 3072, 1024), (16, 4096, 6144), (5, 14336, 4096)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(1024, 4096), (576, 192), (3072, 1024), (4096, 6144), (14336, 4096), (1024, 128256)]
+)
 def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
-    from shoal.kernels.triton import skinny
+    """Several times, for some count who has arrived, and must find the count as it was."""
+    from shoal.kernels.triton.skinny import linear
 
-    x, weight = torch.randn(rows, inputs, device="cuda").to(dtype), torch.randn(outputs, inputs, device="cuda").to(dtype)
-    bias = torch.randn(outputs, device="cuda").to(dtype)
+    x, weight, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((rows, inputs), (outputs, inputs), (outputs,)))
     for one in (None, bias):
-        wanted = torch.nn.functional.linear(x.double(), weight.double(), None if one is None else one.double()).to(dtype)
-        for splits in (1, 4):
-            for _ in range(3):  # the counters must be as they were
-                close(skinny.few_rows(x, weight, one, splits=splits), wanted)
-        close(skinny.linear(x, weight, one), wanted)
-        if rows == 1:
-            close(skinny.one_row(x, weight, one), wanted)
+        wanted = REF.linear(x.float(), weight.float(), None if one is None else one.float()).to(dtype)
+        for _ in range(3):
+            close(linear(x, weight, one), wanted)
 
 
 SHAPES = [(4, 4, 64), (9, 3, 64), (16, 2, 80), (12, 4, 96), (32, 8, 128), (8, 1, 128), (16, 8, 256)]
@@ -152,7 +151,7 @@ def pieces(rng: random.Random, longest: int) -> list[tuple[int, int, int]]:
 def test_attention_over_any_mix(ops, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     for seed in range(6):
         rng = random.Random(seed)
-        block_size = rng.choice([16, 16, 32])
+        block_size = 32 if dim == 96 else 16  # one for each shape: every other is compiled anew
         chosen = pieces(rng, 2000 if seed else 20000)
         tables = Tables([before + new for _, before, new in sorted(chosen)], block_size, seed)
         batch = on_gpu(tables.batch(chosen))

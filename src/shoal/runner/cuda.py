@@ -71,7 +71,7 @@ class CudaExecutor:
         self.stream = torch.cuda.Stream(self.device)
         self.graphs = Graphs()
         spec = self.model.spec
-        self.queries = queries_per_block(spec.heads // spec.kv_heads)
+        self.queries = queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
         rows = runner.tables.blocks.shape[0]
         self._lines = size_for(DECODES, rows) or padded(rows)
         largest = Room(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
@@ -269,7 +269,7 @@ def rehearse(runner: Runner, tokens: int, lines: int) -> None:
     device, size = runner.kv.data.device, runner.kv.block_size
     counts, zeros = np.array([tokens]), np.zeros(tokens, dtype=np.int64)
     spec = runner.model.spec
-    queries = queries_per_block(spec.heads // spec.kv_heads)
+    queries = queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, runner.kv.data.dtype)
     room = Room(tokens, 0, -(-tokens // queries), 0)
     array = np.zeros(room.size, dtype=np.int32)
     plan = StepPlan(0, (), np.empty((0, 3), np.int64), zeros[:1], zeros[:1], zeros[:1], counts, counts < 0, zeros)

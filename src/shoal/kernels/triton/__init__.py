@@ -62,7 +62,7 @@ class TritonOps:
         if batch.width:
             return padded_attention(q, k_cache, v_cache, batch, scale, window)
         kv_heads = k_cache.shape[2]
-        cut = self._cut_of(batch, q.shape[1] // kv_heads)
+        cut = self._cut_of(batch, kernels.queries_per_block(q.shape[1] // kv_heads, q.shape[2], q.dtype))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         count = cut.decodes.shape[1]
         if count:
@@ -80,14 +80,14 @@ class TritonOps:
             self._arrived = torch.zeros(8 * self._processors, dtype=torch.int32, device=device)
         return self._processors, self._arrived
 
-    def _cut_of(self, batch: Batch, group: int) -> Cut:
+    def _cut_of(self, batch: Batch, queries: int) -> Cut:
         """Remembered for the layers of the same pass."""
         if isinstance(batch.prepared, Cut):
             return batch.prepared
-        if self._cut is not None and self._cut[0] is batch and self._cut[1] == group:
+        if self._cut is not None and self._cut[0] is batch and self._cut[1] == queries:
             return self._cut[2]
-        cut = cut_batch(batch, kernels.queries_per_block(group))
-        self._cut = (batch, group, cut)
+        cut = cut_batch(batch, queries)
+        self._cut = (batch, queries, cut)
         return cut
 
 

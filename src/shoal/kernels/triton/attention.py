@@ -182,9 +182,10 @@ def _prefill(
         tl.store(out + to, result, mask=live[:, None] & in_dim[None, :])
 
 
-def queries_per_block(group: int) -> int:
+def queries_per_block(group: int, dim: int, dtype: torch.dtype) -> int:
     """How many queries of a prompt one program takes."""
-    return max(1, ROWS // group)
+    rows = ROWS if dim * dtype.itemsize <= 512 else ROWS // 2  # as many as shared memory holds
+    return max(1, rows // group)
 
 
 def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, processors: int) -> DecodeShape:
@@ -192,13 +193,15 @@ def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, processors
 
     The table in docs/performance.md says how these were found.
     """
-    if wide or dim > 128:
-        return DecodeShape(32, 4, 2, 8 if sequences * kv_heads < 2 * processors else 1, 4)
     programs = sequences * kv_heads
-    if programs <= processors // 2:
+    if wide or dim > 128:
+        return DecodeShape(32, 4, 2, 8 if programs <= 2 * processors else 1, 4)
+    if programs <= 16:
         return DecodeShape(64, 2, 3, 32, 1)
+    if programs <= 64:
+        return DecodeShape(64, 2, 3, 16, 2)
     if programs <= 4 * processors:
-        return DecodeShape(128, 4, 3, 8, 2)
+        return DecodeShape(128, 4, 3, 8, 4 if programs <= processors else 8)
     return DecodeShape(128, 4, 3, 1, 1)
 
 
@@ -246,7 +249,7 @@ def prefill(
     """Blocks of queries. blocks [5, n]: row of the table (NOBODY: none), where the row's queries begin in q, how many
     there are, the first one of this block, and the row's context."""
     group = q.shape[1] // k_cache.shape[2]
-    queries = queries_per_block(group)
+    queries = queries_per_block(group, q.shape[2], q.dtype)
     tile, warps, stages = shape or prefill_shape(q.shape[2], q.dtype == torch.float32)
     _prefill[(k_cache.shape[2], blocks.shape[1])](
         q, k_cache, v_cache, tables, blocks[0], blocks[1], blocks[2], blocks[3], blocks[4], out, scale * LOG2_E, window,

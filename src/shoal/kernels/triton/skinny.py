@@ -5,6 +5,7 @@ last, in a fixed order, so the result does not depend on who was first. Larger b
 Knows tensors, not models.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,7 +14,20 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-MOST_ROWS = 0  # above this cuBLAS is faster
+MOST_ROWS = 16  # above this cuBLAS is as fast or faster
+MOST_GROUPS = 4096  # of columns, where their inputs are split
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the work is cut: rows, columns and inputs of a tile, parts of the inputs, warps, stages."""
+
+    rows: int
+    columns: int
+    tile: int
+    splits: int
+    warps: int
+    stages: int
 
 
 @triton.jit
@@ -39,7 +53,7 @@ def _few_rows(
     x, weight, bias, out, parts, arrived, rows, columns, size, x_row, w_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Up to ROWS rows of x at once, by the matrix units; SPLITS programs share the inputs of one group of columns."""
+    """ROWS rows of x by the matrix units; SPLITS programs share the inputs of one group of columns."""
     group, split = tl.program_id(0), tl.program_id(1)
     n = group * COLUMNS + tl.arange(0, COLUMNS)
     m, k = tl.arange(0, ROWS), tl.arange(0, TILE)
@@ -49,62 +63,79 @@ def _few_rows(
     for start in range(split * share, tl.minimum((split + 1) * share, size), TILE):
         there = start + k < size
         w = tl.load(line + start, mask=there[None, :], other=0.0)
-        value = tl.load(x + m[None, :] * x_row + (start + k)[:, None], mask=(m < rows)[None, :] & there[:, None], other=0.0)
+        at = x + m[None, :] * x_row + (start + k)[:, None]
+        value = tl.load(at, mask=(m < rows)[None, :] & there[:, None], other=0.0)
         total = tl.dot(w, value, total)
-    at = m[None, :] * columns + n[:, None]
-    if SPLITS > 1:
-        tl.store(parts + split * ROWS * columns + at, total)
+    to = m[None, :] * columns + n[:, None]
+    live = (m < rows)[None, :]
+    if SPLITS == 1:
+        if HAS_BIAS:
+            total += tl.load(bias + n).to(tl.float32)[:, None]
+        tl.store(out + to, total.to(out.dtype.element_ty), mask=live)
+    else:
+        tl.store(parts + split * ROWS * columns + to, total)
         tl.debug_barrier()  # all of this program's stores come before its arrival
         before = tl.atomic_add(arrived + group, 1, sem="acq_rel")
-        if before == SPLITS - 1:
+        if before == SPLITS - 1:  # the last of them: everybody's parts are there
             tl.store(arrived + group, 0)
             total = tl.zeros([COLUMNS, ROWS], tl.float32)
             for part in tl.static_range(SPLITS):
-                total += tl.load(parts + part * ROWS * columns + at, cache_modifier=".cg")
+                total += tl.load(parts + part * ROWS * columns + to, cache_modifier=".cg")
             if HAS_BIAS:
                 total += tl.load(bias + n).to(tl.float32)[:, None]
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < rows)[None, :])
-    else:
-        if HAS_BIAS:
-            total += tl.load(bias + n).to(tl.float32)[:, None]
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < rows)[None, :])
+            tl.store(out + to, total.to(out.dtype.element_ty), mask=live)
 
 
-def one_row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, columns: int = 4, tile: int = 1024, warps: int = 4
-) -> Tensor:
-    """x [1, in]; out must be a multiple of `columns`."""
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+    """x [1, in]; the outputs must be a multiple of the shape's columns."""
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)
-    _one_row[(weight.shape[0] // columns,)](
+    _one_row[(weight.shape[0] // shape.columns,)](
         x, weight, weight if bias is None else bias, out, weight.shape[1], weight.stride(0),
-        COLUMNS=columns, TILE=tile, HAS_BIAS=bias is not None, num_warps=warps,
+        COLUMNS=shape.columns, TILE=shape.tile, HAS_BIAS=bias is not None, num_warps=shape.warps,
+        num_stages=shape.stages,
     )  # fmt: skip
     return out
 
 
 @cache
 def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(4096, dtype=torch.int32, device=device)
+    """How many parts of each group of columns are there; every launch leaves zeros."""
+    return torch.zeros(MOST_GROUPS, dtype=torch.int32, device=device)
 
 
-def few_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, columns: int = 16, tile: int = 256, splits: int = 1,
-    warps: int = 4, stages: int = 4,
-) -> Tensor:  # fmt: skip
-    """x [up to 16, in]; out must be a multiple of `columns`, and with splits at most 4096 times that."""
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+    """x [up to the shape's rows, in]; the outputs must be a multiple of its columns, and few enough if it splits."""
     rows, wide = x.shape[0], weight.shape[0]
     out = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
-    parts = torch.empty((splits, 16, wide), dtype=torch.float32, device=x.device) if splits > 1 else out
-    _few_rows[(wide // columns, splits)](
+    parts = out
+    if shape.splits > 1:
+        parts = torch.empty((shape.splits, shape.rows, wide), dtype=torch.float32, device=x.device)
+    _few_rows[(wide // shape.columns, shape.splits)](
         x, weight, weight if bias is None else bias, out, parts, _zeros(x.device), rows, wide, weight.shape[1],
-        x.stride(0), weight.stride(0), ROWS=16, COLUMNS=columns, TILE=tile, SPLITS=splits, HAS_BIAS=bias is not None,
-        num_warps=warps, num_stages=stages,
+        x.stride(0), weight.stride(0), ROWS=shape.rows, COLUMNS=shape.columns, TILE=shape.tile, SPLITS=shape.splits,
+        HAS_BIAS=bias is not None, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return out
 
 
+def shape_for(rows: int, inputs: int, outputs: int) -> Shape | None:
+    """The fastest way found on an H200 (the table is in docs/performance.md); None: cuBLAS."""
+    if rows > MOST_ROWS or outputs % 32:
+        return None
+    if rows == 1:
+        return Shape(1, 2, 1024, 1, 4, 3) if outputs <= 4096 and inputs > 1024 else Shape(1, 4, 512, 1, 2, 3)
+    if outputs <= 1024:
+        return Shape(16, 32, 128, 4, 4, 5)
+    if outputs <= 6144 and inputs <= 4096:
+        return Shape(16, 16, 128, 1, 2, 6)
+    if outputs >= 100_000:
+        return Shape(16, 32, 256, 1, 4, 4)
+    return None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b, by whichever is fastest for so many rows."""
-    if x.shape[0] > MOST_ROWS or x.dtype == torch.float32 or weight.shape[0] % 64:
+    shape = None if x.dtype == torch.float32 else shape_for(x.shape[0], weight.shape[1], weight.shape[0])
+    if shape is None:
         return F.linear(x, weight, bias)
-    return few_rows(x, weight, bias)
+    return one_row(x, weight, bias, shape) if x.shape[0] == 1 else few_rows(x, weight, bias, shape)
