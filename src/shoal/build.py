@@ -42,6 +42,8 @@ from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 log = logging.getLogger(__name__)
 
+GRAPHS_BYTES = 2**30
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -129,15 +131,14 @@ def make_executor(runner: Runner, config: EngineConfig) -> Executor:
 
 
 def take_memory(loaded: Loaded, config: EngineConfig) -> None:
-    """Compute the largest pass once, so that what is free afterwards is really free for the KV cache."""
+    """Compute the largest passes once, so that what is free afterwards is really free for the KV cache."""
     from shoal.runner.cuda import rehearse
 
     tokens = config.max_num_batched_tokens
     if config.prefill != "chunked" or config.batching != "continuous":  # a prompt is taken whole
         tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
-    store = KVStore(loaded.spec, 1, config.block_size, loaded.dtype, loaded.device)
-    log.info("computing a pass of %d tokens, to see how much memory it takes", tokens)
-    rehearse(Runner(loaded.model, store, 1, tokens, loaded.device), tokens, config.max_num_seqs)
+    log.info("rehearsing passes of %d tokens and %d requests", tokens, config.max_num_seqs)
+    rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.max_num_seqs)
 
 
 def pick_device(name: str) -> str:
@@ -192,8 +193,11 @@ def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
     if config.kv_memory is not None:
         blocks = config.kv_memory // block_bytes
     else:
-        share = config.kv_share or (0.9 if device == "cuda" else 0.5)
-        blocks = min(useful, int(free_memory(device) * share) // block_bytes)
+        free = free_memory(device)
+        room = int(free * (config.kv_share or 0.5))
+        if device == "cuda":  # recorded graphs need memory of their own
+            room = min(int(free * (config.kv_share or 0.9)), free - GRAPHS_BYTES)
+        blocks = min(useful, max(room, 0) // block_bytes)
     if blocks < 1:
         raise BadConfig(
             f"one KV block of {config.block_size} tokens takes {block_bytes:,} bytes and does not fit; "

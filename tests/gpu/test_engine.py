@@ -1,8 +1,8 @@
 """The engine on a GPU: what comes out must not depend on graphs, neighbours, preemption, cache or layout.
 
-Equality of tokens is checked in float32, where nothing but a real mistake tips the scales. For bfloat16 the rule is: in
-transformers' float32 run of the same (bfloat16) weights, the token that Shoal chose falls behind the best one by at most
-three times the largest error that transformers' own bfloat16 run makes in any score of the same sequence.
+Equality of tokens is checked in float32, where nothing but a real mistake tips the scales. For bfloat16 the rule is:
+in transformers' float32 run of the same (bfloat16) weights, the token that Shoal chose falls behind the best one by at
+most three times the largest error that transformers' own bfloat16 run makes in any score of the same sequence.
 """
 
 import os

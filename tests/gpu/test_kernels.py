@@ -124,7 +124,8 @@ def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, inputs: int, o
     """Several times, for some count who has arrived, and must find the count as it was."""
     from shoal.kernels.triton.skinny import linear
 
-    x, weight, bias = (torch.randn(*size, device="cuda").to(dtype) for size in ((rows, inputs), (outputs, inputs), (outputs,)))
+    sizes = ((rows, inputs), (outputs, inputs), (outputs,))
+    x, weight, bias = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
     for one in (None, bias):
         wanted = REF.linear(x.float(), weight.float(), None if one is None else one.float()).to(dtype)
         for _ in range(3):

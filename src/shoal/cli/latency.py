@@ -29,7 +29,7 @@ def add_latency(kinds: Any) -> None:
     parser.add_argument("--batches", default=BATCHES, metavar="N,N,…", help=f"batch sizes (default: {BATCHES})")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (default: 512)")
     parser.add_argument("--output", type=int, default=128, help="tokens of each answer (default: 128)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each batch, of which the best is told (default: 3)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each batch; the best is told (default: 3)")
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file; - prints them")
     add_flags(parser)
 
@@ -54,10 +54,9 @@ def run_bench_latency(args: argparse.Namespace) -> int:
     machine = measure(built.dtype, built.device, built.spec.parameters * built.dtype.itemsize)
     rows = []
     for place, batch in enumerate(batches):
+        size = (batch, args.prompt, args.output)
         runs = [
-            run_latency(
-                built.loop, batch, args.prompt, args.output, built.spec, built.dtype.itemsize, machine, 1000 * place + run
-            )
+            run_latency(built.loop, *size, built.spec, built.dtype.itemsize, machine, seed=1000 * place + run)
             for run in range(args.runs + 1)
         ]
         rows.append(best_of(runs[1:]))  # the first warms up

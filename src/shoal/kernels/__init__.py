@@ -42,7 +42,7 @@ class Batch:
     width: int = 0
     """0: ragged. Else the tokens form a rectangle of block_tables' rows and so many columns, padding included."""
     prepared: object | None = None
-    """What the device's kernels would work out from the lists, where that was done already; the lists are then empty."""
+    """What the device's kernels would work out from the lists, if that was done before; the lists are then empty."""
 
     @property
     def longest(self) -> int:

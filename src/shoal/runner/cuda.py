@@ -13,25 +13,29 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import SCRIPTED_END, Ints, StepPlan, StepResult
+from shoal.core.params import SamplingParams
+from shoal.core.plan import SCRIPTED_END, Ints, RowStart, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Batch
 from shoal.kernels.triton import Cut
 from shoal.kernels.triton.attention import queries_per_block
 from shoal.kernels.triton.step import add_blocks, likeliest, place_tokens
+from shoal.models import Model
 from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
 from shoal.runner.inputs import PassInputs, put
+from shoal.runner.kvstore import KVStore
 from shoal.runner.runner import PromptLogprobs, Runner, failed
 from shoal.runner.step import NOBODY, Room, changes, count_blocks, fill, lay_out, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
+REHEARSED = (1, 4, 16, 64)  # batches that are computed by different kernels
 PROMPTS = 32  # blocks of queries that a graph has room for beyond those its tokens fill
 
 
@@ -61,6 +65,12 @@ class Waiting:
     finished: StepResult | None = None  # of a padded pass
 
 
+@cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all executors of a device: torch keeps memory by stream, so the next one finds what the last one freed."""
+    return torch.cuda.Stream(device)
+
+
 class CudaExecutor:
     """Queues passes on one stream, from the calling thread."""
 
@@ -68,7 +78,7 @@ class CudaExecutor:
         self.runner = runner
         self.model, self.kv, self.sampler = runner.model, runner.kv, runner.sampler
         self.device = self.kv.data.device
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = stream_of(self.device)
         self.graphs = Graphs()
         spec = self.model.spec
         self.queries = queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
@@ -260,26 +270,29 @@ def _now() -> torch.cuda.Event:
     return event
 
 
-@torch.inference_mode()
-def rehearse(runner: Runner, tokens: int, lines: int) -> None:
-    """Compute the largest pass there may be, so that the memory it needs has been taken before anybody measures.
+def rehearse(model: Model, dtype: torch.dtype, block_size: int, tokens: int, lines: int) -> None:
+    """Compute the largest passes there may be, and one of each kind, over a KV cache of a single block.
 
-    One prompt of so many tokens, all of whose blocks are the same one, and the scores of so many lines.
+    So the memory that passes need is taken before anybody measures what is left, and kernels are compiled before
+    anybody waits for a token.
     """
-    device, size = runner.kv.data.device, runner.kv.block_size
-    counts, zeros = np.array([tokens]), np.zeros(tokens, dtype=np.int64)
-    spec = runner.model.spec
-    queries = queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, runner.kv.data.dtype)
-    room = Room(tokens, 0, -(-tokens // queries), 0)
-    array = np.zeros(room.size, dtype=np.int32)
-    plan = StepPlan(0, (), np.empty((0, 3), np.int64), zeros[:1], zeros[:1], zeros[:1], counts, counts < 0, zeros)
-    fill(lay_out(array, room, 0), plan, queries)
-    runner.model.reserve_positions(tokens)
-    on_device = lay_out(put(array, device), room, 0)
-    blocks = torch.zeros((1, -(-tokens // size)), dtype=torch.int32, device=device)
-    last = torch.zeros(1, dtype=torch.int64, device=device)
-    ids, positions, slots = place_tokens(*on_device.tokens, last, blocks, size)
-    batch = Batch(positions, slots, [], [], blocks, size, prepared=Cut(blocks, on_device.decodes, on_device.blocks))
-    hidden = runner.model.forward(ids, batch, runner.kv.layers)
-    logits = runner.model.logits(hidden[: min(lines, tokens)])
-    (logits - logits.max(dim=-1, keepdim=True).values).argmax(dim=-1).cpu()
+    store = KVStore(model.spec, 1, block_size, dtype, "cuda")
+    executor = CudaExecutor(Runner(model, store, lines, tokens, "cuda"), tokens)
+    greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+    passes = [(1, tokens, drawn), (lines, 1, drawn)]
+    passes += [(count, 1, greedy) for count in sorted({*(n for n in REHEARSED if n < lines), lines})]
+    for rows, count, params in passes:
+        executor.forward(_made_up(rows, count, params, block_size))
+        executor.sample(None)
+        executor.result()
+    executor.close()
+
+
+def _made_up(rows: int, count: int, params: SamplingParams, block_size: int) -> StepPlan:
+    """The first `count` positions of so many rows, all in block 0."""
+    blocks = (0,) * -(-count // block_size)
+    starting = [RowStart(row, 0, (0,) * count, count, params, 0, 0, frozenset(), blocks, False) for row in range(rows)]
+    zeros, ones = np.zeros(rows, dtype=np.int64), np.ones(rows, dtype=np.int64)
+    tokens = np.zeros(rows * count, dtype=np.int64)
+    grown = np.empty((0, 3), dtype=np.int64)
+    return StepPlan(0, tuple(starting), grown, np.arange(rows), zeros, zeros, ones * count, ones > 0, tokens)

@@ -7,13 +7,14 @@ Knows no model and no plan.
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 import torch
 
 log = logging.getLogger(__name__)
 
 # a graph computes its whole size, so sizes are dense where a pass is short
-LINES = (*range(1, 17), *range(24, 129, 8), *range(144, 513, 16), *range(544, 1025, 32))
+LINES = (*range(1, 9), *range(10, 17, 2), *range(24, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))
 TOKENS = (*range(16, 129, 16), *range(192, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
 
 
@@ -52,8 +53,11 @@ class Graphs:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # the first error is the one that tells
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ class Cut:
 
     tables: Tensor  # int32 [rows, widest]: blocks of every row, those outside this pass included
     decodes: Tensor  # int32 [3, n]: row, context (0: nobody), place of the query
-    blocks: Tensor  # int32 [5, m]: row (below 0: nobody), where its queries begin, how many, first of this block, context
+    blocks: Tensor  # int32 [5, m]: row (below 0: nobody), where its queries begin, how many, this block's first, context
 
 
 class TritonOps:

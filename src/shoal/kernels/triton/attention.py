@@ -35,13 +35,13 @@ class DecodeShape:
     least: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "least", "t_row"])
 def _decode(
-    q, k_cache, v_cache, tables, rows, contexts, places, out, parts, sums, arrived, scale, window,
+    q, k_cache, v_cache, tables, rows, contexts, places, out, parts, sums, arrived, scale, window, least,
     q_token, q_head, c_block, c_token, c_head, t_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr,
-    DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOWED: tl.constexpr,
+    DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
     item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + item)
@@ -51,7 +51,7 @@ def _decode(
     tiles = tl.cdiv(context - begin, TILE)
     share = tiles
     if SPLITS > 1:
-        share = tl.maximum(tl.cdiv(tiles, SPLITS), LEAST)
+        share = tl.maximum(tl.cdiv(tiles, SPLITS), least)
     first = begin + split * share * TILE
     last = tl.minimum(first + share * TILE, context)
     if first < last:  # else this part, or the whole sequence, does not exist
@@ -112,7 +112,7 @@ def _decode(
                     tl.store(out + (place * HEADS + head * GROUP + member) * DIM + d, merged, mask=in_dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "t_row"])
 def _prefill(
     q, k_cache, v_cache, tables, rows, begins, counts, firsts, contexts, out, scale, window,
     q_token, q_head, c_block, c_token, c_head, t_row,
@@ -236,9 +236,9 @@ def decode(
         sums = torch.empty((count, heads, shape.splits), dtype=torch.float32, device=q.device)
     _decode[(count, kv_heads, shape.splits)](
         q, k_cache, v_cache, tables, decodes[0], decodes[1], decodes[2], out, parts, sums, arrived, scale * LOG2_E,
-        window, **_shapes(q, k_cache, tables, window), KV_HEADS=kv_heads,
+        window, shape.least, **_shapes(q, k_cache, tables, window), KV_HEADS=kv_heads,
         GROUP_ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), TILE=shape.tile, SPLITS=shape.splits,
-        LEAST=shape.least, num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 
