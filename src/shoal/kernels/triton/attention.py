@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.kernels.triton.launch import overlap, settle
+
 LOG2_E = 1.4426950408889634
 ROWS = 128  # of the prefill's query block: queries × heads of a group
 NOBODY = -1  # the row of a block of queries that does not exist
@@ -41,8 +43,9 @@ def _decode(
     q_token, q_head, c_block, c_token, c_head, t_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr,
     DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    settle(OVERLAP)
     item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts + item)
     begin = 0
@@ -118,8 +121,9 @@ def _prefill(
     q_token, q_head, c_block, c_token, c_head, t_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr,
     QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    settle(OVERLAP)
     head, item = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + item).to(tl.int64)
     if row >= 0:
@@ -238,7 +242,7 @@ def decode(
         q, k_cache, v_cache, tables, decodes[0], decodes[1], decodes[2], out, parts, sums, arrived, scale * LOG2_E,
         window, shape.least, **_shapes(q, k_cache, tables, window), KV_HEADS=kv_heads,
         GROUP_ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), TILE=shape.tile, SPLITS=shape.splits,
-        num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
 
 
@@ -255,4 +259,5 @@ def prefill(
         q, k_cache, v_cache, tables, blocks[0], blocks[1], blocks[2], blocks[3], blocks[4], out, scale * LOG2_E, window,
         **_shapes(q, k_cache, tables, window), QUERIES=queries,
         QUERY_ROWS=max(16, triton.next_power_of_2(queries * group)), TILE=tile, num_warps=warps, num_stages=stages,
+        **overlap(),
     )  # fmt: skip

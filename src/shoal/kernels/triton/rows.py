@@ -8,9 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.kernels.triton.launch import overlap, settle
+
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, total, eps, x_row, SIZE: tl.constexpr, ROOM: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm(x, residual, weight, out, total, eps, x_row, SIZE: tl.constexpr, ROOM: tl.constexpr, ADD: tl.constexpr,
+              OVERLAP: tl.constexpr):  # fmt: skip
+    settle(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROOM)
     mask = i < SIZE
@@ -33,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     flat = x if x.dim() == 2 else x.reshape(-1, size)
     _rms_norm[(flat.shape[0],)](
         flat, flat, weight, out, out, eps, flat.stride(0), SIZE=size, ROOM=triton.next_power_of_2(size), ADD=False,
-        num_warps=warps_for(size),
+        num_warps=warps_for(size), **overlap(),
     )  # fmt: skip
     return out
 
@@ -44,7 +48,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out, total = torch.empty_like(residual), torch.empty_like(residual)
     _rms_norm[(x.shape[0],)](
         x, residual, weight, out, total, eps, x.stride(0), SIZE=size, ROOM=triton.next_power_of_2(size), ADD=True,
-        num_warps=warps_for(size),
+        num_warps=warps_for(size), **overlap(),
     )  # fmt: skip
     return out, total
 
@@ -54,7 +58,8 @@ def warps_for(size: int) -> int:
 
 
 @triton.jit
-def _silu_mul(both, out, SIZE: tl.constexpr, TILE: tl.constexpr):
+def _silu_mul(both, out, SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    settle(OVERLAP)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = i < SIZE
     gate = tl.load(both + row * 2 * SIZE + i, mask=mask, other=0.0).to(tl.float32)
@@ -67,7 +72,7 @@ def silu_mul(both: Tensor) -> Tensor:
     rows, size = both.shape[0], both.shape[1] // 2
     out = torch.empty((rows, size), dtype=both.dtype, device=both.device)
     tile = min(1024, triton.next_power_of_2(size))
-    _silu_mul[(rows, triton.cdiv(size, tile))](both, out, SIZE=size, TILE=tile, num_warps=4)
+    _silu_mul[(rows, triton.cdiv(size, tile))](both, out, SIZE=size, TILE=tile, num_warps=4, **overlap())
     return out
 
 
@@ -75,9 +80,10 @@ def silu_mul(both: Tensor) -> Tensor:
 def _rotate_and_store(
     qkv, q_weight, k_weight, cos, sin, slots, q_out, k_cache, v_cache, eps, qkv_row, angle_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROOM: tl.constexpr, PER: tl.constexpr,
-    NORMED: tl.constexpr,
+    NORMED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """PER heads of one token, be they queries, keys or values."""
+    settle(OVERLAP)
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
     h, i = tl.program_id(1) * PER + tl.arange(0, PER), tl.arange(0, ROOM)
@@ -132,6 +138,6 @@ def rotate_and_store(
     _rotate_and_store[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, per))](
         qkv, q_weight, k_weight, turn[0], turn[1], slots, out, k_cache, v_cache, eps, qkv.stride(0), turn[0].stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROOM=triton.next_power_of_2(dim // 2), PER=per,
-        NORMED=norms is not None, num_warps=1 if dim <= 128 else 4,
+        NORMED=norms is not None, num_warps=1 if dim <= 128 else 4, **overlap(),
     )  # fmt: skip
     return out

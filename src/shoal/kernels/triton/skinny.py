@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.kernels.triton.launch import overlap, settle
+
 MOST_ROWS = 16  # above this cuBLAS is as fast or faster
 MOST_GROUPS = 4096  # of columns, where their inputs are split
 
@@ -31,17 +33,22 @@ class Shape:
 
 
 @triton.jit
-def _one_row(x, weight, bias, out, size, w_row, COLUMNS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """out[n] = Σ x[k] weight[n, k], one row of x."""
+def _one_row(
+    x, weight, bias, out, size, w_row, COLUMNS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out[n] = Σ x[k] weight[n, k], one row of x. The next tile of weights is on its way while one is used."""
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, TILE)
     line = weight + n.to(tl.int64)[:, None] * w_row + k[None, :]
     total = tl.zeros([COLUMNS, TILE], tl.float32)
+    w = tl.load(line, mask=(k < size)[None, :], other=0.0)
+    settle(OVERLAP)
     for start in range(0, size, TILE):
-        there = start + k < size
-        w = tl.load(line + start, mask=there[None, :], other=0.0)
-        value = tl.load(x + start + k, mask=there, other=0.0)
+        after = tl.load(line + start + TILE, mask=(start + TILE + k < size)[None, :], other=0.0)
+        value = tl.load(x + start + k, mask=start + k < size, other=0.0)
         total += w.to(tl.float32) * value.to(tl.float32)[None, :]
+        w = after
     result = tl.sum(total, 1)
     if HAS_BIAS:
         result += tl.load(bias + n).to(tl.float32)
@@ -52,8 +59,10 @@ def _one_row(x, weight, bias, out, size, w_row, COLUMNS: tl.constexpr, TILE: tl.
 def _few_rows(
     x, weight, bias, out, parts, arrived, rows, columns, size, x_row, w_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of x by the matrix units; SPLITS programs share the inputs of one group of columns."""
+    settle(OVERLAP)
     group, split = tl.program_id(0), tl.program_id(1)
     n = group * COLUMNS + tl.arange(0, COLUMNS)
     m, k = tl.arange(0, ROWS), tl.arange(0, TILE)
@@ -92,7 +101,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Ten
     _one_row[(weight.shape[0] // shape.columns,)](
         x, weight, weight if bias is None else bias, out, weight.shape[1], weight.stride(0),
         COLUMNS=shape.columns, TILE=shape.tile, HAS_BIAS=bias is not None, num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_stages=shape.stages, **overlap(),
     )  # fmt: skip
     return out
 
@@ -113,7 +122,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Te
     _few_rows[(wide // shape.columns, shape.splits)](
         x, weight, weight if bias is None else bias, out, parts, _zeros(x.device), rows, wide, weight.shape[1],
         x.stride(0), weight.stride(0), ROWS=shape.rows, COLUMNS=shape.columns, TILE=shape.tile, SPLITS=shape.splits,
-        HAS_BIAS=bias is not None, num_warps=shape.warps, num_stages=shape.stages,
+        HAS_BIAS=bias is not None, num_warps=shape.warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
     return out
 

@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.kernels.triton.launch import overlap, settle
+
 PIECE = 4096  # scores that one program looks at
 
 
 @triton.jit(do_not_specialize=["count"])
-def _add_blocks(changes, tables, count, t_row, TILE: tl.constexpr):
+def _add_blocks(changes, tables, count, t_row, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    settle(OVERLAP)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = i < count
     row = tl.load(changes + 3 * i, mask=mask, other=0).to(tl.int64)
@@ -24,11 +27,16 @@ def _add_blocks(changes, tables, count, t_row, TILE: tl.constexpr):
 def add_blocks(changes: Tensor, tables: Tensor) -> None:
     """tables[row, index] = block for every (row, index, block) of the int32 changes [n, 3]."""
     count = changes.shape[0]
-    _add_blocks[(triton.cdiv(count, 256),)](changes, tables, count, tables.stride(0), TILE=256, num_warps=4)
+    grid = (triton.cdiv(count, 256),)
+    _add_blocks[grid](changes, tables, count, tables.stride(0), TILE=256, num_warps=4, **overlap())
 
 
 @triton.jit(do_not_specialize=["count"])
-def _place_tokens(ids, rows, positions, last_token, tables, t_row, out, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _place_tokens(
+    ids, rows, positions, last_token, tables, t_row, out, count, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    settle(OVERLAP)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = i < count
     id, row = tl.load(ids + i, mask=mask, other=0), tl.load(rows + i, mask=mask, other=-1)
@@ -48,13 +56,15 @@ def place_tokens(
     count = ids.shape[0]
     out = torch.empty((3, count), dtype=torch.int64, device=ids.device)
     _place_tokens[(triton.cdiv(count, 256),)](
-        ids, rows, positions, last_token, tables, tables.stride(0), out, count, BLOCK=block_size, TILE=256, num_warps=4
-    )
+        ids, rows, positions, last_token, tables, tables.stride(0), out, count, BLOCK=block_size, TILE=256, num_warps=4,
+        **overlap(),
+    )  # fmt: skip
     return out[0], out[1], out[2]
 
 
 @triton.jit
-def _best_of_piece(scores, bests, places, s_row, size, PIECE: tl.constexpr):
+def _best_of_piece(scores, bests, places, s_row, size, PIECE: tl.constexpr, OVERLAP: tl.constexpr):
+    settle(OVERLAP)
     line, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = piece * PIECE + tl.arange(0, PIECE)
     score = tl.load(scores + line * s_row + i, mask=i < size, other=float("-inf")).to(tl.float32)
@@ -66,7 +76,8 @@ def _best_of_piece(scores, bests, places, s_row, size, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _best_of_line(bests, places, rows, last_token, out, best_out, count, ROOM: tl.constexpr):
+def _best_of_line(bests, places, rows, last_token, out, best_out, count, ROOM: tl.constexpr, OVERLAP: tl.constexpr):
+    settle(OVERLAP)
     line = tl.program_id(0)
     p = tl.arange(0, ROOM)
     best = tl.load(bests + line * count + p, mask=p < count, other=float("-inf"))
@@ -86,6 +97,6 @@ def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, bes
     pieces = triton.cdiv(size, PIECE)
     bests = torch.empty((lines, pieces), dtype=torch.float32, device=scores.device)
     places = torch.empty((lines, pieces), dtype=torch.int32, device=scores.device)
-    _best_of_piece[(lines, pieces)](scores, bests, places, scores.stride(0), size, PIECE=PIECE, num_warps=4)
-    room = triton.next_power_of_2(pieces)
-    _best_of_line[(lines,)](bests, places, rows, last_token, out, best, pieces, ROOM=room, num_warps=1)
+    stride, room = scores.stride(0), triton.next_power_of_2(pieces)
+    _best_of_piece[(lines, pieces)](scores, bests, places, stride, size, PIECE=PIECE, num_warps=4, **overlap())
+    _best_of_line[(lines,)](bests, places, rows, last_token, out, best, pieces, ROOM=room, num_warps=1, **overlap())
