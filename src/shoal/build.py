@@ -16,6 +16,7 @@ from shoal import kernels
 from shoal.config import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.names import pick
+from shoal.core.ports import Executor
 from shoal.core.tiers import Tiers
 from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
@@ -46,6 +47,8 @@ from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 log = logging.getLogger(__name__)
 MOST_HOST_BYTES = 4 * 2**30  # of host memory for KV blocks, where nobody says how much
+
+GRAPHS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ def assemble(
 ) -> Built:
     """An engine over a loaded model."""
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
+    if device == "cuda":
+        take_memory(loaded, config)
     blocks = kv_blocks(config, spec, dtype, device)
     limits = make_limits(config, spec, blocks * config.block_size)
     host = host_blocks(config, spec, dtype, blocks)
@@ -112,9 +117,8 @@ def assemble(
     runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
     # a pass too many for each answer costs a CPU more than it gains: planning takes no time beside computing there
     depth = config.depth or (2 if device == "cuda" else 1)
-    loop = EngineLoop(
-        Engine(scheduler), ThreadedExecutor(runner), clock or WallClock(), depth=depth, check=config.check
-    )
+    executor = make_executor(runner, config)
+    loop = EngineLoop(Engine(scheduler), executor, clock or WallClock(), depth=depth, check=config.check)
     return Built(
         config=config,
         files=loaded.files,
@@ -128,6 +132,26 @@ def assemble(
         limits=limits,
         kv_blocks=blocks,
     )
+
+
+def make_executor(runner: Runner, config: EngineConfig) -> Executor:
+    """Passes on a thread of their own; on a GPU, which needs none, on a stream."""
+    if runner.kv.data.device.type == "cuda":
+        from shoal.runner.cuda import CudaExecutor  # loads triton
+
+        return CudaExecutor(runner, config.max_num_batched_tokens)
+    return ThreadedExecutor(runner)
+
+
+def take_memory(loaded: Loaded, config: EngineConfig) -> None:
+    """Compute the largest passes once, so that what is free afterwards is really free for the KV cache."""
+    from shoal.runner.cuda import rehearse
+
+    tokens = config.max_num_batched_tokens
+    if config.prefill != "chunked" or config.batching != "continuous":  # a prompt is taken whole
+        tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
+    log.info("rehearsing passes of %d tokens and %d requests", tokens, config.max_num_seqs)
+    rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.max_num_seqs)
 
 
 def pick_device(name: str) -> str:
@@ -182,7 +206,11 @@ def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
     if config.kv_memory is not None:
         blocks = config.kv_memory // block_bytes
     else:
-        blocks = min(useful, int(free_memory(device) * config.kv_share) // block_bytes)
+        free = free_memory(device)
+        room = int(free * (config.kv_share or 0.5))
+        if device == "cuda":  # recorded graphs need memory of their own
+            room = min(int(free * (config.kv_share or 0.9)), free - GRAPHS_BYTES)
+        blocks = min(useful, max(room, 0) // block_bytes)
     if blocks < 1:
         raise BadConfig(
             f"one KV block of {config.block_size} tokens takes {block_bytes:,} bytes and does not fit; "

@@ -140,8 +140,12 @@ class EngineConfig(Options):
         parse=parse_bytes,
         group="memory",
     )
-    kv_share: float = option(
-        0.5, "that share, between 0 and 1", parse=float, group="memory", also=("--gpu-memory-utilization",)
+    kv_share: float | None = option(
+        None,
+        "that share, between 0 and 1; default: 0.5, on a GPU 0.9",
+        parse=float,
+        group="memory",
+        also=("--gpu-memory-utilization",),
     )
     host_kv_memory: int | None = option(
         None,
@@ -270,7 +274,7 @@ class EngineConfig(Options):
             raise ImpossiblePair(
                 f"group_size {self.group_size} is more than max_num_seqs {self.max_num_seqs}; such a group never fills"
             )
-        if not 0 < self.kv_share <= 1:
+        if self.kv_share is not None and not 0 < self.kv_share <= 1:
             raise BadConfig(f"kv_share must be above 0 and at most 1, not {self.kv_share}")
         if not 0 <= self.watermark < 1:
             raise BadConfig(f"watermark must be at least 0 and below 1, not {self.watermark}")

@@ -58,6 +58,31 @@ def test_rotary(impl: Ops, dtype: torch.dtype, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotate_and_store(impl: Ops, dtype: torch.dtype, normed: bool) -> None:
+    qkv = torch.randn(11, (6 + 2 * 2) * 32).to(dtype)
+    angles = torch.randn(11, 16)
+    norms = (torch.rand(32).to(dtype), torch.rand(32).to(dtype), 1e-6) if normed else None
+    slots = torch.randperm(20)[:11]
+    found, wanted = torch.zeros(2, 2, 5, 4, 2, 32, dtype=dtype)
+    turn = (angles.cos(), angles.sin())
+    q = impl.rotate_and_store(qkv, norms, turn, (found[0], found[1]), slots)
+    close(q, REF.rotate_and_store(qkv, norms, turn, (wanted[0], wanted[1]), slots))
+    close(found, wanted)
+    assert q.shape == (11, 6, 32)
+    assert torch.equal(found[1].view(20, 64)[slots], qkv[:, 8 * 32 :])
+
+
+def test_a_slot_below_0_stores_nothing() -> None:
+    k, v = torch.randn(2, 3, 2, 8)
+    found = torch.zeros(2, 5, 4, 2, 8)
+    REF.store_kv(k, v, found[0], found[1], torch.tensor([-1, 3, -1]))
+    assert torch.equal(found[0, 0, 3], k[1])
+    assert int((found != 0).any(-1).any(-1).sum()) == 2
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("cache_dtype", FLOATS)
 def test_store_kv_writes_its_slots_only(impl: Ops, cache_dtype: torch.dtype) -> None:
     found = torch.zeros(2, 5, 4, 2, 8, dtype=cache_dtype)

@@ -10,7 +10,7 @@ lower. Knows lengths and sizes, no engine.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -44,40 +44,72 @@ class Floor:
 
 
 def measure(dtype: torch.dtype, device: str = "cpu", weight_bytes: int = 2**28) -> Machine:
-    """Best of a few reads of a buffer as large as the weights, and of a few large products in this type."""
-    values = torch.ones(max(weight_bytes, 2**26) // 4, dtype=torch.float32, device=device)
-    read_s = _best(lambda: values.sum(), device)
-    side = 1024
+    """Best of a few runs. A CPU reads a buffer as large as the weights; a GPU, which must be kept busy to show what it
+    can do, copies 2 GiB (read and written), and multiplies larger matrices."""
+    if device != "cpu":
+        source = torch.randn(2**29, device=device)
+        target = torch.empty_like(source)
+        moved, move_s = 2 * source.numel() * 4, _best(lambda: target.copy_(source), device, times=10)
+        del source, target
+    else:
+        values = torch.ones(max(weight_bytes, 2**26) // 4, dtype=torch.float32)
+        moved, move_s = values.numel() * 4, _best(lambda: values.sum(), device)
+    side = 1024 if device == "cpu" else 8192
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    multiply_s = _best(lambda: left @ right, device)
-    return Machine(values.numel() * 4 / read_s / 1e9, 2 * side**3 / multiply_s / 1e9)
+    multiply_s = _best(lambda: left @ right, device, times=1 if device == "cpu" else 10)
+    return Machine(moved / move_s / 1e9, 2 * side**3 / multiply_s / 1e9)
 
 
-def _best(work: object, device: str, runs: int = 5) -> float:
-    times = []
+def _best(work: Callable[[], object], device: str, runs: int = 5, times: int = 1) -> float:
+    """Seconds for one piece of work, `times` of which are done in a row."""
+    found = []
     for _ in range(runs + 1):
         begun = time.perf_counter()
-        work()  # type: ignore[operator]
+        for _ in range(times):
+            work()
         if device != "cpu":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-    return min(times[1:])
+        found.append((time.perf_counter() - begun) / times)
+    return min(found[1:])
+
+
+def read_weights(spec: ModelSpec) -> int:
+    """How many weights a pass must read: no pass reads all embeddings."""
+    return (spec.linear_flop_per_token + spec.head_flop) // 2
+
+
+def prompt_flop(lengths: Sequence[Lengths], spec: ModelSpec) -> int:
+    """Linear layers and attention of all prompts, and the scores of their last positions."""
+    prompts = sum(one.prompt for one in lengths)
+    attention = sum(2 * one.prompt**2 for one in lengths) * spec.layers * spec.heads * spec.head_dim
+    return prompts * spec.linear_flop_per_token + len(lengths) * spec.head_flop + attention
+
+
+def prompts_s(lengths: Sequence[Lengths], spec: ModelSpec, itemsize: int, machine: Machine) -> float:
+    """The least time in which these prompts have their first tokens."""
+    read_s = read_weights(spec) * itemsize / (machine.bandwidth_gb_s * 1e9)
+    return max(prompt_flop(lengths, spec) / (machine.matrix_gflop_s * 1e9), read_s)
+
+
+def decode_pass_s(batch: int, context: int, spec: ModelSpec, itemsize: int, machine: Machine) -> float:
+    """The least time of one pass that gives each of so many sequences a token."""
+    rate, bandwidth = machine.matrix_gflop_s * 1e9, machine.bandwidth_gb_s * 1e9
+    multiply_s = batch * (spec.linear_flop_per_token + spec.head_flop) / rate
+    weights_s = max(read_weights(spec) * itemsize / bandwidth, multiply_s)
+    return weights_s + batch * context * spec.kv_values_per_token * itemsize / bandwidth
 
 
 def floor(lengths: Sequence[Lengths], spec: ModelSpec, dtype: torch.dtype, slots: int, machine: Machine) -> Floor:
     """The floor for these requests, all there from the start."""
     rate, bandwidth = machine.matrix_gflop_s * 1e9, machine.bandwidth_gb_s * 1e9
-    prompts = sum(one.prompt for one in lengths)
     outputs = sum(one.output for one in lengths)
-    attention = sum(2 * one.prompt**2 for one in lengths) * spec.layers * spec.heads * spec.head_dim
-    prompt_flop = prompts * spec.linear_flop_per_token + len(lengths) * spec.head_flop + attention
     passes = max(max(one.output for one in lengths) - 1, -(-(outputs - len(lengths)) // slots))
     decode_flop = (outputs - len(lengths)) * (spec.linear_flop_per_token + spec.head_flop)
-    weight_bytes = (spec.linear_flop_per_token + spec.head_flop) // 2 * dtype.itemsize  # no pass reads all embeddings
+    weight_bytes = read_weights(spec) * dtype.itemsize
     kv_tokens = sum((one.output - 1) * one.prompt + one.output * (one.output - 1) // 2 for one in lengths)
     kv_bytes = kv_tokens * spec.kv_values_per_token * dtype.itemsize
     return Floor(
-        prompt_s=prompt_flop / rate,
+        prompt_s=prompt_flop(lengths, spec) / rate,
         weights_s=max(passes * weight_bytes / bandwidth, decode_flop / rate),
         kv_s=kv_bytes / bandwidth,
     )

@@ -46,6 +46,21 @@ def throughput_table(figures: dict[str, Any]) -> str:
     return "\n".join(f"{name:<{wide}}  {value}" for name, value in rows)
 
 
+def latency_table(figures: dict[str, Any]) -> str:
+    """One line per batch size; times in milliseconds, "of floor" is the floor over what was seen."""
+    machine = figures["machine"]
+    read = f"{machine['bandwidth_gb_s']:,.0f} GB/s, {machine['matrix_gflop_s'] / 1000:,.1f} TFLOP/s"
+    head = f"{figures['model']} in {figures['dtype']}; this machine: {read}"
+    lines = [head, "batch  first token p50    last  of floor  gap p50     p99  of floor  output tok/s"]
+    lines += [
+        f"{row['batch']:>5}  {1000 * row['ttft_p50_s']:>15.1f}  {1000 * row['ttft_last_s']:>6.1f}  "
+        f"{row['ttft_fraction']:>8.0%}  {1000 * row['gap_p50_s']:>7.2f}  {1000 * row['gap_p99_s']:>6.2f}  "
+        f"{row['gap_fraction']:>8.0%}  {row['output_tok_s']:>12,.0f}"
+        for row in figures["batches"]
+    ]
+    return "\n".join(lines)
+
+
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("output tok/s", "output_tok_s", ",.1f"),
     ("padding", "padding_share", ".0%"),

@@ -4,7 +4,7 @@ Is handed a loop; knows how to fill it and what to count. The times are from the
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -41,7 +41,12 @@ class Throughput:
 
 
 def run_throughput(
-    loop: EngineLoop, lengths: Sequence[Lengths], prompts: Sequence[list[int]], progress: bool = True, name: str = ""
+    loop: EngineLoop,
+    lengths: Sequence[Lengths],
+    prompts: Sequence[list[int]],
+    progress: bool = True,
+    name: str = "",
+    after_pass: Callable[[], None] = lambda: None,
 ) -> Throughput:
     """Submit everything, turn until idle, count."""
     outputs = sum(one.output for one in lengths)
@@ -64,6 +69,7 @@ def run_throughput(
             scheduled += len(events.scheduled_ids)
             peak = max(peak, events.blocks_held / max(events.blocks_total, 1))
             bar.update(len(events.tokens))
+            after_pass()
     seconds = time.perf_counter() - begun
     return Throughput(
         requests=len(lengths),

@@ -11,6 +11,7 @@ from shoal.bench.serve_command import add_command as add_serve
 from shoal.cli.common import check_writable, new_command
 from shoal.cli.compare import add_model, load_once, make_folder
 from shoal.cli.frontend import add_frontend
+from shoal.cli.latency import add_latency
 from shoal.cli.policies import add_policies
 from shoal.cli.scheduler import add_scheduler
 from shoal.config import EngineConfig, add_flags
@@ -39,7 +40,11 @@ def add_bench(commands: Any) -> None:
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--runs", type=int, default=1, help="repeat and report the best (default: 1)")
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file; - prints them")
+    parser.add_argument(
+        "--profile", metavar="TRACE.json", help="run once more and write a Chrome trace of 20 passes in its middle"
+    )
     add_flags(parser)
+    add_latency(kinds)
     add_giant(kinds)
     add_serve(kinds, new_command)
     add_frontend(kinds)
@@ -99,8 +104,9 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
     for name in ("requests", "runs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise BadConfig(f"--{name} must be at least 1, not {getattr(args, name)}")
-    if args.json and args.json != "-":
-        check_writable(args.json)
+    for path in (args.json, args.profile):
+        if path and path != "-":
+            check_writable(path)
     if args.config and getattr(args, "load_format", "auto") != "dummy":
         raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
     args.model = args.config or args.model
@@ -116,6 +122,15 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
     ]
     best = min(runs, key=lambda run: run.seconds)
     machine = measure(built.dtype, built.device, built.spec.parameters * built.dtype.itemsize)
+    profiled = ""
+    if args.profile:
+        from shoal.bench.profile import PASSES, PassProfiler, named
+
+        profiler = PassProfiler(args.profile, max(1, (best.passes - PASSES) // 2))
+        with named(built.loop):
+            run_throughput(built.loop, lengths, prompts, progress=False, name="profile ", after_pass=profiler.step)
+        profiler.stop()
+        profiled = f"\n\n{args.profile}: {PASSES} passes\n{profiler.table()}"
     least = floor(lengths, built.spec, built.dtype, config.max_num_seqs, machine)
     built.loop.close()
     figures = throughput_figures(best, least, machine, built.files.name, str(built.dtype).removeprefix("torch."))
@@ -124,5 +139,5 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
         return 0
     if args.json:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
-    print(throughput_table(figures))
+    print(throughput_table(figures) + profiled)
     return 0

@@ -77,4 +77,4 @@ def check_writable(path: str) -> None:
         with open(path, "a"):
             pass
     except OSError as error:
-        raise BadConfig(f"cannot write {path}: {error.strerror}; choose another --json file") from error
+        raise BadConfig(f"cannot write {path}: {error.strerror}; choose another file") from error

@@ -41,6 +41,13 @@ class Batch:
     """Tokens per block."""
     width: int = 0
     """0: ragged. Else the tokens form a rectangle of block_tables' rows and so many columns, padding included."""
+    prepared: object | None = None
+    """What the device's kernels would work out from the lists, if that was done before; the lists are then empty."""
+
+    @property
+    def longest(self) -> int:
+        """The longest context; 0 where only the device knows."""
+        return max(self.contexts, default=0)
 
 
 class Ops(Protocol):
@@ -58,11 +65,20 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2n] → silu of the left half times the right half, [T, n]."""
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn value i with value i + d/2. q [T, heads, d], k [T, kv_heads, d], cos and sin [T, d/2] or [T, d]."""
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        turn: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        """What stands between the product that makes queries, keys and values, and attention.
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Write k and v [T, kv_heads, d] into the cache at slots."""
+        qkv [T, (heads + 2 kv_heads) d] → queries [T, heads, d]. Queries and keys are normed per head where norms (of
+        queries, of keys, eps) are given, and turned: value i with value i + d/2, by turn's cos and sin [T, d/2] or
+        [T, d]. Keys and values go into the cache at slots. On a GPU a slot below 0 is padding: nothing is stored.
+        """
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """Causal attention of q [T, heads, d] over each sequence's blocks → [T, heads, d].

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from shoal.kernels import Batch
+from shoal.kernels import Batch, composed
 from shoal.kernels.padded import padded_attention
 
 
@@ -50,9 +50,21 @@ class RefOps:
         return turned(q), turned(k)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """One row of the flattened cache per token."""
-        k_cache.view(-1, *k.shape[1:])[slots] = k.to(k_cache.dtype)
-        v_cache.view(-1, *v.shape[1:])[slots] = v.to(v_cache.dtype)
+        """One row of the flattened cache per token; none for a slot below 0."""
+        real = slots >= 0
+        k_cache.view(-1, *k.shape[1:])[slots[real]] = k[real].to(k_cache.dtype)
+        v_cache.view(-1, *v.shape[1:])[slots[real]] = v[real].to(v_cache.dtype)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        turn: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        """Norm, turn, store."""
+        return composed.rotate_and_store(self, qkv, norms, turn, cache, slots)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """Sequence by sequence: gather its blocks, mask, softmax."""

@@ -50,8 +50,11 @@ class Model(Protocol):
     def forward(self, ids: Tensor, batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """ids [T] → hidden [T, hidden], before the final norm."""
 
+    def scores(self, hidden_rows: Tensor) -> Tensor:
+        """Rows of what forward gave → [rows, vocab] in the model's own type."""
+
     def logits(self, hidden_rows: Tensor) -> Tensor:
-        """Rows of what forward gave → float32 [rows, vocab]."""
+        """The same in float32."""
 
 
 def model_class(spec: ModelSpec) -> type[Model]:

@@ -7,7 +7,7 @@ requests or how attention finds its blocks.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from torch import Tensor, split
+from torch import Tensor
 from torch.nn.functional import embedding
 
 from shoal.kernels import Batch, Ops
@@ -25,22 +25,14 @@ class Attention:
         self.scale = spec.head_dim**-0.5
         self.qkv = Linear(params, f"{name}.qkv", ops)
         self.out = Linear(params, f"{name}.out", ops)
-        self.q_norm = Norm(params, f"{name}.q_norm", spec.norm_eps, ops) if spec.qk_norm else None
-        self.k_norm = Norm(params, f"{name}.k_norm", spec.norm_eps, ops) if spec.qk_norm else None
+        self.norms: tuple[Tensor, Tensor, float] | None = None  # of queries and keys, per head
+        if spec.qk_norm:
+            self.norms = (params[f"{name}.q_norm.weight"], params[f"{name}.k_norm.weight"], spec.norm_eps)
 
     def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
-        spec, ops = self.spec, self.ops
-        tokens = x.shape[0]
-        flat_q, flat_k, flat_v = split(self.qkv(x), [spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
-        q = flat_q.view(tokens, spec.heads, spec.head_dim)
-        k = flat_k.view(tokens, spec.kv_heads, spec.head_dim)
-        v = flat_v.view(tokens, spec.kv_heads, spec.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ops.rotary(q, k, *turn)
-        ops.store_kv(k, v, *cache, batch.slots)
-        mixed = ops.attention(q, *cache, batch, self.scale, self.window)
-        return self.out(mixed.reshape(tokens, spec.q_size))
+        q = self.ops.rotate_and_store(self.qkv(x), self.norms, turn, cache, batch.slots)
+        mixed = self.ops.attention(q, *cache, batch, self.scale, self.window)
+        return self.out(mixed.reshape(x.shape[0], self.spec.q_size))
 
 
 class Layer:
@@ -80,7 +72,7 @@ class LlamaModel:
 
     def forward(self, ids: Tensor, batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """ids [T] → hidden [T, hidden], before the final norm. Writes this pass's keys and values into kv."""
-        turn = self.rope.rows(batch.positions, max(batch.contexts))
+        turn = self.rope.rows(batch.positions, batch.longest)
         residual = embedding(ids, self.embedding)
         normed = self.layers[0].attention_norm(residual)
         last = len(self.layers) - 1
@@ -92,9 +84,13 @@ class LlamaModel:
                 normed, residual = self.layers[index + 1].attention_norm.add(grown, residual)
         return grown + residual
 
+    def scores(self, hidden_rows: Tensor) -> Tensor:
+        """Final norm and lm_head: rows of forward's result → [rows, vocab] in the model's type."""
+        return self.ops.linear(self.norm(hidden_rows), self.head, None)
+
     def logits(self, hidden_rows: Tensor) -> Tensor:
-        """Final norm and lm_head: rows of forward's result → float32 [rows, vocab]."""
-        return self.ops.linear(self.norm(hidden_rows), self.head, None).float()
+        """The same in float32."""
+        return self.scores(hidden_rows).float()
 
     @staticmethod
     def parameter_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:

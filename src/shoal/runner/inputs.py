@@ -4,6 +4,7 @@ A row's block table and last token stay here; a plan only says what changed. Kno
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,4 +105,10 @@ class RowTables:
         return ids
 
     def _put(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return put(array, self.device)
+
+
+def put(array: "np.ndarray[tuple[int, ...], np.dtype[Any]]", device: torch.device) -> Tensor:
+    """An array on the device; the host does not wait for what the device is doing."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

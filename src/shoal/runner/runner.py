@@ -4,6 +4,8 @@ One ragged forward per pass: linear layers over all tokens of all requests, atte
 logits only for the positions that choose a token. Knows rows, not requests; never sees the scheduler.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,16 +42,27 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> Begun | None:
         """Hidden states of all positions of the pass; None if it has no rows."""
+        self.update(plan)
+        return self.compute(plan) if len(plan.rows) else None
+
+    def update(self, plan: StepPlan) -> None:
+        """Take in what the plan changes: copies of blocks begin, rows start or grow."""
         for order in plan.copies:
             self.copier.submit(order)
         self.tables.update(plan)
-        if not len(plan.rows):
-            return None
         for start in plan.starting:
             self.sampler.start(start)
             self._prompts.pop(start.row, None)
             if start.wants_prompt_logprobs:
                 self._prompts[start.row] = (start.tokens[: start.prompt_len], start.params.prompt_logprobs or 0)
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether somebody's prompt logprobs are still to be computed."""
+        return bool(self._prompts)
+
+    def compute(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
+        """The forward pass itself."""
         inputs = self.tables.gather(plan)
         return self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs
 
@@ -74,7 +87,7 @@ class Runner:
             scripted = self.sampler.rows.ends_at[rows] == inputs.sampling_positions
             if scripted.any():
                 tokens = np.where(scripted, SCRIPTED_END, tokens)
-        of_prompts = self._prompt_logprobs(plan, hidden, inputs) if self._prompts else ()
+        of_prompts = self.prompt_logprobs(plan, hidden, inputs.batch.starts)
         done, broken = self.copier.take()  # last of all: what is taken must be told
         return StepResult(
             plan.step,
@@ -89,9 +102,11 @@ class Runner:
             padded=len(inputs.ids) - len(plan.tokens),
         )
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, inputs: PassInputs) -> PromptLogprobs:
-        """What the model thought of each prompt token, given those before it."""
-        found = []
+    def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, starts: Sequence[int]) -> PromptLogprobs:
+        """What the model thought of each prompt token, given those before it; starts: of each row in hidden."""
+        found: list[tuple[int, int, tuple[Logprobs, ...]]] = []
+        if not self._prompts:
+            return ()
         for place, (row, start, count) in enumerate(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
         ):
@@ -102,7 +117,7 @@ class Runner:
             values: list[Logprobs] = []
             for at in range(start, last, LOGITS_AT_ONCE):
                 until = min(at + LOGITS_AT_ONCE, last)
-                offset = inputs.batch.starts[place] - start
+                offset = starts[place] - start
                 logits = self.model.logits(hidden[offset + at : offset + until])
                 targets = torch.tensor(prompt[at + 1 : until + 1], device=hidden.device)
                 values += logprobs_of(logits, targets, top)

@@ -7,6 +7,8 @@ min_tokens forbids no end where a grammar decides, which may leave nothing else.
 and no blocks.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from shoal.core.plan import Flags, Ints, RowStart
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.runner.draws import draw_keys, gumbel
+from shoal.runner.inputs import put
 
 FIRST_LOOK = 1024  # so many of the likeliest tokens usually hold the mass that top_p asks for
 
@@ -78,7 +81,7 @@ class Counts:
         if not self._free:
             self._grow()
         line = self.line_of[start.row] = self._free.pop()
-        tokens = torch.tensor(start.tokens, dtype=torch.int64, device=self.seen.device)
+        tokens = put(np.array(start.tokens, dtype=np.int64), self.seen.device)
         self.seen[line] = False
         self.seen[line, tokens] = True
         self.said[line] = torch.bincount(tokens[start.prompt_len :], minlength=self.said.shape[1])
@@ -92,12 +95,12 @@ class Counts:
 
     def apply(self, scores: Tensor, places: list[int], starts: list[RowStart]) -> None:
         """Lower the scores of what was said before."""
-        where = torch.tensor(places, device=scores.device)
-        lines = torch.tensor([self.line_of[start.row] for start in starts], device=scores.device)
+        where = put(np.array(places), scores.device)
+        lines = put(np.array([self.line_of[start.row] for start in starts]), scores.device)
         params = [
             (s.params.repetition_penalty or 1.0, s.params.frequency_penalty, s.params.presence_penalty) for s in starts
         ]
-        repetition, frequency, presence = torch.tensor(params, device=scores.device).T.unsqueeze(2)
+        repetition, frequency, presence = put(np.array(params, dtype=np.float32), scores.device).T.unsqueeze(2)
         values, said = scores[where], self.said[lines]
         penalised = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where(self.seen[lines], penalised, values)
@@ -107,7 +110,7 @@ class Counts:
         """These rows have just said these tokens."""
         pairs = [(self.line_of[row], place) for place, row in enumerate(rows.tolist()) if row in self.line_of]
         if pairs:
-            lines, places = torch.tensor(pairs, device=tokens.device).T
+            lines, places = put(np.array(pairs), tokens.device).T
             self.seen[lines, tokens[places]] = True
             self.said[lines, tokens[places]] += 1
 
@@ -124,6 +127,12 @@ class Sampler:
     def start(self, start: RowStart) -> None:
         self.rows.start(start)
         self.counts.start(start)
+
+    def greedy(self, rows: Ints) -> bool:
+        """Whether these rows all take the likeliest token of unchanged scores, and ask for nothing else."""
+        state = self.rows
+        more = state.changes_scores[rows] | (state.temperature[rows] > 0) | (state.logprobs[rows] >= 0)
+        return not more.any()
 
     def sample(
         self, logits: Tensor, rows: Ints, positions: Ints, masks: LateMasks | None = None
@@ -181,8 +190,8 @@ class Sampler:
         if with_penalty:
             self.counts.apply(scores, with_penalty, [self.rows.starts[int(rows[place])] for place in with_penalty])
         if places:
-            at = (torch.tensor(places, device=self.device), torch.tensor(ids, device=self.device))
-            scores.index_put_(at, torch.tensor(amounts, dtype=torch.float32, device=self.device), accumulate=True)
+            at = (self._put(np.array(places)), self._put(np.array(ids)))
+            scores.index_put_(at, self._put(np.array(amounts, dtype=np.float32)), accumulate=True)
         return scores
 
     def _draw(self, scores: Tensor, rows: Ints, positions: Ints) -> Tensor:
@@ -262,8 +271,8 @@ class Sampler:
             )
         return out
 
-    def _put(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+    def _put(self, array: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> Tensor:
+        return put(array, self.device)
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> list[Logprobs]:

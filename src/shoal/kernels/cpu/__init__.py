@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from shoal.kernels import Batch
+from shoal.kernels import Batch, composed
 from shoal.kernels.padded import padded_attention
 
 PIECE_TOKENS = 64
@@ -103,6 +103,17 @@ class CpuOps:
         """One row of the flattened cache per token."""
         k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k.to(k_cache.dtype))
         v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v.to(v_cache.dtype))
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        turn: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        """Norm, turn, store."""
+        return composed.rotate_and_store(self, qkv, norms, turn, cache, slots)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """All decode rows together, then each longer stretch of queries by itself."""

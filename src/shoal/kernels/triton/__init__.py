@@ -1,33 +1,30 @@
-"""Kernels for NVIDIA GPUs, in Triton; matrix products are cuBLAS's.
+"""Kernels for NVIDIA GPUs: Triton for what is fused and for attention, cuBLAS for most matrix products.
 
-Owns how a ragged batch is cut into the calls of attention.py. The plain meaning of everything here is ref.py.
+Owns how a ragged batch is cut into the calls of attention.py, and which kernel computes what. The plain meaning of
+everything here is ref.py; what was measured is in docs/performance.md.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from shoal.kernels import Batch
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.triton import attention as kernels
 from shoal.kernels.triton import rows
+from shoal.kernels.triton.skinny import linear
+
+__all__ = ["Cut", "TritonOps", "cut_batch"]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one batch is computed, worked out once per pass: its decodes, and the query blocks of its prompts."""
+    """How attention is computed in one pass: its decodes, and the blocks of queries of its prompts."""
 
-    contexts: Tensor
-    starts: Tensor
-    tables: Tensor
-    decodes: Tensor  # their tables …
-    decode_contexts: Tensor
-    decode_places: Tensor  # … and where their queries stand
-    longest: int
-    block_row: Tensor
-    block_first: Tensor
+    tables: Tensor  # int32 [rows, widest]: blocks of every row, those outside this pass included
+    decodes: Tensor  # int32 [3, n]: row, context (0: nobody), place of the query
+    blocks: Tensor  # int32 [5, m]: row (below 0: nobody), where its queries begin, how many, this block's first, context
 
 
 class TritonOps:
@@ -35,6 +32,8 @@ class TritonOps:
 
     def __init__(self) -> None:
         self._cut: tuple[Batch, int, Cut] | None = None
+        self._processors = 0
+        self._arrived: Tensor | None = None
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight, bias)
@@ -48,61 +47,70 @@ class TritonOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return rows.silu_mul(gate_up)
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rows.rotary(q, cos, sin), rows.rotary(k, cos, sin)
-
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        rows.store_kv(k, v, k_cache, v_cache, slots)
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        turn: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        return rows.rotate_and_store(qkv, norms, turn, cache, slots)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """Decodes and prompt chunks of the same pass, each in its own kernel, into one result."""
         if batch.width:
             return padded_attention(q, k_cache, v_cache, batch, scale, window)
-        group = q.shape[1] // k_cache.shape[2]
-        cut = self._cut_of(batch, group)
+        kv_heads = k_cache.shape[2]
+        cut = self._cut_of(batch, kernels.queries_per_block(q.shape[1] // kv_heads, q.shape[2], q.dtype))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if cut.decodes.shape[0]:
-            processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-            splits = kernels.splits_for(cut.decodes.shape[0], k_cache.shape[2], cut.longest, processors)
-            kernels.decode(
-                q, k_cache, v_cache, cut.decodes, cut.decode_contexts, cut.decode_places, out, scale, window, splits
-            )
-        if cut.block_row.shape[0]:
-            kernels.prefill(
-                q, k_cache, v_cache, cut.tables, cut.contexts, cut.starts, cut.block_row, cut.block_first, out, scale,
-                window,
-            )  # fmt: skip
+        count = cut.decodes.shape[1]
+        if count:
+            processors, arrived = self._device(q.device)
+            shape = kernels.decode_shape(count, kv_heads, q.shape[2], q.dtype == torch.float32, processors)
+            kernels.decode(q, k_cache, v_cache, cut.tables, cut.decodes, out, arrived, scale, window, shape)
+        if cut.blocks.shape[1]:
+            kernels.prefill(q, k_cache, v_cache, cut.tables, cut.blocks, out, scale, window)
         return out
 
-    def _cut_of(self, batch: Batch, group: int) -> Cut:
+    def _device(self, device: torch.device) -> tuple[int, Tensor]:
+        """(processors, a zero for every sequence and KV head whose decode may be split)."""
+        if self._arrived is None:
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._arrived = torch.zeros(8 * self._processors, dtype=torch.int32, device=device)
+        return self._processors, self._arrived
+
+    def _cut_of(self, batch: Batch, queries: int) -> Cut:
         """Remembered for the layers of the same pass."""
-        if self._cut is not None and self._cut[0] is batch and self._cut[1] == group:
+        if isinstance(batch.prepared, Cut):
+            return batch.prepared
+        if self._cut is not None and self._cut[0] is batch and self._cut[1] == queries:
             return self._cut[2]
-        cut = cut_batch(batch, kernels.queries_per_block(group))
-        self._cut = (batch, group, cut)
+        cut = cut_batch(batch, queries)
+        self._cut = (batch, queries, cut)
         return cut
 
 
 def cut_batch(batch: Batch, queries: int) -> Cut:
     """Rows with one query are decodes; the others are cut into blocks of queries, the longest work first."""
-    device = batch.block_tables.device
     counts = [end - first for first, end in zip(batch.starts, batch.starts[1:], strict=False)]
-    decodes = [row for row, count in enumerate(counts) if count == 1]
-    blocks = [(row, first) for row, count in enumerate(counts) if count > 1 for first in range(0, count, queries)]
-    blocks.sort(key=lambda block: -(batch.contexts[block[0]] - counts[block[0]] + block[1]))
+    decodes = [(row, batch.contexts[row], batch.starts[row]) for row, count in enumerate(counts) if count == 1]
+    blocks = [
+        (row, batch.starts[row], count, first, batch.contexts[row])
+        for row, count in enumerate(counts)
+        if count > 1
+        for first in range(0, count, queries)
+    ]
+    blocks.sort(key=lambda block: -(block[4] - block[2] + block[3]))
 
-    def put(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+    def put(entries: list[tuple[int, ...]], nobody: tuple[int, ...]) -> Tensor:
+        """Columns, padded so that every line begins on a multiple of 16 bytes."""
+        entries = entries + [nobody] * (-len(entries) % 4)
+        lines = torch.tensor(entries, dtype=torch.int32).reshape(len(entries), len(nobody)).T.contiguous()
+        return lines.to(batch.block_tables.device)
 
-    tables = batch.block_tables
     return Cut(
-        contexts=put(batch.contexts),
-        starts=put(batch.starts),
-        tables=tables,
-        decodes=tables if len(decodes) == len(counts) else tables[put(decodes).long()],
-        decode_contexts=put([batch.contexts[row] for row in decodes]),
-        decode_places=put([batch.starts[row] for row in decodes]),
-        longest=max((batch.contexts[row] for row in decodes), default=0),
-        block_row=put([row for row, _ in blocks]),
-        block_first=put([first for _, first in blocks]),
+        tables=batch.block_tables,
+        decodes=put([*decodes], (0, 0, 0)),
+        blocks=put([*blocks], (kernels.NOBODY, 0, 0, 0, 0)),
     )

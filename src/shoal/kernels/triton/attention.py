@@ -3,12 +3,15 @@
 Both kernels read keys and values through the block table and pack the query heads that share a KV head into the rows
 of one matrix product, so that every key is read once per KV head.
 
-    decode    one program for (sequence, KV head, split): the group's heads against a part of the past; parts are merged
+    decode    one program for (sequence, KV head, split): the group's heads against a part of the past; the program
+              that ends last merges the parts
     prefill   one program for (block of queries, KV head): tiles wholly in the past unmasked, then the ragged border
 
-Scores are kept in powers of two (exp2 is the hardware's own). Knows tensors, not batches.
+Lengths, rows and places are read from device memory, and programs without work leave at once: a launch recorded once
+serves any lengths. Scores are kept in powers of two (exp2 is the hardware's own). Knows tensors, not batches.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,214 +19,245 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.kernels.triton.launch import overlap, settle
+
 LOG2_E = 1.4426950408889634
-# tokens per tile, warps, stages: the best on an H200 for bf16, head_dim 128 (decode) and per case (prefill)
-DECODE = (128, 4, 3)
-PREFILL = (64, 4, 3)
 ROWS = 128  # of the prefill's query block: queries × heads of a group
+NOBODY = -1  # the row of a block of queries that does not exist
 
 
-@triton.jit
+@dataclass(frozen=True)
+class DecodeShape:
+    """How decodes are cut: tokens per tile, warps, stages, most parts of one past, fewest tiles in a part."""
+
+    tile: int
+    warps: int
+    stages: int
+    splits: int
+    least: int
+
+
+@triton.jit(do_not_specialize=["window", "least", "t_row"])
 def _decode(
-    q, k_cache, v_cache, tables, contexts, places, out, sums, scale, window,
+    q, k_cache, v_cache, tables, rows, contexts, places, out, parts, sums, arrived, scale, window, least,
     q_token, q_head, c_block, c_token, c_head, t_row,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, WINDOWED: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr,
+    DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context = tl.load(contexts + row)
-    place = tl.load(places + row).to(tl.int64)
+    settle(OVERLAP)
+    item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + item)
     begin = 0
     if WINDOWED:
         begin = tl.maximum(context - window, 0) // TILE * TILE
     tiles = tl.cdiv(context - begin, TILE)
-    share = tl.cdiv(tiles, SPLITS) * TILE
-    first = begin + split * share
-    last = tl.minimum(first + share, context)
-    g, d, t = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_ROOM), tl.arange(0, TILE)
-    in_dim, in_group = d < DIM, g < GROUP
-    heads = head * GROUP + g
-    query = tl.load(
-        q + place * q_token + heads[:, None] * q_head + d[None, :], mask=in_group[:, None] & in_dim[None, :], other=0.0
-    )
-    top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_ROWS], tl.float32)
-    mixed = tl.zeros([GROUP_ROWS, DIM_ROOM], tl.float32)
-    for start in range(first, last, TILE):
-        token = start + t
-        seen = token < last
-        if WINDOWED:
-            seen = seen & (token > context - 1 - window)
-        block = tl.load(tables + row * t_row + token // BLOCK, mask=seen, other=0).to(tl.int64)
-        at = block * c_block + (token % BLOCK) * c_token + head * c_head
-        key = tl.load(k_cache + at[None, :] + d[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee" if EXACT else "tf32") * scale
-        score = tl.where(seen[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
-        total = total * fade + tl.sum(weight, 1)
-        value = tl.load(v_cache + at[:, None] + d[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
-        mixed = mixed * fade[:, None] + tl.dot(
-            weight.to(value.dtype), value, input_precision="ieee" if EXACT else "tf32"
-        )
-        top = higher
-    mask = in_group[:, None] & in_dim[None, :]
-    safe = tl.where(total > 0, total, 1.0)
-    if SPLITS == 1:
-        result = (mixed / safe[:, None]).to(out.dtype.element_ty)
-        tl.store(out + (place * HEADS + heads)[:, None] * DIM + d[None, :], result, mask=mask)
-    else:
-        part = (row * HEADS + heads) * SPLITS + split
-        tl.store(out + part[:, None] * DIM + d[None, :], mixed / safe[:, None], mask=mask)
-        tl.store(sums + part, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=in_group)
+    share = tiles
+    if SPLITS > 1:
+        share = tl.maximum(tl.cdiv(tiles, SPLITS), least)
+    first = begin + split * share * TILE
+    last = tl.minimum(first + share * TILE, context)
+    if first < last:  # else this part, or the whole sequence, does not exist
+        row = tl.load(rows + item).to(tl.int64)
+        place = tl.load(places + item).to(tl.int64)
+        g, d, t = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_ROOM), tl.arange(0, TILE)
+        in_dim, in_group = d < DIM, g < GROUP
+        heads = head * GROUP + g
+        mask = in_group[:, None] & in_dim[None, :]
+        query = tl.load(q + place * q_token + heads[:, None] * q_head + d[None, :], mask=mask, other=0.0)
+        top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_ROWS], tl.float32)
+        mixed = tl.zeros([GROUP_ROWS, DIM_ROOM], tl.float32)
+        for start in range(first, last, TILE):
+            token = start + t
+            seen = token < last
+            if WINDOWED:
+                seen = seen & (token > context - 1 - window)
+            block = tl.load(tables + row * t_row + token // BLOCK, mask=seen, other=0).to(tl.int64)
+            at = block * c_block + (token % BLOCK) * c_token + head * c_head
+            key = tl.load(k_cache + at[None, :] + d[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0)
+            score = tl.dot(query, key, input_precision=PRECISION) * scale
+            score = tl.where(seen[None, :], score, float("-inf"))
+            higher = tl.maximum(top, tl.max(score, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
+            total = total * fade + tl.sum(weight, 1)
+            value = tl.load(v_cache + at[:, None] + d[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
+            mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+            top = higher
+        safe = tl.where(total > 0, total, 1.0)
+        count = tl.cdiv(tiles, share)
+        whole = (mixed / safe[:, None]).to(out.dtype.element_ty)
+        to = out + (place * HEADS + heads)[:, None] * DIM + d[None, :]
+        if SPLITS == 1:
+            tl.store(to, whole, mask=mask)
+        elif count == 1:
+            tl.store(to, whole, mask=mask)
+        else:
+            part = (item * HEADS + heads) * SPLITS + split
+            tl.store(parts + part[:, None] * DIM + d[None, :], mixed / safe[:, None], mask=mask)
+            tl.store(sums + part, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=in_group)
+            tl.debug_barrier()  # all of this program's stores come before its arrival
+            before = tl.atomic_add(arrived + item * KV_HEADS + head, 1, sem="acq_rel")
+            if before == count - 1:  # the last of them: everybody's parts are there
+                tl.store(arrived + item * KV_HEADS + head, 0)
+                p = tl.arange(0, SPLITS)
+                for member in tl.static_range(GROUP):
+                    one = (item * HEADS + head * GROUP + member) * SPLITS + p
+                    mass = tl.load(sums + one, mask=p < count, other=float("-inf"), cache_modifier=".cg")
+                    share_of = tl.exp2(mass - tl.max(mass, 0))
+                    share_of = share_of / tl.sum(share_of, 0)
+                    piece = tl.load(
+                        parts + one[:, None] * DIM + d[None, :], mask=(p < count)[:, None] & in_dim[None, :],
+                        other=0.0, cache_modifier=".cg",
+                    )  # fmt: skip
+                    merged = tl.sum(piece * share_of[:, None], 0).to(out.dtype.element_ty)
+                    tl.store(out + (place * HEADS + head * GROUP + member) * DIM + d, merged, mask=in_dim)
 
 
-@triton.jit
-def _merge(
-    parts, sums, places, out, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Parts of one head's past, weighed by the mass each saw."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    place = tl.load(places + row).to(tl.int64)
-    d, p = tl.arange(0, DIM_ROOM), tl.arange(0, SPLITS)
-    first = (row * HEADS + head) * SPLITS
-    mass = tl.load(sums + first + p)
-    weight = tl.exp2(mass - tl.max(mass, 0))
-    weight = weight / tl.sum(weight, 0)
-    part = tl.load(parts + (first + p)[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
-    result = tl.sum(part * weight[:, None], 0).to(out.dtype.element_ty)
-    tl.store(out + (place * HEADS + head) * DIM + d, result, mask=d < DIM)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["window", "t_row"])
 def _prefill(
-    q, k_cache, v_cache, tables, contexts, starts, block_row, block_first, out, scale, window,
+    q, k_cache, v_cache, tables, rows, begins, counts, firsts, contexts, out, scale, window,
     q_token, q_head, c_block, c_token, c_head, t_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr, WINDOWED: tl.constexpr,
+    QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.load(block_row + tl.program_id(0)), tl.program_id(1)
-    first_query = tl.load(block_first + tl.program_id(0))
-    begin, end = tl.load(starts + row), tl.load(starts + row + 1)
-    context = tl.load(contexts + row)
-    r, d, t = tl.arange(0, QUERY_ROWS), tl.arange(0, DIM_ROOM), tl.arange(0, TILE)
-    query_at = first_query + r // GROUP
-    heads = head * GROUP + r % GROUP
-    in_dim = d < DIM
-    live = (query_at < end - begin) & (r < QUERIES * GROUP)
-    place = (begin + query_at).to(tl.int64)
-    query = tl.load(
-        q + place[:, None] * q_token + heads[:, None] * q_head + d[None, :],
-        mask=live[:, None] & in_dim[None, :],
-        other=0.0,
-    )
-    past = context - (end - begin)  # positions before this pass's first
-    position = past + query_at
-    top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([QUERY_ROWS], tl.float32)
-    mixed = tl.zeros([QUERY_ROWS, DIM_ROOM], tl.float32)
-    until = tl.minimum(context, past + first_query + QUERIES)
-    border = (past + first_query + 1) // TILE * TILE  # tiles before this are seen whole by every query
-    start_at = 0
-    if WINDOWED:
-        start_at = tl.maximum(past + first_query + 1 - window, 0) // TILE * TILE
-        border = start_at  # every tile may be cut by the window
-    for start in range(start_at, border, TILE):
-        token = start + t
-        block = tl.load(tables + row * t_row + token // BLOCK).to(tl.int64)
-        at = block * c_block + (token % BLOCK) * c_token + head * c_head
-        key = tl.load(k_cache + at[None, :] + d[:, None], mask=in_dim[:, None], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee" if EXACT else "tf32") * scale
-        higher = tl.maximum(top, tl.max(score, 1))
-        fade, weight = tl.exp2(top - higher), tl.exp2(score - higher[:, None])
-        total = total * fade + tl.sum(weight, 1)
-        value = tl.load(v_cache + at[:, None] + d[None, :], mask=in_dim[None, :], other=0.0)
-        mixed = tl.dot(
-            weight.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee" if EXACT else "tf32"
+    settle(OVERLAP)
+    head, item = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + item).to(tl.int64)
+    if row >= 0:
+        begin, count = tl.load(begins + item), tl.load(counts + item)
+        first_query, context = tl.load(firsts + item), tl.load(contexts + item)
+        r, d, t = tl.arange(0, QUERY_ROWS), tl.arange(0, DIM_ROOM), tl.arange(0, TILE)
+        query_at = first_query + r // GROUP
+        heads = head * GROUP + r % GROUP
+        in_dim = d < DIM
+        live = (query_at < count) & (r < QUERIES * GROUP)
+        place = (begin + query_at).to(tl.int64)
+        query = tl.load(
+            q + place[:, None] * q_token + heads[:, None] * q_head + d[None, :],
+            mask=live[:, None] & in_dim[None, :],
+            other=0.0,
         )
-        top = higher
-    for start in range(border, until, TILE):
-        token = start + t
-        there = token < until
-        block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
-        at = block * c_block + (token % BLOCK) * c_token + head * c_head
-        key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
-        score = tl.dot(query, key, input_precision="ieee" if EXACT else "tf32") * scale
-        seen = (token[None, :] <= position[:, None]) & there[None, :]
+        past = context - count  # positions before this pass's first
+        position = past + query_at
+        top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([QUERY_ROWS], tl.float32)
+        mixed = tl.zeros([QUERY_ROWS, DIM_ROOM], tl.float32)
+        until = tl.minimum(context, past + first_query + QUERIES)
+        border = (past + first_query + 1) // TILE * TILE  # tiles before this are seen whole by every query
+        start_at = 0
         if WINDOWED:
-            seen = seen & (token[None, :] > position[:, None] - window)
-        score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
-        total = total * fade + tl.sum(weight, 1)
-        value = tl.load(v_cache + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
-        mixed = tl.dot(
-            weight.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee" if EXACT else "tf32"
-        )
-        top = higher
-    result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
-    tl.store(
-        out + (place[:, None] * HEADS + heads[:, None]) * DIM + d[None, :], result, mask=live[:, None] & in_dim[None, :]
-    )
+            start_at = tl.maximum(past + first_query + 1 - window, 0) // TILE * TILE
+            border = start_at  # every tile may be cut by the window
+        for start in range(start_at, border, TILE):
+            token = start + t
+            block = tl.load(tables + row * t_row + token // BLOCK).to(tl.int64)
+            at = block * c_block + (token % BLOCK) * c_token + head * c_head
+            key = tl.load(k_cache + at[None, :] + d[:, None], mask=in_dim[:, None], other=0.0)
+            score = tl.dot(query, key, input_precision=PRECISION) * scale
+            higher = tl.maximum(top, tl.max(score, 1))
+            fade, weight = tl.exp2(top - higher), tl.exp2(score - higher[:, None])
+            total = total * fade + tl.sum(weight, 1)
+            value = tl.load(v_cache + at[:, None] + d[None, :], mask=in_dim[None, :], other=0.0)
+            mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
+            top = higher
+        for start in range(border, until, TILE):
+            token = start + t
+            there = token < until
+            block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
+            at = block * c_block + (token % BLOCK) * c_token + head * c_head
+            key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
+            score = tl.dot(query, key, input_precision=PRECISION) * scale
+            seen = (token[None, :] <= position[:, None]) & there[None, :]
+            if WINDOWED:
+                seen = seen & (token[None, :] > position[:, None] - window)
+            score = tl.where(seen, score, float("-inf"))
+            higher = tl.maximum(top, tl.max(score, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
+            total = total * fade + tl.sum(weight, 1)
+            value = tl.load(v_cache + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
+            mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
+            top = higher
+        result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        to = (place[:, None] * HEADS + heads[:, None]) * DIM + d[None, :]
+        tl.store(out + to, result, mask=live[:, None] & in_dim[None, :])
 
 
-def queries_per_block(group: int) -> int:
+def queries_per_block(group: int, dim: int, dtype: torch.dtype) -> int:
     """How many queries of a prompt one program takes."""
-    return max(1, ROWS // group)
+    rows = ROWS if dim * dtype.itemsize <= 512 else ROWS // 2  # as many as shared memory holds
+    return max(1, rows // group)
 
 
-def splits_for(sequences: int, kv_heads: int, longest: int, processors: int) -> int:
-    """Into how many parts a decode's past is split: enough programs to fill the card, none shorter than two tiles."""
+def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, processors: int) -> DecodeShape:
+    """From how many sequences there may be: lengths are known only on the device, and short pasts use fewer parts.
+
+    The table in docs/performance.md says how these were found.
+    """
     programs = sequences * kv_heads
-    wanted = triton.next_power_of_2(max(1, -(-2 * processors // programs)))
-    most = triton.next_power_of_2(max(1, longest // (2 * DECODE[0])))
-    return int(min(wanted, most, 32))
+    if wide or dim > 128:
+        return DecodeShape(32, 4, 2, 8 if programs <= 2 * processors else 1, 4)
+    if programs <= 16:
+        return DecodeShape(64, 2, 3, 32, 1)
+    if programs <= 64:
+        return DecodeShape(64, 2, 3, 16, 2)
+    if programs <= 4 * processors:
+        return DecodeShape(128, 4, 3, 8, 4 if programs <= processors else 8)
+    return DecodeShape(128, 4, 3, 1, 1)
 
 
-def _shapes(q: Tensor, k_cache: Tensor, tables: Tensor) -> dict[str, Any]:
+def prefill_shape(dim: int, wide: bool) -> tuple[int, int, int]:
+    """(tokens per tile, warps, stages)."""
+    return (32, 4, 1) if wide or dim > 128 else (64, 4, 3)
+
+
+def _shapes(q: Tensor, k_cache: Tensor, tables: Tensor, window: int) -> dict[str, Any]:
     heads, dim = q.shape[1], q.shape[2]
     return {
         "q_token": q.stride(0), "q_head": q.stride(1), "c_block": k_cache.stride(0), "c_token": k_cache.stride(1),
         "c_head": k_cache.stride(2), "t_row": tables.stride(0), "HEADS": heads, "GROUP": heads // k_cache.shape[2],
         "DIM": dim, "DIM_ROOM": triton.next_power_of_2(dim), "BLOCK": k_cache.shape[1],
-        "EXACT": q.dtype == torch.float32,
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32", "WINDOWED": window > 0,
     }  # fmt: skip
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, contexts: Tensor, places: Tensor, out: Tensor,
-    scale: float, window: int, splits: int,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, decodes: Tensor, out: Tensor, arrived: Tensor,
+    scale: float, window: int, shape: DecodeShape,
 ) -> None:  # fmt: skip
-    """Sequences with one query each, which stands at row places[i] of q and of out."""
-    rows, heads, dim = tables.shape[0], q.shape[1], q.shape[2]
-    group = heads // k_cache.shape[2]
-    tile, warps, stages = DECODE if q.dtype != torch.float32 and dim <= 128 else (32, 4, 2)
+    """Sequences with one query each. decodes [3, n]: row of its table, context (0: nobody), place of its query.
+
+    `arrived` holds a zero for every sequence and KV head, and does so again afterwards.
+    """
+    count, heads, dim = decodes.shape[1], q.shape[1], q.shape[2]
+    kv_heads = k_cache.shape[2]
     parts, sums = out, out
-    if splits > 1:
-        parts = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
-        sums = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
-    _decode[(rows, k_cache.shape[2], splits)](
-        q, k_cache, v_cache, tables, contexts, places, parts, sums, scale * LOG2_E, window,
-        **_shapes(q, k_cache, tables), GROUP_ROWS=max(16, triton.next_power_of_2(group)), TILE=tile, SPLITS=splits,
-        WINDOWED=window > 0, num_warps=warps, num_stages=stages,
+    if shape.splits > 1:
+        parts = torch.empty((count, heads, shape.splits, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((count, heads, shape.splits), dtype=torch.float32, device=q.device)
+    _decode[(count, kv_heads, shape.splits)](
+        q, k_cache, v_cache, tables, decodes[0], decodes[1], decodes[2], out, parts, sums, arrived, scale * LOG2_E,
+        window, shape.least, **_shapes(q, k_cache, tables, window), KV_HEADS=kv_heads,
+        GROUP_ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), TILE=shape.tile, SPLITS=shape.splits,
+        num_warps=shape.warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
-    if splits > 1:
-        room = triton.next_power_of_2(dim)
-        _merge[(rows, heads)](parts, sums, places, out, HEADS=heads, DIM=dim, DIM_ROOM=room, SPLITS=splits, num_warps=1)
 
 
 def prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, contexts: Tensor, starts: Tensor,
-    block_row: Tensor, block_first: Tensor, out: Tensor, scale: float, window: int,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, blocks: Tensor, out: Tensor, scale: float, window: int,
+    shape: tuple[int, int, int] | None = None,
 ) -> None:  # fmt: skip
-    """Blocks of queries: block i is of row block_row[i] and begins at its query number block_first[i]."""
+    """Blocks of queries. blocks [5, n]: row of the table (NOBODY: none), where the row's queries begin in q, how many
+    there are, the first one of this block, and the row's context."""
     group = q.shape[1] // k_cache.shape[2]
-    queries = queries_per_block(group)
-    tile, warps, stages = PREFILL if q.dtype != torch.float32 and q.shape[2] <= 128 else (32, 4, 1)
-    _prefill[(block_row.shape[0], k_cache.shape[2])](
-        q, k_cache, v_cache, tables, contexts, starts, block_row, block_first, out, scale * LOG2_E, window,
-        **_shapes(q, k_cache, tables), QUERIES=queries, QUERY_ROWS=max(16, triton.next_power_of_2(queries * group)),
-        TILE=tile, WINDOWED=window > 0, num_warps=warps, num_stages=stages,
+    queries = queries_per_block(group, q.shape[2], q.dtype)
+    tile, warps, stages = shape or prefill_shape(q.shape[2], q.dtype == torch.float32)
+    _prefill[(k_cache.shape[2], blocks.shape[1])](
+        q, k_cache, v_cache, tables, blocks[0], blocks[1], blocks[2], blocks[3], blocks[4], out, scale * LOG2_E, window,
+        **_shapes(q, k_cache, tables, window), QUERIES=queries,
+        QUERY_ROWS=max(16, triton.next_power_of_2(queries * group)), TILE=tile, num_warps=warps, num_stages=stages,
+        **overlap(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What happens row by row, in Triton: norms, the gated product, rotation, and writing keys and values.
+"""What happens row by row, in Triton: norms, the gated product, and what stands between the QKV product and attention.
 
 Each kernel reads and writes its rows once. Knows tensors, not models.
 """
@@ -8,9 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.kernels.triton.launch import overlap, settle
+
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, total, eps, x_row, SIZE: tl.constexpr, ROOM: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm(x, residual, weight, out, total, eps, x_row, SIZE: tl.constexpr, ROOM: tl.constexpr, ADD: tl.constexpr,
+              OVERLAP: tl.constexpr):  # fmt: skip
+    settle(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROOM)
     mask = i < SIZE
@@ -33,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     flat = x if x.dim() == 2 else x.reshape(-1, size)
     _rms_norm[(flat.shape[0],)](
         flat, flat, weight, out, out, eps, flat.stride(0), SIZE=size, ROOM=triton.next_power_of_2(size), ADD=False,
-        num_warps=warps_for(size),
+        num_warps=warps_for(size), **overlap(),
     )  # fmt: skip
     return out
 
@@ -44,7 +48,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out, total = torch.empty_like(residual), torch.empty_like(residual)
     _rms_norm[(x.shape[0],)](
         x, residual, weight, out, total, eps, x.stride(0), SIZE=size, ROOM=triton.next_power_of_2(size), ADD=True,
-        num_warps=warps_for(size),
+        num_warps=warps_for(size), **overlap(),
     )  # fmt: skip
     return out, total
 
@@ -54,7 +58,8 @@ def warps_for(size: int) -> int:
 
 
 @triton.jit
-def _silu_mul(both, out, SIZE: tl.constexpr, TILE: tl.constexpr):
+def _silu_mul(both, out, SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    settle(OVERLAP)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = i < SIZE
     gate = tl.load(both + row * 2 * SIZE + i, mask=mask, other=0.0).to(tl.float32)
@@ -67,72 +72,72 @@ def silu_mul(both: Tensor) -> Tensor:
     rows, size = both.shape[0], both.shape[1] // 2
     out = torch.empty((rows, size), dtype=both.dtype, device=both.device)
     tile = min(1024, triton.next_power_of_2(size))
-    _silu_mul[(rows, triton.cdiv(size, tile))](both, out, SIZE=size, TILE=tile, num_warps=4)
+    _silu_mul[(rows, triton.cdiv(size, tile))](both, out, SIZE=size, TILE=tile, num_warps=4, **overlap())
     return out
 
 
 @triton.jit
-def _rotary(x, out, cos, sin, x_row, x_head, angle_row, HEADS: tl.constexpr, HALF: tl.constexpr, ROOM: tl.constexpr):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = tl.arange(0, ROOM)
-    mask = i < HALF
-    c = tl.load(cos + row * angle_row + i, mask=mask, other=0.0).to(tl.float32)
-    s = tl.load(sin + row * angle_row + i, mask=mask, other=0.0).to(tl.float32)
-    at = row * x_row + head * x_head + i
-    left = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(x + at + HALF, mask=mask, other=0.0).to(tl.float32)
-    to = (row * HEADS + head) * 2 * HALF + i
-    tl.store(out + to, (left * c - right * s).to(out.dtype.element_ty), mask=mask)
-    tl.store(out + to + HALF, (right * c + left * s).to(out.dtype.element_ty), mask=mask)
+def _rotate_and_store(
+    qkv, q_weight, k_weight, cos, sin, slots, q_out, k_cache, v_cache, eps, qkv_row, angle_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROOM: tl.constexpr, PER: tl.constexpr,
+    NORMED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """PER heads of one token, be they queries, keys or values."""
+    settle(OVERLAP)
+    HALF: tl.constexpr = DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    h, i = tl.program_id(1) * PER + tl.arange(0, PER), tl.arange(0, ROOM)
+    in_half = i < HALF
+    there = (h < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
+    at = qkv + token * qkv_row + h[:, None] * DIM + i[None, :]
+    left = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    is_query, is_value = (h < HEADS)[:, None], (h >= HEADS + KV_HEADS)[:, None]
+    kind = q_out.dtype.element_ty
+    if NORMED:
+        factor = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / DIM + eps)[:, None]
+        q_left, q_right = tl.load(q_weight + i, in_half, 0.0), tl.load(q_weight + HALF + i, in_half, 0.0)
+        k_left, k_right = tl.load(k_weight + i, in_half, 0.0), tl.load(k_weight + HALF + i, in_half, 0.0)
+        w_left = tl.where(is_query, q_left[None, :], k_left[None, :])
+        w_right = tl.where(is_query, q_right[None, :], k_right[None, :])
+        left = tl.where(is_value, left, ((left * factor).to(kind) * w_left).to(tl.float32))
+        right = tl.where(is_value, right, ((right * factor).to(kind) * w_right).to(tl.float32))
+    c = tl.load(cos + token * angle_row + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * angle_row + i, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    new_left = tl.where(is_value, left, left * c - right * s)
+    new_right = tl.where(is_value, right, right * c + left * s)
+    to_query = q_out + (token * HEADS + h)[:, None] * DIM + i[None, :]
+    tl.store(to_query, new_left.to(kind), mask=there & is_query)
+    tl.store(to_query + HALF, new_right.to(kind), mask=there & is_query)
+    slot = tl.load(slots + token).to(tl.int64)
+    stored = k_cache.dtype.element_ty
+    kept = there & (slot >= 0)
+    to_key = k_cache + (slot * KV_HEADS + h - HEADS)[:, None] * DIM + i[None, :]
+    is_key = (h >= HEADS)[:, None] & (h < HEADS + KV_HEADS)[:, None]
+    tl.store(to_key, new_left.to(stored), mask=kept & is_key)
+    tl.store(to_key + HALF, new_right.to(stored), mask=kept & is_key)
+    to_value = v_cache + (slot * KV_HEADS + h - HEADS - KV_HEADS)[:, None] * DIM + i[None, :]
+    tl.store(to_value, new_left.to(stored), mask=kept & is_value)
+    tl.store(to_value + HALF, new_right.to(stored), mask=kept & is_value)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn value i with value i + d/2 of every head."""
-    rows, heads, dim = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    room = triton.next_power_of_2(dim // 2)
-    _rotary[(rows, heads)](
-        x, out, cos, sin, x.stride(0), x.stride(1), cos.stride(0), HEADS=heads, HALF=dim // 2, ROOM=room, num_warps=1
-    )
-    return out
-
-
-@triton.jit
-def _store(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slots,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    ROOM: tl.constexpr,
-):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    i = tl.arange(0, ROOM)
-    mask = i < DIM
-    to = (slot * HEADS + head) * DIM + i
-    tl.store(
-        k_cache + to,
-        tl.load(k + row * k_row + head * k_head + i, mask=mask, other=0.0).to(k_cache.dtype.element_ty),
-        mask=mask,
-    )
-    tl.store(
-        v_cache + to,
-        tl.load(v + row * v_row + head * v_head + i, mask=mask, other=0.0).to(v_cache.dtype.element_ty),
-        mask=mask,
-    )
-
-
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Write k and v [T, kv_heads, d] into the contiguous caches at slots."""
-    rows, heads, dim = k.shape
-    _store[(rows, heads)](
-        k, v, k_cache, v_cache, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        HEADS=heads, DIM=dim, ROOM=triton.next_power_of_2(dim), num_warps=1,
+def rotate_and_store(
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+    turn: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+) -> Tensor:
+    """Queries and keys normed and turned, keys and values into the contiguous caches → queries [T, heads, d]."""
+    k_cache, v_cache = cache
+    kv_heads, dim = k_cache.shape[2], k_cache.shape[3]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
+    out = torch.empty((qkv.shape[0], heads, dim), dtype=qkv.dtype, device=qkv.device)
+    per = 8
+    _rotate_and_store[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, per))](
+        qkv, q_weight, k_weight, turn[0], turn[1], slots, out, k_cache, v_cache, eps, qkv.stride(0), turn[0].stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROOM=triton.next_power_of_2(dim // 2), PER=per,
+        NORMED=norms is not None, num_warps=1 if dim <= 128 else 4, **overlap(),
     )  # fmt: skip
+    return out

@@ -1,0 +1,93 @@
+"""shoal bench latency: first tokens and further ones, for batches of several sizes."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.common import check_writable, new_command
+from shoal.config import EngineConfig, add_flags
+from shoal.errors import BadConfig
+
+BATCHES = "1,8,64,256"
+TOKENS = 8192  # in one pass, unless told otherwise
+
+
+def add_latency(kinds: Any) -> None:
+    parser = new_command(
+        kinds,
+        "latency",
+        "time to the first token and between tokens for whole batches, with the floor and the fraction reached",
+        "shoal bench latency --config DIR --load-format dummy --batches 1,8,64,256 --prompt 512 --output 128",
+        run_bench_latency,
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
+    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
+    parser.add_argument("--batches", default=BATCHES, metavar="N,N,…", help=f"batch sizes (default: {BATCHES})")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (default: 512)")
+    parser.add_argument("--output", type=int, default=128, help="tokens of each answer (default: 128)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each batch; the best is told (default: 3)")
+    parser.add_argument("--json", metavar="OUT", help="write all figures to this file; - prints them")
+    add_flags(parser)
+
+
+def run_bench_latency(args: argparse.Namespace) -> int:
+    from shoal.bench.floor import measure
+    from shoal.bench.latency import best_of, run_latency
+    from shoal.bench.report import latency_table
+    from shoal.build import build
+
+    batches = read_batches(args.batches)
+    for name, least in (("prompt", 1), ("output", 2), ("runs", 1)):
+        if getattr(args, name) < least:
+            raise BadConfig(f"--{name} must be at least {least}, not {getattr(args, name)}")
+    if args.json and args.json != "-":
+        check_writable(args.json)
+    if args.config and getattr(args, "load_format", "auto") != "dummy":
+        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
+    args.model = args.config or args.model
+    room = {"prefix_caching": False, "max_num_seqs": max(batches), "max_num_batched_tokens": TOKENS}
+    built = build(EngineConfig.from_args(argparse.Namespace(**{**room, **vars(args)})), progress=sys.stderr.isatty())
+    machine = measure(built.dtype, built.device, built.spec.parameters * built.dtype.itemsize)
+    rows = []
+    for place, batch in enumerate(batches):
+        size = (batch, args.prompt, args.output)
+        runs = [
+            run_latency(built.loop, *size, built.spec, built.dtype.itemsize, machine, seed=1000 * place + run)
+            for run in range(args.runs + 1)
+        ]
+        rows.append(best_of(runs[1:]))  # the first warms up
+    built.loop.close()
+    figures = {
+        "model": built.files.name,
+        "dtype": str(built.dtype).removeprefix("torch."),
+        "machine": asdict(machine),
+        "batches": [
+            {**asdict(row), "ttft_fraction": row.ttft_fraction, "gap_fraction": row.gap_fraction} for row in rows
+        ],
+    }
+    if args.json == "-":
+        print(json.dumps(figures))
+        return 0
+    if args.json:
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+    print(latency_table(figures))
+    return 0
+
+
+def read_batches(text: str) -> list[int]:
+    """Batch sizes from a list with commas.
+
+    >>> read_batches("1, 8")
+    [1, 8]
+    """
+    try:
+        batches = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise BadConfig(f"--batches must be whole numbers with commas between them, not {text!r}") from None
+    if min(batches) < 1:
+        raise BadConfig(f"--batches must be at least 1, not {min(batches)}")
+    return batches

@@ -1,0 +1,102 @@
+"""The small work around a forward pass that must not wait for the host: what is new in the block tables, which token
+each position holds and where its KV goes, and the likeliest token of every line of scores.
+
+Knows tensors, not plans.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shoal.kernels.triton.launch import overlap, settle
+
+PIECE = 4096  # scores that one program looks at
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_blocks(changes, tables, count, t_row, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+    settle(OVERLAP)
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = i < count
+    row = tl.load(changes + 3 * i, mask=mask, other=0).to(tl.int64)
+    index = tl.load(changes + 3 * i + 1, mask=mask, other=0)
+    tl.store(tables + row * t_row + index, tl.load(changes + 3 * i + 2, mask=mask, other=0), mask=mask)
+
+
+def add_blocks(changes: Tensor, tables: Tensor) -> None:
+    """tables[row, index] = block for every (row, index, block) of the int32 changes [n, 3]."""
+    count = changes.shape[0]
+    grid = (triton.cdiv(count, 256),)
+    _add_blocks[grid](changes, tables, count, tables.stride(0), TILE=256, num_warps=4, **overlap())
+
+
+@triton.jit(do_not_specialize=["count"])
+def _place_tokens(
+    ids, rows, positions, last_token, tables, t_row, out, count, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    settle(OVERLAP)
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = i < count
+    id, row = tl.load(ids + i, mask=mask, other=0), tl.load(rows + i, mask=mask, other=-1)
+    position = tl.load(positions + i, mask=mask, other=0)
+    real = mask & (row >= 0)
+    said = tl.load(last_token + row, mask=real & (id < 0), other=0)
+    block = tl.load(tables + row.to(tl.int64) * t_row + position // BLOCK, mask=real, other=0).to(tl.int64)
+    tl.store(out + i, tl.where(id < 0, said, id.to(tl.int64)), mask=mask)
+    tl.store(out + count + i, position.to(tl.int64), mask=mask)
+    tl.store(out + 2 * count + i, tl.where(real, block * BLOCK + position % BLOCK, -1), mask=mask)
+
+
+def place_tokens(
+    ids: Tensor, rows: Tensor, positions: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, positions, slots), int64 [T]. An id below 0 is the row's last token; a row below 0 is padding, slot -1."""
+    count = ids.shape[0]
+    out = torch.empty((3, count), dtype=torch.int64, device=ids.device)
+    _place_tokens[(triton.cdiv(count, 256),)](
+        ids, rows, positions, last_token, tables, tables.stride(0), out, count, BLOCK=block_size, TILE=256, num_warps=4,
+        **overlap(),
+    )  # fmt: skip
+    return out[0], out[1], out[2]
+
+
+@triton.jit
+def _best_of_piece(scores, bests, places, s_row, size, PIECE: tl.constexpr, OVERLAP: tl.constexpr):
+    settle(OVERLAP)
+    line, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = piece * PIECE + tl.arange(0, PIECE)
+    score = tl.load(scores + line * s_row + i, mask=i < size, other=float("-inf")).to(tl.float32)
+    score = tl.where(score != score, float("inf"), score)  # no number: must not hide
+    best, place = tl.max(score, 0, return_indices=True)
+    at = line * tl.num_programs(1) + piece
+    tl.store(bests + at, best)
+    tl.store(places + at, piece * PIECE + place)
+
+
+@triton.jit
+def _best_of_line(bests, places, rows, last_token, out, best_out, count, ROOM: tl.constexpr, OVERLAP: tl.constexpr):
+    settle(OVERLAP)
+    line = tl.program_id(0)
+    p = tl.arange(0, ROOM)
+    best = tl.load(bests + line * count + p, mask=p < count, other=float("-inf"))
+    top, piece = tl.max(best, 0, return_indices=True)
+    token = tl.load(places + line * count + piece)
+    tl.store(out + line, token)
+    tl.store(best_out + line, top)
+    row = tl.load(rows + line)
+    if row >= 0:
+        tl.store(last_token + row, token.to(tl.int64))
+
+
+def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
+    """The first of the highest scores of every line: its token into `out` (int32), its score into `best` (float32),
+    and the token into last_token at the line's row, unless that is below 0. A line with NaN has the best infinity."""
+    lines, size = scores.shape
+    pieces = triton.cdiv(size, PIECE)
+    bests = torch.empty((lines, pieces), dtype=torch.float32, device=scores.device)
+    places = torch.empty((lines, pieces), dtype=torch.int32, device=scores.device)
+    stride, room = scores.stride(0), triton.next_power_of_2(pieces)
+    _best_of_piece[(lines, pieces)](scores, bests, places, stride, size, PIECE=PIECE, num_warps=4, **overlap())
+    _best_of_line[(lines,)](bests, places, rows, last_token, out, best, pieces, ROOM=room, num_warps=1, **overlap())

@@ -1,0 +1,303 @@
+"""An Executor for NVIDIA GPUs: passes are queued on a stream of their own, and the host waits for nothing but tokens.
+
+    host     plan k+1, one pinned buffer ─► one copy ─┐              wait for the tokens of k, commit, plan k+2 …
+    stream   … pass k │ tokens of k ─► host │ copy k+1 │ block tables │ graph of the layers │ graph of the head │ …
+
+Block tables and last tokens of all rows live on the device; a pass is described by small tables that kernels read
+there, so one graph serves any lengths. Long passes are not recorded: their launches hide behind their own work.
+Where all rows just take the likeliest token, the head's graph chooses it; everything else goes to the Sampler.
+The padded layout is computed as on any device. Knows rows, not requests.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.params import SamplingParams
+from shoal.core.plan import SCRIPTED_END, Ints, RowStart, StepPlan, StepResult
+from shoal.core.ports import LateMasks
+from shoal.core.request import Logprobs
+from shoal.kernels import Batch
+from shoal.kernels.triton import Cut
+from shoal.kernels.triton.attention import queries_per_block
+from shoal.kernels.triton.step import add_blocks, likeliest, place_tokens
+from shoal.models import Model
+from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
+from shoal.runner.inputs import PassInputs, put
+from shoal.runner.kvstore import KVStore
+from shoal.runner.runner import PromptLogprobs, Runner, failed
+from shoal.runner.step import NOBODY, Room, changes, count_blocks, fill, lay_out, padded
+
+DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
+REHEARSED = (1, 4, 16, 64)  # batches that are computed by different kernels
+PROMPTS = 32  # blocks of queries that a graph has room for beyond those its tokens fill
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A pass whose tokens are not chosen yet."""
+
+    plan: StepPlan
+    since: torch.cuda.Event
+    padded: int  # positions computed for nobody
+    hidden: Tensor | None = None  # of all positions, where somebody wants it
+    inputs: PassInputs | None = None  # of a padded pass
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A pass on its way, as far as the host knows it."""
+
+    begun: Begun
+    until: torch.cuda.Event
+    rows: Ints
+    positions: Ints
+    masks: LateMasks | None
+    said: Tensor | None  # pinned: tokens, then the bits of their scores
+    logprobs: list[tuple[int, Logprobs]]
+    prompt_logprobs: PromptLogprobs
+    finished: StepResult | None = None  # of a padded pass
+
+
+@cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all executors of a device: torch keeps memory by stream, so the next one finds what the last one freed."""
+    return torch.cuda.Stream(device)
+
+
+class CudaExecutor:
+    """Queues passes on one stream, from the calling thread."""
+
+    def __init__(self, runner: Runner, most_tokens: int) -> None:
+        self.runner = runner
+        self.model, self.kv, self.sampler = runner.model, runner.kv, runner.sampler
+        self.device = self.kv.data.device
+        self.stream = stream_of(self.device)
+        self.graphs = Graphs()
+        spec = self.model.spec
+        self.queries = queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
+        rows = runner.tables.blocks.shape[0]
+        self._lines = size_for(DECODES, rows) or padded(rows)
+        largest = Room(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            self.block_tables = torch.zeros(runner.tables.blocks.shape, dtype=torch.int32, device=self.device)
+            self._buffer = torch.zeros(self._lines + largest.size, dtype=torch.int32, device=self.device)
+            shape = (self._lines, spec.hidden_size)
+            self._chosen = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
+            self._said = torch.zeros(2 * self._lines, dtype=torch.int32, device=self.device)
+        self.model.reserve_positions(self.block_tables.shape[1] * self.kv.block_size)
+        torch.cuda.synchronize(self.device)  # what was made on other streams is there
+        self._begun: Begun | None = None
+        self._waiting: deque[Waiting] = deque()
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            yield
+
+    # ---- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, plan: StepPlan) -> None:
+        with self._here():
+            since = _now()
+            self.runner.update(plan)
+            if not len(plan.rows):  # only copies of blocks
+                self._begun = Begun(plan, since, 0)
+                return
+            if plan.width:
+                hidden, inputs = self._rectangle(plan)
+                self._begun = Begun(plan, since, len(inputs.ids) - len(plan.tokens), hidden, inputs)
+                return
+            room, recorded = self._room(plan)
+            buffer = self._send(plan, room)
+            work = partial(self._body, buffer, room)
+            hidden = None
+            if recorded and not self.runner.wants_hidden:
+                self.graphs.run(room, work)
+            else:
+                hidden = work()
+            self._begun = Begun(plan, since, room.tokens - len(plan.tokens), hidden)
+
+    def _room(self, plan: StepPlan) -> tuple[Room, bool]:
+        """The tables' sizes, and whether passes of these sizes are worth recording."""
+        tokens, rows = len(plan.tokens), len(plan.rows)
+        sampling = int(plan.samples.sum())
+        if tokens == rows:
+            size = size_for(LINES, rows)
+            if size is not None and size <= self._lines:
+                return Room(size, size, 0, size), True
+            return Room(tokens, rows, 0, sampling), False
+        blocks, decodes = count_blocks(plan, self.queries), int((plan.counts == 1).sum())
+        size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, sampling))
+        if size is not None and beside is not None:
+            most = size // self.queries + PROMPTS
+            if blocks <= most and beside <= self._lines:
+                return Room(size, beside, most, beside), True
+        return Room(tokens, decodes, blocks, sampling), False
+
+    def _send(self, plan: StepPlan, room: Room) -> Tensor:
+        """Everything about the pass in one copy; the block tables are brought up to date."""
+        new = changes(plan)
+        first = self._lines
+        until = first + room.size
+        host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
+        array = host.numpy()
+        chosen = plan.rows[plan.samples]
+        array[: len(chosen)] = chosen
+        array[len(chosen) : first] = NOBODY
+        fill(lay_out(array, room, first), plan, self.queries)
+        array[until:] = new.reshape(-1)
+        if len(host) <= len(self._buffer):
+            buffer = self._buffer[: len(host)]
+            buffer.copy_(host, non_blocking=True)
+        else:  # long prompts taken whole, or many that start: graphs still find what they read where they read it
+            buffer = host.to(self.device, non_blocking=True)
+            kept = min(until, len(self._buffer))
+            self._buffer[:kept].copy_(buffer[:kept])
+        if len(new):
+            add_blocks(buffer[until:].view(-1, 3), self.block_tables)
+        return buffer
+
+    def _body(self, buffer: Tensor, room: Room) -> Tensor:
+        """All layers; the hidden values of those that choose a token are set aside."""
+        tables = lay_out(buffer, room, self._lines)
+        ids, positions, slots = place_tokens(
+            *tables.tokens, self.runner.tables.last_token, self.block_tables, self.kv.block_size
+        )
+        cut = Cut(self.block_tables, tables.decodes, tables.blocks)
+        batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=cut)
+        hidden = self.model.forward(ids, batch, self.kv.layers)
+        if room.lines:
+            torch.index_select(hidden, 0, tables.index, out=self._chosen[: room.lines])
+        return hidden
+
+    def _rectangle(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
+        new = changes(plan)
+        if len(new):
+            add_blocks(put(new.astype(np.int32), self.device), self.block_tables)
+        return self.runner.compute(plan)
+
+    # ---- sample ---------------------------------------------------------------------------------------------------
+
+    def sample(self, masks: LateMasks | None) -> None:
+        begun, self._begun = self._begun, None
+        assert begun is not None, "no pass was begun"
+        plan = begun.plan
+        rows, positions = plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples]
+        with self._here():
+            if begun.inputs is not None and begun.hidden is not None:
+                finished = self.runner.sample(plan, (begun.hidden, begun.inputs), masks)
+                self._waiting.append(Waiting(begun, _now(), rows, positions, masks, None, [], (), finished))
+                return
+            said, logprobs = None, []
+            if len(rows):
+                size = size_for(LINES, len(rows))
+                if masks is None and size is not None and size <= self._lines and self.sampler.greedy(rows):
+                    self.graphs.run(("head", size), partial(self._head, size))
+                else:
+                    size = len(rows)
+                    logprobs = self._draw(rows, positions, masks)
+                said = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
+                said.copy_(self._said[: 2 * size], non_blocking=True)
+            about_prompts: PromptLogprobs = ()
+            if begun.hidden is not None:
+                starts = np.cumsum(plan.counts) - plan.counts
+                about_prompts = self.runner.prompt_logprobs(plan, begun.hidden, starts.tolist())
+            self._waiting.append(Waiting(begun, _now(), rows, positions, masks, said, logprobs, about_prompts))
+
+    def _head(self, lines: int) -> None:
+        """The likeliest token of every line."""
+        scores = self.model.scores(self._chosen[:lines])
+        best = self._said[lines : 2 * lines].view(torch.float32)
+        likeliest(scores, self._buffer[:lines], self.runner.tables.last_token, self._said[:lines], best)
+
+    def _draw(self, rows: Ints, positions: Ints, masks: LateMasks | None) -> list[tuple[int, Logprobs]]:
+        """Whatever the rows ask for."""
+        count = len(rows)
+        logits = self.model.logits(self._chosen[:count])
+        tokens, best, logprobs = self.sampler.sample(logits, rows, positions, masks)
+        self.runner.tables.last_token[put(rows, self.device)] = tokens
+        self._said[:count] = tokens
+        self._said[count : 2 * count].view(torch.float32).copy_(best)
+        return logprobs
+
+    # ---- result ---------------------------------------------------------------------------------------------------
+
+    def result(self) -> StepResult:
+        waiting = self._waiting[0]
+        waiting.until.synchronize()  # interrupted here, the result is still the next one
+        self._waiting.popleft()
+        begun = waiting.begun
+        busy_s = begun.since.elapsed_time(waiting.until) / 1000
+        if waiting.finished is not None:
+            return replace(waiting.finished, busy_s=busy_s)
+        done, broken = self.runner.copier.take(all_of_them=not len(begun.plan.rows))
+        tokens = np.empty(0, dtype=np.int64)
+        failures: list[tuple[int, str]] = []
+        if waiting.said is not None:
+            count, half = len(waiting.rows), len(waiting.said) // 2
+            tokens = waiting.said[:count].numpy().astype(np.int64)
+            best = waiting.said[half : half + count].view(torch.float32)
+            failures = failed(best, waiting.rows, waiting.masks)
+            scripted = self.sampler.rows.ends_at[waiting.rows] == waiting.positions
+            if scripted.any():
+                tokens = np.where(scripted, SCRIPTED_END, tokens)
+        plan = begun.plan
+        return StepResult(
+            plan.step,
+            waiting.rows,
+            plan.generations[plan.samples],
+            tokens,
+            tuple(waiting.logprobs),
+            waiting.prompt_logprobs,
+            tuple(failures),
+            done,
+            broken,
+            padded=begun.padded,
+            busy_s=busy_s,
+        )
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        self.graphs.clear()
+
+
+def _now() -> torch.cuda.Event:
+    """A mark on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def rehearse(model: Model, dtype: torch.dtype, block_size: int, tokens: int, lines: int) -> None:
+    """Compute the largest passes there may be, and one of each kind, over a KV cache of a single block.
+
+    So the memory that passes need is taken before anybody measures what is left, and kernels are compiled before
+    anybody waits for a token.
+    """
+    store = KVStore(model.spec, 1, block_size, dtype, "cuda")
+    executor = CudaExecutor(Runner(model, store, lines, tokens, "cuda"), tokens)
+    greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+    passes = [(1, tokens, drawn), (lines, 1, drawn)]
+    passes += [(count, 1, greedy) for count in sorted({*(n for n in REHEARSED if n < lines), lines})]
+    for rows, count, params in passes:
+        executor.forward(_made_up(rows, count, params, block_size))
+        executor.sample(None)
+        executor.result()
+    executor.close()
+
+
+def _made_up(rows: int, count: int, params: SamplingParams, block_size: int) -> StepPlan:
+    """The first `count` positions of so many rows, all in block 0."""
+    blocks = (0,) * -(-count // block_size)
+    starting = [RowStart(row, 0, (0,) * count, count, params, 0, 0, frozenset(), blocks, False) for row in range(rows)]
+    zeros, ones = np.zeros(rows, dtype=np.int64), np.ones(rows, dtype=np.int64)
+    tokens = np.zeros(rows * count, dtype=np.int64)
+    grown = np.empty((0, 3), dtype=np.int64)
+    return StepPlan(0, tuple(starting), grown, np.arange(rows), zeros, zeros, ones * count, ones > 0, tokens)

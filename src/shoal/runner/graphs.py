@@ -1,0 +1,69 @@
+"""CUDA graphs: recorded launches, made when a shape comes for the second time, and the sizes worth recording.
+
+All graphs share one pool of memory: they run one after the other, and nothing they leave there is read later.
+Knows no model and no plan.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+
+import torch
+
+log = logging.getLogger(__name__)
+
+# a graph computes its whole size, so sizes are dense where a pass is short
+LINES = (*range(1, 9), *range(10, 17, 2), *range(24, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))
+TOKENS = (*range(16, 129, 16), *range(192, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
+
+
+def size_for(sizes: tuple[int, ...], count: int) -> int | None:
+    """The smallest of the sizes that holds `count`; None: it is beyond them.
+
+    >>> size_for((1, 2, 4, 8), 3), size_for((1, 2, 4, 8), 9)
+    (4, None)
+    """
+    at = bisect_left(sizes, count)
+    return sizes[at] if at < len(sizes) else None
+
+
+class Graphs:
+    """Recorded work by key. Call on one stream only, which is not the default one."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._seen: set[Hashable] = set()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def run(self, key: Hashable, work: Callable[[], object]) -> None:
+        """Do the work. The first time as it is, which also compiles what it needs; from the second on as a graph."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            if key not in self._seen:
+                self._seen.add(key)
+                work()
+                return
+            graph = self._graphs[key] = self._record(work)
+            log.debug("recorded graph %d: %s", len(self._graphs), key)
+        graph.replay()
+
+    def _record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the first error is the one that tells
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._graphs.clear()
+        self._seen.clear()

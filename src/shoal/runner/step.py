@@ -1,0 +1,119 @@
+"""One pass as tables of numbers, laid out in one buffer for kernels that read it from device memory.
+
+Owns the layout and how a plan fills it. The device's own tables (blocks and last token of every row) and the kernels
+belong to others. Knows no model.
+
+    rows that choose a token │ id, row, position of every token │ decodes │ blocks of queries │ which tokens choose
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shoal.core.plan import Ints, StepPlan
+
+NOBODY = -1  # the row of padding
+ALIGN = 4  # every table begins on a multiple of 16 bytes: kernels load faster, and need one version only
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many entries each table has room for; what a plan does not need is nobody's."""
+
+    tokens: int
+    decodes: int
+    blocks: int
+    lines: int  # of hidden values that choose a token
+
+    @property
+    def size(self) -> int:
+        """Numbers in all, the rows that choose a token apart."""
+        tables = 3 * padded(self.tokens) + 3 * padded(self.decodes) + 5 * padded(self.blocks)
+        return tables + padded(self.lines)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Views into a buffer, a numpy array or a tensor."""
+
+    tokens: Any  # [3, tokens]: id (FROM_DEVICE: the row's last), row (NOBODY: padding), position
+    decodes: Any  # [3, decodes]: row, context (0: nobody), place of the query
+    blocks: Any  # [5, blocks]: row (NOBODY: none), where its queries begin, how many, first of this block, context
+    index: Any  # [lines]: which tokens' hidden values choose
+
+
+def padded(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+def lay_out(buffer: Any, room: Room, first: int) -> Tables:
+    """The tables of a pass in a flat buffer, from number `first` on."""
+    views = []
+    for lines, size in ((3, room.tokens), (3, room.decodes), (5, room.blocks), (1, room.lines)):
+        wide = padded(size)
+        views.append(buffer[first : first + lines * wide].reshape(lines, wide)[:, :size])
+        first += lines * wide
+    return Tables(views[0], views[1], views[2], views[3][0])
+
+
+def count_blocks(plan: StepPlan, queries: int) -> int:
+    """How many blocks of queries the plan's prompt chunks are cut into."""
+    long = plan.counts[plan.counts > 1]
+    return int((-(-long // queries)).sum())
+
+
+def fill(tables: Tables, plan: StepPlan, queries: int) -> None:
+    """Write the plan, and nobody into what is left."""
+    counts, count = plan.counts, len(plan.tokens)
+    tables.tokens[0, :count] = plan.tokens
+    tables.tokens[:, count:] = 0
+    tables.tokens[1, count:] = NOBODY
+    ends = np.cumsum(counts)
+    if count == len(counts):  # one position each
+        tables.tokens[1, :count] = plan.rows
+        tables.tokens[2, :count] = plan.starts
+        _fill_decodes(tables.decodes, plan.rows, plan.starts + 1, np.arange(count))
+    else:
+        begins = ends - counts
+        tables.tokens[1, :count] = np.repeat(plan.rows, counts)
+        tables.tokens[2, :count] = np.arange(count) - np.repeat(begins - plan.starts, counts)
+        single = counts == 1
+        _fill_decodes(tables.decodes, plan.rows[single], plan.starts[single] + 1, begins[single])
+        _fill_blocks(tables.blocks, plan, begins, queries)
+    chosen = ends[plan.samples] - 1
+    tables.index[: len(chosen)] = chosen
+    tables.index[len(chosen) :] = 0
+
+
+def _fill_decodes(decodes: Any, rows: Ints, contexts: Ints, places: Ints) -> None:
+    count = len(rows)
+    decodes[0, :count], decodes[1, :count], decodes[2, :count] = rows, contexts, places
+    decodes[:, count:] = 0
+
+
+def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, queries: int) -> None:
+    """The longest work first, so that the card is not left waiting for one block at the end."""
+    long = np.flatnonzero(plan.counts > 1)
+    each = -(-plan.counts[long] // queries)
+    owner = np.repeat(long, each)
+    count = len(owner)
+    first = (np.arange(count) - np.repeat(np.cumsum(each) - each, each)) * queries
+    order = np.argsort(-(plan.starts[owner] + first), kind="stable")
+    owner, first = owner[order], first[order]
+    blocks[0, :count] = plan.rows[owner]
+    blocks[1, :count] = begins[owner]
+    blocks[2, :count] = plan.counts[owner]
+    blocks[3, :count] = first
+    blocks[4, :count] = plan.starts[owner] + plan.counts[owner]
+    blocks[:, count:] = NOBODY
+
+
+def changes(plan: StepPlan) -> Ints:
+    """[n, 3]: (row, index, block) for everything new in the block tables."""
+    parts = [plan.grown] if plan.grown.size else []
+    for start in plan.starting:
+        blocks = np.empty((len(start.blocks), 3), dtype=np.int64)
+        blocks[:, 0], blocks[:, 1], blocks[:, 2] = start.row, np.arange(len(start.blocks)), start.blocks
+        parts.append(blocks)
+    return np.concatenate(parts) if parts else np.empty((0, 3), dtype=np.int64)

@@ -1,0 +1,101 @@
+"""A plan as tables of numbers: every position, decode and block of queries stands where kernels look for it."""
+
+import numpy as np
+import pytest
+
+from shoal.core.params import SamplingParams
+from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan
+from shoal.runner.graphs import LINES, TOKENS, size_for
+from shoal.runner.step import ALIGN, NOBODY, Room, Tables, changes, count_blocks, fill, lay_out
+
+QUERIES = 4
+
+
+def plan_of(*parts: tuple[int, int, int, bool], grown: tuple[tuple[int, int, int], ...] = ()) -> StepPlan:
+    """Each part: row, first position, how many, whether it chooses a token."""
+    rows, starts, counts, samples = (np.array(column) for column in zip(*parts, strict=True))
+    tokens = np.arange(100, 100 + counts.sum())
+    tokens[counts.cumsum()[counts == 1] - 1] = FROM_DEVICE
+    return StepPlan(
+        0, (), np.array(grown, dtype=np.int64).reshape(-1, 3), rows, rows * 0, starts, counts, samples, tokens
+    )
+
+
+def filled(plan: StepPlan, room: Room, first: int = 8) -> Tables:
+    buffer = np.full(first + room.size, 777, dtype=np.int32)
+    tables = lay_out(buffer, room, first)
+    fill(tables, plan, QUERIES)
+    assert (buffer[:first] == 777).all()
+    return tables
+
+
+def test_one_position_each() -> None:
+    tables = filled(plan_of((7, 20, 1, True), (3, 0, 1, True)), Room(3, 3, 0, 3))
+    assert tables.tokens.tolist() == [[-1, -1, 0], [7, 3, NOBODY], [20, 0, 0]]
+    assert tables.decodes.tolist() == [[7, 3, 0], [21, 1, 0], [0, 1, 0]]
+    assert tables.blocks.shape == (5, 0)
+    assert tables.index.tolist() == [0, 1, 0]
+
+
+def test_chunks_beside_decodes() -> None:
+    """Row 5 computes positions 10 to 18 in three blocks of queries; the last block has the longest past: it is first."""
+    plan = plan_of((7, 20, 1, True), (5, 10, 9, False), (2, 4, 1, True), (1, 0, 2, True))
+    assert count_blocks(plan, QUERIES) == 4
+    tables = filled(plan, Room(16, 4, 6, 4))
+    assert tables.tokens[1].tolist() == [7] + [5] * 9 + [2] + [1] * 2 + [NOBODY] * 3
+    assert tables.tokens[2].tolist() == [20, *range(10, 19), 4, 0, 1, 0, 0, 0]
+    assert tables.decodes.tolist() == [[7, 2, 0, 0], [21, 5, 0, 0], [0, 10, 0, 0]]
+    assert tables.blocks[:, :4].T.tolist() == [
+        [5, 1, 9, 8, 19],
+        [5, 1, 9, 4, 19],
+        [5, 1, 9, 0, 19],
+        [1, 11, 2, 0, 2],
+    ]
+    assert (tables.blocks[0, 4:] == NOBODY).all()
+    assert tables.index.tolist() == [0, 10, 12, 0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_query_is_in_one_place(seed: int) -> None:
+    source = np.random.default_rng(seed)
+    count = int(source.integers(1, 20))
+    counts = np.where(source.random(count) < 0.5, 1, source.integers(2, 30, count))
+    parts = [(row, int(source.integers(0, 50)), int(many), True) for row, many in enumerate(counts)]
+    plan = plan_of(*parts)
+    room = Room(int(counts.sum()) + 3, count + 1, count_blocks(plan, QUERIES) + 2, count)
+    tables = filled(plan, room)
+    seen = [int(place) for context, place in tables.decodes[1:].T if context]
+    for row, begin, many, first, context in tables.blocks.T.tolist():
+        if row != NOBODY:
+            seen += range(begin + first, begin + min(first + QUERIES, many))
+            assert context == parts[row][1] + many
+    assert sorted(seen) == list(range(int(counts.sum())))
+
+
+def test_tables_are_aligned() -> None:
+    buffer = np.zeros(1000, dtype=np.int32)
+    for size in range(1, 9):
+        room = Room(size, size, size, size)
+        tables = lay_out(buffer, room, 16)
+        for lines in (tables.tokens, tables.decodes, tables.blocks, tables.index[None]):
+            for line in lines:
+                offset = line.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]
+                assert offset % (4 * ALIGN) == 0
+
+
+def test_what_is_new_in_the_block_tables() -> None:
+    start = RowStart(4, 0, (1, 2), 2, SamplingParams(), 0, 0, frozenset(), (9, 8), False)
+    plan = plan_of((4, 0, 2, True), grown=((2, 5, 6),))
+    plan = StepPlan(0, (start,), *(getattr(plan, name) for name in list(StepPlan.__slots__)[2:9]))
+    assert changes(plan).tolist() == [[2, 5, 6], [4, 0, 9], [4, 1, 8]]
+    assert changes(plan_of((1, 1, 1, True))).shape == (0, 3)
+
+
+def test_sizes_grow() -> None:
+    for sizes in (LINES, TOKENS):
+        assert list(sizes) == sorted(set(sizes))
+        for count in range(1, sizes[-1] + 1):
+            found = size_for(sizes, count)
+            assert found is not None
+            assert count <= found <= max(count * 1.5, count + 16)
+        assert size_for(sizes, sizes[-1] + 1) is None
