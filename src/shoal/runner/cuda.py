@@ -265,6 +265,7 @@ class CudaExecutor:
 
     def close(self) -> None:
         self.stream.synchronize()
+        self.runner.copier.close()
         self.graphs.clear()
 
 
