@@ -22,6 +22,7 @@ class Answers:
     preemptions: int = 0
     cached: int = 0
     padded: int = 0
+    blocks_in: int = 0
 
     def of(self, count: int) -> list[list[int]]:
         return [self.tokens[str(number)] for number in range(count)]
@@ -54,6 +55,7 @@ def ask(
         found.prompt_logprobs |= events.prompt_logprobs
         found.preemptions += len(events.preempted)
         found.padded += events.padded_tokens
+        found.blocks_in += events.blocks_in
         found.cached += sum(one.cached_tokens for one in events.finished)
         for end in events.finished:
             assert not end.error, end

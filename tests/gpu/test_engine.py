@@ -80,12 +80,15 @@ def test_preemption_and_prefix_cache_change_nothing(tmp_path: Path) -> None:
     prompts = ragged_prompts(24, seed=2, longest=300)
     prompts += [prompt + [1, 2, 3] for prompt in prompts[:6]]
     wanted = None
-    for options in ({"prefix_caching": False}, {"kv_memory": 70 * 16 * 512}, {"depth": 1}, {"block_size": 32}):
+    tight: dict[str, Any] = {"kv_memory": 70 * 16 * 512, "watermark": 0.0}
+    swap = {**tight, "when_short": "swap", "host_kv_memory": 2**26}
+    for options in ({"prefix_caching": False}, tight, swap, {**swap, "when_short": "auto"}, {"depth": 1}, {"block_size": 32}):
         with opened(tmp_path, dtype="float32", max_model_len=400, **options) as built:
             found = ask(built, prompts, greedy(OUTPUT))
             again = ask(built, prompts, greedy(OUTPUT))
             assert (found.preemptions > 0) == ("kv_memory" in options)
             assert (again.cached > 0) == ("prefix_caching" not in options)
+            assert (found.blocks_in > 0) == ("host_kv_memory" in options)
         wanted = wanted or found.tokens
         assert found.tokens == wanted
         assert again.tokens == wanted
@@ -158,7 +161,8 @@ def test_random_traffic_with_the_integrity_check(tmp_path: Path) -> None:
     until_s = time.monotonic() + TRAFFIC_S
     said: dict[str, list[int]] = {}
     ended = aborted = preempted = arrived = 0
-    with opened(tmp_path, dtype="float32", max_model_len=400, kv_memory=150 * 16 * 512) as built:
+    swap = {"when_short": "swap", "host_kv_memory": 2**24, "watermark": 0.0}
+    with opened(tmp_path, dtype="float32", max_model_len=400, kv_memory=150 * 16 * 512, **swap) as built:
         loop = built.loop
         while time.monotonic() < until_s or not loop.idle:
             while time.monotonic() < until_s and len(said) < 60 and source.random() < 0.5:
