@@ -11,6 +11,7 @@ The padded layout is computed as on any device. Knows rows, not requests.
 
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -274,18 +275,24 @@ def rehearse(model: Model, dtype: torch.dtype, block_size: int, tokens: int, lin
     """Compute the largest passes there may be, and one of each kind, over a KV cache of a single block.
 
     So the memory that passes need is taken before anybody measures what is left, and kernels are compiled before
-    anybody waits for a token.
+    anybody waits for a token: side by side, for compiling takes seconds and one processor each.
     """
     store = KVStore(model.spec, 1, block_size, dtype, "cuda")
-    executor = CudaExecutor(Runner(model, store, lines, tokens, "cuda"), tokens)
-    greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
-    passes = [(1, tokens, drawn), (lines, 1, drawn)]
-    passes += [(count, 1, greedy) for count in sorted({*(n for n in REHEARSED if n < lines), lines})]
-    for rows, count, params in passes:
-        executor.forward(_made_up(rows, count, params, block_size))
+    model.reserve_positions(tokens)  # before there are threads that would do it
+
+    def compute(rows: int, count: int, temperature: float) -> None:
+        executor = CudaExecutor(Runner(model, store, rows, count, "cuda"), rows * count)
+        executor.forward(_made_up(rows, count, SamplingParams(temperature=temperature), block_size))
         executor.sample(None)
         executor.result()
-    executor.close()
+        executor.close()
+
+    batches = sorted({*(count for count in REHEARSED if count < lines), lines})
+    with ThreadPoolExecutor(thread_name_prefix="rehearse") as pool:
+        begun = [pool.submit(compute, 1, tokens, 1.0), pool.submit(compute, lines, 1, 1.0)]
+        begun += [pool.submit(compute, count, 1, 0.0) for count in batches]
+        for one in begun:
+            one.result()
 
 
 def _made_up(rows: int, count: int, params: SamplingParams, block_size: int) -> StepPlan:

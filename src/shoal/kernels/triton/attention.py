@@ -156,9 +156,9 @@ def _prefill(
             block = tl.load(tables + row * t_row + token // BLOCK).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=in_dim[:, None], other=0.0)
-            score = tl.dot(query, key, input_precision=PRECISION) * scale
-            higher = tl.maximum(top, tl.max(score, 1))
-            fade, weight = tl.exp2(top - higher), tl.exp2(score - higher[:, None])
+            score = tl.dot(query, key, input_precision=PRECISION)
+            higher = tl.maximum(top, tl.max(score, 1) * scale)
+            fade, weight = tl.exp2(top - higher), tl.exp2(score * scale - higher[:, None])
             total = total * fade + tl.sum(weight, 1)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=in_dim[None, :], other=0.0)
             mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
@@ -169,14 +169,14 @@ def _prefill(
             block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
-            score = tl.dot(query, key, input_precision=PRECISION) * scale
+            score = tl.dot(query, key, input_precision=PRECISION)
             seen = (token[None, :] <= position[:, None]) & there[None, :]
             if WINDOWED:
                 seen = seen & (token[None, :] > position[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
-            higher = tl.maximum(top, tl.max(score, 1))
+            higher = tl.maximum(top, tl.max(score, 1) * scale)
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
+            fade, weight = tl.exp2(top - base), tl.exp2(score * scale - base[:, None])
             total = total * fade + tl.sum(weight, 1)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
             mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
