@@ -26,7 +26,7 @@ from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Batch
 from shoal.kernels.triton import Cut
-from shoal.kernels.triton.attention import queries_per_block
+from shoal.kernels.triton.attention import LONG, queries_per_block
 from shoal.kernels.triton.step import add_blocks, likeliest, place_tokens
 from shoal.models import Model
 from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
@@ -126,18 +126,20 @@ class CudaExecutor:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
         tokens, rows = len(plan.tokens), len(plan.rows)
         sampling = int(plan.samples.sum())
+        single = plan.counts == 1
+        long = bool((plan.starts[single] >= LONG).any())
         if tokens == rows:
             size = size_for(LINES, rows)
             if size is not None and size <= self._lines:
-                return Room(size, size, 0, size), True
-            return Room(tokens, rows, 0, sampling), False
-        blocks, decodes = count_blocks(plan, self.queries), int((plan.counts == 1).sum())
+                return Room(size, size, 0, size, long), True
+            return Room(tokens, rows, 0, sampling, long), False
+        blocks, decodes = count_blocks(plan, self.queries), int(single.sum())
         size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, sampling))
         if size is not None and beside is not None:
             most = size // self.queries + PROMPTS
             if blocks <= most and beside <= self._lines:
-                return Room(size, beside, most, beside), True
-        return Room(tokens, decodes, blocks, sampling), False
+                return Room(size, beside, most, beside, long), True
+        return Room(tokens, decodes, blocks, sampling, long), False
 
     def _send(self, plan: StepPlan, room: Room) -> Tensor:
         """Everything about the pass in one copy; the block tables are brought up to date."""
@@ -168,7 +170,7 @@ class CudaExecutor:
         ids, positions, slots = place_tokens(
             *tables.tokens, self.runner.tables.last_token, self.block_tables, self.kv.block_size
         )
-        cut = Cut(self.block_tables, tables.decodes, tables.blocks)
+        cut = Cut(self.block_tables, tables.decodes, tables.blocks, room.long)
         batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=cut)
         hidden = self.model.forward(ids, batch, self.kv.layers)
         if room.lines:
@@ -239,9 +241,11 @@ class CudaExecutor:
         failures: list[tuple[int, str]] = []
         if waiting.said is not None:
             count, half = len(waiting.rows), len(waiting.said) // 2
-            tokens = waiting.said[:count].numpy().astype(np.int64)
-            best = waiting.said[half : half + count].view(torch.float32)
-            failures = failed(best, waiting.rows, waiting.masks)
+            said = waiting.said.numpy()
+            tokens = said[:count].astype(np.int64)
+            best = said[half : half + count].view(np.float32)
+            if not np.isfinite(best).all():
+                failures = failed(torch.from_numpy(best), waiting.rows, waiting.masks)
             scripted = self.sampler.rows.ends_at[waiting.rows] == waiting.positions
             if scripted.any():
                 tokens = np.where(scripted, SCRIPTED_END, tokens)

@@ -23,6 +23,7 @@ from shoal.kernels.triton.launch import overlap, settle
 
 LOG2_E = 1.4426950408889634
 ROWS = 128  # of the prefill's query block: queries × heads of a group
+LONG = 8192  # tokens of a past that one program should not walk alone while the others have ended
 NOBODY = -1  # the row of a block of queries that does not exist
 
 
@@ -192,21 +193,22 @@ def queries_per_block(group: int, dim: int, dtype: torch.dtype) -> int:
     return max(1, rows // group)
 
 
-def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, processors: int) -> DecodeShape:
-    """From how many sequences there may be: lengths are known only on the device, and short pasts use fewer parts.
+def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, long: bool, processors: int) -> DecodeShape:
+    """From how many sequences there may be, and whether a past is long: lengths are known only on the device, and
+    short pasts use fewer parts.
 
     The table in docs/performance.md says how these were found.
     """
     programs = sequences * kv_heads
     if wide or dim > 128:
-        return DecodeShape(32, 4, 2, 8 if programs <= 2 * processors else 1, 4)
+        return DecodeShape(32, 4, 2, 8 if long or programs <= 2 * processors else 1, 4)
     if programs <= 16:
         return DecodeShape(64, 2, 3, 32, 1)
     if programs <= 64:
         return DecodeShape(64, 2, 3, 16, 2)
     if programs <= 4 * processors:
         return DecodeShape(128, 4, 3, 8, 4 if programs <= processors else 8)
-    return DecodeShape(128, 4, 3, 1, 1)
+    return DecodeShape(128, 4, 3, 8, 16) if long else DecodeShape(128, 4, 3, 1, 1)
 
 
 def prefill_shape(dim: int, wide: bool) -> tuple[int, int, int]:
