@@ -225,7 +225,9 @@ class FakeExecutor:
             self.told_late.append((order.id * 5 % (self.slow_copies + 1), order, fails))
         self.copies = waiting
         told = [(order, fails) for passes, order, fails in self.told_late if everything or not passes]
-        self.told_late = [(passes - 1, order, fails) for passes, order, fails in self.told_late if passes and not everything]
+        self.told_late = [
+            (passes - 1, order, fails) for passes, order, fails in self.told_late if passes and not everything
+        ]
         return [order for order, fails in told if not fails], [order for order, fails in told if fails]
 
     def _allowed(self, masks: LateMasks | None) -> dict[int, list[int]]:
@@ -295,7 +297,8 @@ def make_scheduler(
     }
     known, steps, copies = Tiers.read(tiers), StepModel(), CopyTimes()
     preempts: dict[str, Callable[[], Preempt]] = {
-        **PREEMPT, "auto": lambda: Auto(steps, copies, max_num_batched_tokens)
+        **PREEMPT,
+        "auto": lambda: Auto(steps, copies, max_num_batched_tokens),
     }
     policies = Policies(
         batchings[batching](),

@@ -106,7 +106,9 @@ class Sim:
         chosen = plan.samples
         rows = plan.rows[chosen]
         ends = (plan.starts + plan.counts)[chosen]
-        tokens = [SCRIPTED_END if self._ends[row] == end else 1 for row, end in zip(rows.tolist(), ends.tolist(), strict=True)]
+        tokens = [
+            SCRIPTED_END if self._ends[row] == end else 1 for row, end in zip(rows.tolist(), ends.tolist(), strict=True)
+        ]
         result = StepResult(
             plan.step,
             rows,
@@ -151,9 +153,7 @@ class Sim:
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def scripted(
-    id: str, prompt: int | list[int], output: int, max_tokens: int = 0, **more: object
-) -> Request:
+def scripted(id: str, prompt: int | list[int], output: int, max_tokens: int = 0, **more: object) -> Request:
     """A request whose answer has `output` tokens, which only the device knows."""
     tokens = [2 + (hash_of(id) + place * 7) % 40 for place in range(prompt)] if isinstance(prompt, int) else prompt
     params = SamplingParams(max_tokens=max_tokens or output, temperature=0.0)

@@ -100,9 +100,7 @@ def test_the_printed_line_and_key_belong_together(tmp_path: Path, capsys: Captur
     key = printed.err.split()[-1]
     assert len(key) > 40
     assert key not in printed.out
-    want = ApiKey(
-        name="alice", digest=digest_of(key), tier="gold", max_concurrent=3, tokens_per_minute=500, admin=True
-    )
+    want = ApiKey(name="alice", digest=digest_of(key), tier="gold", max_concurrent=3, tokens_per_minute=500, admin=True)
     assert read(tmp_path, printed.out) == [want]
 
 

@@ -32,10 +32,10 @@ from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
-from shoal.sched.layout import LAYOUT
-from shoal.sched.memory import MEMORY, Memory, OnDemand, Predict
 from shoal.sched.budget import Fixed, Promise
 from shoal.sched.lanes import Headroom, Lanes
+from shoal.sched.layout import LAYOUT
+from shoal.sched.memory import MEMORY, Memory, OnDemand, Predict
 from shoal.sched.ordering import ORDER, Order, Priority, Sjf
 from shoal.sched.preempt import PREEMPT, Auto, CopyTimes, Preempt
 from shoal.sched.prefill import PREFILL

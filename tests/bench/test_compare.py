@@ -59,7 +59,9 @@ def make_engine(settings: dict[str, object]) -> EngineLoop:
     clock = VirtualClock()
     limits = Limits(2000, config.max_num_seqs, config.max_num_batched_tokens, VOCAB)
     scheduler = make_scheduler(config, limits, 400)
-    return EngineLoop(Engine(scheduler), Timed(400, config.block_size, clock), clock, depth=config.depth or 2, check=True)
+    return EngineLoop(
+        Engine(scheduler), Timed(400, config.block_size, clock), clock, depth=config.depth or 2, check=True
+    )
 
 
 def make_plan(count: int = 24, **more: object) -> Plan:

@@ -290,7 +290,10 @@ def end_one(run: Run, what: str, which: int) -> None:
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=60))
 @settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_traffic_keeps_every_invariant(config: dict[str, int], depth: int, traffic: list[Move]) -> None:
-    slow, failing = len(traffic) % 4, (lambda number: number % 3 == 0) if len(traffic) % 5 == 0 else (lambda number: False)
+    slow, failing = (
+        len(traffic) % 4,
+        (lambda number: number % 3 == 0) if len(traffic) % 5 == 0 else (lambda number: False),
+    )
     run = Run(make_scheduler(**config), depth, slow_copies=slow, failing=failing)  # type: ignore[arg-type]
     play(run, traffic)
     run.verify()
@@ -312,7 +315,10 @@ def test_the_same_traffic_gives_the_same_plans_and_every_request_its_tokens_as_u
         both = (told, fcfs.told[id])
         shorter = min(map(len, both))
         assert both[0][:shorter] == both[1][:shorter]
-        if id not in one.cuts.keys() | fcfs.cuts.keys() and {one.ended[id], fcfs.ended[id]} <= {Reason.STOP, Reason.LENGTH}:
+        if id not in one.cuts.keys() | fcfs.cuts.keys() and {one.ended[id], fcfs.ended[id]} <= {
+            Reason.STOP,
+            Reason.LENGTH,
+        }:
             assert both[0] == both[1]
 
 

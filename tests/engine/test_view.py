@@ -1,12 +1,10 @@
 """What an engine says about its requests: who runs, who waits and why."""
 
-import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shoal.core.request import Group, Request
+from shoal.core.request import Group
 from shoal.engine import view
 from shoal.sched.scheduler import Scheduler
 from tests.fakes import FakeExecutor, make_request, make_scheduler

@@ -82,7 +82,14 @@ def test_preemption_and_prefix_cache_change_nothing(tmp_path: Path) -> None:
     wanted = None
     tight: dict[str, Any] = {"kv_memory": 70 * 16 * 512, "watermark": 0.0}
     swap = {**tight, "when_short": "swap", "host_kv_memory": 2**26}
-    for options in ({"prefix_caching": False}, tight, swap, {**swap, "when_short": "auto"}, {"depth": 1}, {"block_size": 32}):
+    for options in (
+        {"prefix_caching": False},
+        tight,
+        swap,
+        {**swap, "when_short": "auto"},
+        {"depth": 1},
+        {"block_size": 32},
+    ):
         with opened(tmp_path, dtype="float32", max_model_len=400, **options) as built:
             found = ask(built, prompts, greedy(OUTPUT))
             again = ask(built, prompts, greedy(OUTPUT))

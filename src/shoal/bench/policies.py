@@ -93,7 +93,9 @@ class Lab:
     def chats(self, count: int, seed: int = 0) -> list[TraceRequest]:
         """Lengths as chats have them, scaled to this machine."""
         sizes = self.sizes
-        return fit(draw_lengths("azure-conv", count, seed), scale=sizes.prompt_scale, output_scale=sizes.output_scale).requests
+        return fit(
+            draw_lengths("azure-conv", count, seed), scale=sizes.prompt_scale, output_scale=sizes.output_scale
+        ).requests
 
     def saturation(self) -> float:
         """Requests per second that fcfs ends with every slot taken: over the middle of a run that begins with all."""
@@ -119,7 +121,7 @@ class Lab:
             "slo, budget by promise": {"order": "slo", "tiers": promise, "budget": "promise"},
         }
         runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
-        kinds = {name: tiers for name in runs}
+        kinds = dict.fromkeys(runs, tiers)
         rows = [
             {"policy": name, "kind": kind, **_latencies(_of(run, tiers, kind)), "req_s": len(asked) / run.seconds}
             for name, run in runs.items()
@@ -157,7 +159,12 @@ class Lab:
         }
         by_run = {name: [one.kind for one in calm] if name == "alone" else kinds for name in runs}
         rows = [
-            {"policy": name, "kind": kind, **_latencies(_of(run, by_run[name], kind)), "req_s": len(run.requests) / run.seconds}
+            {
+                "policy": name,
+                "kind": kind,
+                **_latencies(_of(run, by_run[name], kind)),
+                "req_s": len(run.requests) / run.seconds,
+            }
             for name, run in runs.items()
             for kind in ("calm", "flood")
             if kind in by_run[name]
@@ -165,7 +172,10 @@ class Lab:
         last = runs["fair, one slot free"]
         passes = sorted(one.committed_s - max(one.planned_s, 0.0) for one in last.passes)
         turn_s = _between([one.committed_s for one in last.passes])
-        p99 = {name: spread([one.ttft_s or 0.0 for one in _of(run, by_run[name], "calm")])["p99"] for name, run in runs.items()}
+        p99 = {
+            name: spread([one.ttft_s or 0.0 for one in _of(run, by_run[name], "calm")])["p99"]
+            for name, run in runs.items()
+        }
         figures = {
             "alone_ttft_p99_s": p99["alone"],
             "fcfs_ttft_p99_s": p99["fcfs"],
@@ -179,7 +189,9 @@ class Lab:
     def bursts(self) -> Finding:
         sizes = self.sizes
         lengths = fit(
-            draw_lengths("azure-code", sizes.requests, 5), scale=sizes.prompt_scale / 2, output_scale=sizes.output_scale * 4
+            draw_lengths("azure-code", sizes.requests, 5),
+            scale=sizes.prompt_scale / 2,
+            output_scale=sizes.output_scale * 4,
         ).requests
         trace = gamma(lengths, 0.8 * self.saturation(), 3.0, seed=6)
         chance = random.Random(4)
@@ -198,13 +210,15 @@ class Lab:
             for kind in ("premium", "batch")
         ]
         title = "code completion in bursts (gamma arrivals, CV 3)"
-        kinds = {name: tiers for name in runs}
+        kinds = dict.fromkeys(runs, tiers)
         return Finding("bursts", title, runs, kinds, rows, {}, {"ttft": sizes.ttft_s, "gap": sizes.itl_s})
 
     def lanes(self) -> Finding:
         sizes = self.sizes
         short = self.chats(sizes.requests // 2, seed=8)
-        trace = poisson([TraceRequest(0.0, min(one.prompt, 64), one.output) for one in short], 0.5 * self.saturation(), 9)
+        trace = poisson(
+            [TraceRequest(0.0, min(one.prompt, 64), one.output) for one in short], 0.5 * self.saturation(), 9
+        )
         until_s = trace[-1].at_s
         count = 4
         long = [TraceRequest(until_s * (number + 0.5) / count, sizes.long_prompt, 24) for number in range(count)]
@@ -225,7 +239,7 @@ class Lab:
             for kind in ("short", "long")
         ]
         return Finding(
-            "lanes", f"prompts of {sizes.long_prompt} tokens among short ones", runs, {name: kinds for name in runs}, rows
+            "lanes", f"prompts of {sizes.long_prompt} tokens among short ones", runs, dict.fromkeys(runs, kinds), rows
         )
 
     def sjf(self) -> Finding:
@@ -260,8 +274,10 @@ class Lab:
             for name, run in runs.items()
             for kind in ("speaker", "giant")
         ]
-        title = f"prompts of {sizes.long_prompt} tokens among {len(speakers)} speakers promised {sizes.itl_s:g} s a token"
-        return Finding("budget", title, runs, {name: kinds for name in runs}, rows, {}, {"gap": sizes.itl_s})
+        title = (
+            f"prompts of {sizes.long_prompt} tokens among {len(speakers)} speakers promised {sizes.itl_s:g} s a token"
+        )
+        return Finding("budget", title, runs, dict.fromkeys(runs, kinds), rows, {}, {"gap": sizes.itl_s})
 
 
 @dataclass(frozen=True)
@@ -323,7 +339,12 @@ def table(finding: Finding) -> str:
     wide = [max(len(name), *(len(line[place]) for line in cells)) for place, name in enumerate(columns)]
     lines = [f"{finding.name}: {finding.title}"]
     for line in [columns, *cells]:
-        lines.append("  ".join(text.ljust(size) if place < 2 else text.rjust(size) for place, (text, size) in enumerate(zip(line, wide, strict=True))))
+        lines.append(
+            "  ".join(
+                text.ljust(size) if place < 2 else text.rjust(size)
+                for place, (text, size) in enumerate(zip(line, wide, strict=True))
+            )
+        )
     lines += [f"{name} = {value:.3f}" for name, value in finding.figures.items()]
     return "\n".join(lines)
 

@@ -58,7 +58,9 @@ class PassProfiler:
         """The kernels that took longest."""
         total = sum(us for _, us, _ in self.kernels) or 1.0
         lines = [f"{'µs per pass':>11}  {'share':>6}  {'launches':>8}  kernel"]
-        lines += [f"{us:>11.1f}  {us / total:>6.1%}  {count:>8}  {name[:70]}" for name, us, count in self.kernels[:most]]
+        lines += [
+            f"{us:>11.1f}  {us / total:>6.1%}  {count:>8}  {name[:70]}" for name, us, count in self.kernels[:most]
+        ]
         return "\n".join([*lines, f"{total:>11.1f}  in all"])
 
 

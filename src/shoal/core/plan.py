@@ -90,7 +90,9 @@ class StepResult:
     # (index into the *plan's* rows, first position, one per position)
     prompt_logprobs: tuple[tuple[int, int, tuple[Logprobs, ...]], ...] = ()
     failures: tuple[tuple[int, str], ...] = ()  # (index into rows, what went wrong)
-    copies_done: tuple[tuple[int, float], ...] = ()  # (id, seconds it took) of copies that are done since the last result
+    copies_done: tuple[
+        tuple[int, float], ...
+    ] = ()  # (id, seconds it took) of copies that are done since the last result
     copies_failed: tuple[int, ...] = ()
     padded: int = 0  # positions that were computed for nobody
     busy_s: float = 0.0  # how long the device was busy with it

@@ -75,8 +75,12 @@ class Tiers:
         if table is None:
             return cls()
         if not isinstance(table, Mapping) or not 1 <= len(table) <= MOST_TIERS:
-            raise BadConfig(f"tiers must be a table of 1 to {MOST_TIERS} names, such as premium: {{ttft: 0.3, itl: 0.04}}")
-        return cls(tuple(_read_tier(str(name), rank, values or {}) for rank, (name, values) in enumerate(table.items())))
+            raise BadConfig(
+                f"tiers must be a table of 1 to {MOST_TIERS} names, such as premium: {{ttft: 0.3, itl: 0.04}}"
+            )
+        return cls(
+            tuple(_read_tier(str(name), rank, values or {}) for rank, (name, values) in enumerate(table.items()))
+        )
 
 
 def _read_tier(name: str, rank: int, values: Any) -> Tier:

@@ -396,7 +396,9 @@ class Host:
             owner = self._let_go(rejected.id)
             if owner:
                 self.queue_s.pop(rejected.id, None)
-                self._box(owner.front).refused.append((owner.key, rejected.kind, rejected.message, rejected.retry_after_s))
+                self._box(owner.front).refused.append(
+                    (owner.key, rejected.kind, rejected.message, rejected.retry_after_s)
+                )
         for end in events.finished:
             owner = self._let_go(end.id)
             queue_s = self.queue_s.pop(end.id, 0.0)

@@ -56,11 +56,11 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in], weight [out, in] → [T, out]."""
 
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """The same plus residual [T, out], which the caller does not use afterwards."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Over the last dimension: float32 inside, back to x's type, then times weight."""
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm of x + residual, x + residual); neither argument is used by the caller afterwards."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2n] → silu of the left half times the right half, [T, n]."""

@@ -22,16 +22,15 @@ class RefOps:
             return linear(x.float(), weight.float(), wide_bias).to(x.dtype)
         return linear(x, weight, bias)
 
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """x Wᵀ + b, then the residual."""
+        return self.linear(x, weight, bias) + residual
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / √(mean of x² + eps), then times weight."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return weight * normed.to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm of the sum, the sum)."""
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(left half) × right half."""

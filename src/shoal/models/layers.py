@@ -40,6 +40,10 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The same plus residual, which must not be used afterwards."""
+        return self.ops.linear_add(x, self.weight, self.bias, residual)
+
 
 class Norm:
     """Root mean square norm."""
@@ -51,10 +55,6 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual)."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class RopeTable:

@@ -16,7 +16,10 @@ from shoal.models.spec import ModelSpec
 
 
 class Attention:
-    """Queries, keys and values in one product; keys and values go to the cache before anyone reads it."""
+    """Queries, keys and values in one product; keys and values go to the cache before anyone reads it.
+
+    The result is added to the residual stream.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, params: Mapping[str, Tensor], ops: Ops) -> None:
         name = f"layers.{layer}"
@@ -29,14 +32,16 @@ class Attention:
         if spec.qk_norm:
             self.norms = (params[f"{name}.q_norm.weight"], params[f"{name}.k_norm.weight"], spec.norm_eps)
 
-    def __call__(self, x: Tensor, turn: tuple[Tensor, Tensor], batch: Batch, cache: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor, turn: tuple[Tensor, Tensor], batch: Batch, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
         q = self.ops.rotate_and_store(self.qkv(x), self.norms, turn, cache, batch.slots)
         mixed = self.ops.attention(q, *cache, batch, self.scale, self.window)
-        return self.out(mixed.reshape(x.shape[0], self.spec.q_size))
+        return self.out.add(mixed.reshape(x.shape[0], self.spec.q_size), residual)
 
 
 class Layer:
-    """Attention, then the gated linear pair; the residual stream passes by and is added inside the norms."""
+    """Attention, then the gated linear pair; the last product of each adds to the residual stream."""
 
     def __init__(self, spec: ModelSpec, layer: int, params: Mapping[str, Tensor], ops: Ops) -> None:
         name = f"layers.{layer}"
@@ -47,8 +52,8 @@ class Layer:
         self.gate_up = Linear(params, f"{name}.gate_up", ops)
         self.down = Linear(params, f"{name}.down", ops)
 
-    def mlp(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.silu_mul(self.gate_up(x)))
+    def mlp(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.down.add(self.ops.silu_mul(self.gate_up(x)), residual)
 
 
 class LlamaModel:
@@ -74,15 +79,10 @@ class LlamaModel:
         """ids [T] → hidden [T, hidden], before the final norm. Writes this pass's keys and values into kv."""
         turn = self.rope.rows(batch.positions, batch.longest)
         residual = embedding(ids, self.embedding)
-        normed = self.layers[0].attention_norm(residual)
-        last = len(self.layers) - 1
-        for index, (layer, cache) in enumerate(zip(self.layers, kv, strict=True)):
-            mixed = layer.attention(normed, turn, batch, cache)
-            normed, residual = layer.mlp_norm.add(mixed, residual)
-            grown = layer.mlp(normed)
-            if index < last:
-                normed, residual = self.layers[index + 1].attention_norm.add(grown, residual)
-        return grown + residual
+        for layer, cache in zip(self.layers, kv, strict=True):
+            residual = layer.attention(layer.attention_norm(residual), residual, turn, batch, cache)
+            residual = layer.mlp(layer.mlp_norm(residual), residual)
+        return residual
 
     def scores(self, hidden_rows: Tensor) -> Tensor:
         """Final norm and lm_head: rows of forward's result → [rows, vocab] in the model's type."""

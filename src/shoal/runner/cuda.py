@@ -11,6 +11,7 @@ The padded layout is computed as on any device. Knows rows, not requests.
 
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -25,7 +26,7 @@ from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Batch
 from shoal.kernels.triton import Cut
-from shoal.kernels.triton.attention import queries_per_block
+from shoal.kernels.triton.attention import LONG, queries_per_block
 from shoal.kernels.triton.step import add_blocks, likeliest, place_tokens
 from shoal.models import Model
 from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
@@ -128,18 +129,20 @@ class CudaExecutor:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
         tokens, rows = len(plan.tokens), len(plan.rows)
         sampling = int(plan.samples.sum())
+        single = plan.counts == 1
+        long = bool((plan.starts[single] >= LONG).any())
         if tokens == rows:
             size = size_for(LINES, rows)
             if size is not None and size <= self._lines:
-                return Room(size, size, 0, size), True
-            return Room(tokens, rows, 0, sampling), False
-        blocks, decodes = count_blocks(plan, self.queries), int((plan.counts == 1).sum())
+                return Room(size, size, 0, size, long), True
+            return Room(tokens, rows, 0, sampling, long), False
+        blocks, decodes = count_blocks(plan, self.queries), int(single.sum())
         size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, sampling))
         if size is not None and beside is not None:
             most = size // self.queries + PROMPTS
             if blocks <= most and beside <= self._lines:
-                return Room(size, beside, most, beside), True
-        return Room(tokens, decodes, blocks, sampling), False
+                return Room(size, beside, most, beside, long), True
+        return Room(tokens, decodes, blocks, sampling, long), False
 
     def _send(self, plan: StepPlan, room: Room) -> Tensor:
         """Everything about the pass in one copy; the block tables are brought up to date."""
@@ -170,7 +173,7 @@ class CudaExecutor:
         ids, positions, slots = place_tokens(
             *tables.tokens, self.runner.tables.last_token, self.block_tables, self.kv.block_size
         )
-        cut = Cut(self.block_tables, tables.decodes, tables.blocks)
+        cut = Cut(self.block_tables, tables.decodes, tables.blocks, room.long)
         batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=cut)
         hidden = self.model.forward(ids, batch, self.kv.layers)
         if room.lines:
@@ -242,9 +245,11 @@ class CudaExecutor:
         failures: list[tuple[int, str]] = []
         if waiting.said is not None:
             count, half = len(waiting.rows), len(waiting.said) // 2
-            tokens = waiting.said[:count].numpy().astype(np.int64)
-            best = waiting.said[half : half + count].view(torch.float32)
-            failures = failed(best, waiting.rows, waiting.masks)
+            said = waiting.said.numpy()
+            tokens = said[:count].astype(np.int64)
+            best = said[half : half + count].view(np.float32)
+            if not np.isfinite(best).all():
+                failures = failed(torch.from_numpy(best), waiting.rows, waiting.masks)
             scripted = self.sampler.rows.ends_at[waiting.rows] == waiting.positions
             if scripted.any():
                 tokens = np.where(scripted, SCRIPTED_END, tokens)
@@ -280,18 +285,24 @@ def rehearse(model: Model, dtype: torch.dtype, block_size: int, tokens: int, lin
     """Compute the largest passes there may be, and one of each kind, over a KV cache of a single block.
 
     So the memory that passes need is taken before anybody measures what is left, and kernels are compiled before
-    anybody waits for a token.
+    anybody waits for a token: side by side, for compiling takes seconds and one processor each.
     """
     store = KVStore(model.spec, 1, block_size, dtype, "cuda")
-    executor = CudaExecutor(Runner(model, store, lines, tokens, "cuda"), tokens)
-    greedy, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
-    passes = [(1, tokens, drawn), (lines, 1, drawn)]
-    passes += [(count, 1, greedy) for count in sorted({*(n for n in REHEARSED if n < lines), lines})]
-    for rows, count, params in passes:
-        executor.forward(_made_up(rows, count, params, block_size))
+    model.reserve_positions(tokens)  # before there are threads that would do it
+
+    def compute(rows: int, count: int, temperature: float) -> None:
+        executor = CudaExecutor(Runner(model, store, rows, count, "cuda"), rows * count)
+        executor.forward(_made_up(rows, count, SamplingParams(temperature=temperature), block_size))
         executor.sample(None)
         executor.result()
-    executor.close()
+        executor.close()
+
+    batches = sorted({*(count for count in REHEARSED if count < lines), lines})
+    with ThreadPoolExecutor(thread_name_prefix="rehearse") as pool:
+        begun = [pool.submit(compute, 1, tokens, 1.0), pool.submit(compute, lines, 1, 1.0)]
+        begun += [pool.submit(compute, count, 1, 0.0) for count in batches]
+        for one in begun:
+            one.result()
 
 
 def _made_up(rows: int, count: int, params: SamplingParams, block_size: int) -> StepPlan:

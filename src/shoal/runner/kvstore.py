@@ -53,7 +53,9 @@ class KVStore:
             # pinned where the device is a GPU: only then do copies run beside its work
             pinned = self.data.is_cuda
             self.host = (
-                torch.zeros(host_shape, dtype=dtype, pin_memory=True) if pinned else lazy_zeros(host_shape, dtype, "cpu")
+                torch.zeros(host_shape, dtype=dtype, pin_memory=True)
+                if pinned
+                else lazy_zeros(host_shape, dtype, "cpu")
             )
 
     @torch.inference_mode()

@@ -25,6 +25,7 @@ class Room:
     decodes: int
     blocks: int
     lines: int  # of hidden values that choose a token
+    long: bool = False  # whether a decode has a long past
 
     @property
     def size(self) -> int:

@@ -127,9 +127,7 @@ class Joining:
         self.s.preempt(victim, draft, events)
         return True
 
-    def _make_room(
-        self, draft: Draft, events: PassEvents, request: Request, ahead: set[Request], now_s: float
-    ) -> bool:
+    def _make_room(self, draft: Draft, events: PassEvents, request: Request, ahead: set[Request], now_s: float) -> bool:
         """Find blocks for one that does not fit: from those behind it who do not run yet, or as _make_way does."""
         for other in list(self.s.fetching):
             if other is not request and other not in ahead:

@@ -6,7 +6,6 @@ from typing import Protocol
 
 from shoal.core.request import Request
 
-
 PATIENCE = 64  # requests that are let past one that does not fit; then nobody may pass it or take its place
 
 

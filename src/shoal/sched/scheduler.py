@@ -322,7 +322,9 @@ class Scheduler:
             running = [request for request in running if not draft.excludes(request)]
         for request in running:
             planned, visible, end = request.planned, len(request.tokens) + request.pending, request.end
-            if (visible if visible < end else end) - planned == 1 and draft.left > 0:  # request.need(), without the call
+            if (
+                visible if visible < end else end
+            ) - planned == 1 and draft.left > 0:  # request.need(), without the call
                 if request.state is runs and planned < request.holding.capacity:
                     takes[request] = 1  # as draft.add, without the call
                     draft.left -= 1

@@ -40,7 +40,13 @@ TABLE: tuple[tuple[type[ShoalError], int, str, str | None], ...] = (
     (Rejected, 503, "service_unavailable_error", None),
 )
 # also when the engine does not say: a client that comes back at once helps nobody
-RETRY_S: dict[type[ShoalError], float] = {QueueFull: 1.0, RateLimited: 1.0, Draining: 5.0, EngineDown: 5.0, Evicted: 1.0}
+RETRY_S: dict[type[ShoalError], float] = {
+    QueueFull: 1.0,
+    RateLimited: 1.0,
+    Draining: 5.0,
+    EngineDown: 5.0,
+    Evicted: 1.0,
+}
 INTERNAL = "something failed inside the server; its log tells more under this request's id"
 SHOWN = 200  # characters of a value that a message repeats
 

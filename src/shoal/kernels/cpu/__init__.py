@@ -71,16 +71,15 @@ class CpuOps:
             return _linear(x, weight, bias)
         return _linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """x Wᵀ + b, then the residual."""
+        return self.linear(x, weight, bias) + residual
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / √(mean of x² + eps), then times weight."""
         if x.dtype == torch.float32:
             return rms_norm(x, weight.shape, weight, eps)
         return rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm of the sum, the sum)."""
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(left half) × right half."""

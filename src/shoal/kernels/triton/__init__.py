@@ -24,7 +24,10 @@ class Cut:
 
     tables: Tensor  # int32 [rows, widest]: blocks of every row, those outside this pass included
     decodes: Tensor  # int32 [3, n]: row, context (0: nobody), place of the query
-    blocks: Tensor  # int32 [5, m]: row (below 0: nobody), where its queries begin, how many, this block's first, context
+    blocks: (
+        Tensor  # int32 [5, m]: row (below 0: nobody), where its queries begin, how many, this block's first, context
+    )
+    long: bool = False  # a decode's past is longer than kernels.LONG
 
 
 class TritonOps:
@@ -34,15 +37,16 @@ class TritonOps:
         self._cut: tuple[Batch, int, Cut] | None = None
         self._processors = 0
         self._arrived: Tensor | None = None
+        self._old: list[Tensor | None] = []
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight, bias)
 
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        return linear(x, weight, bias, residual)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return rows.add_rms_norm(x, residual, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return rows.silu_mul(gate_up)
@@ -66,18 +70,20 @@ class TritonOps:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         count = cut.decodes.shape[1]
         if count:
-            processors, arrived = self._device(q.device)
-            shape = kernels.decode_shape(count, kv_heads, q.shape[2], q.dtype == torch.float32, processors)
+            processors, arrived = self._device(q.device, count * kv_heads)
+            wide = q.dtype == torch.float32
+            shape = kernels.decode_shape(count, kv_heads, q.shape[2], wide, cut.long, processors)
             kernels.decode(q, k_cache, v_cache, cut.tables, cut.decodes, out, arrived, scale, window, shape)
         if cut.blocks.shape[1]:
             kernels.prefill(q, k_cache, v_cache, cut.tables, cut.blocks, out, scale, window)
         return out
 
-    def _device(self, device: torch.device) -> tuple[int, Tensor]:
+    def _device(self, device: torch.device, most: int) -> tuple[int, Tensor]:
         """(processors, a zero for every sequence and KV head whose decode may be split)."""
-        if self._arrived is None:
+        if self._arrived is None or len(self._arrived) < most:
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._arrived = torch.zeros(8 * self._processors, dtype=torch.int32, device=device)
+            self._old.append(self._arrived)  # a recorded launch may still use it
+            self._arrived = torch.zeros(max(most, 2**15), dtype=torch.int32, device=device)
         return self._processors, self._arrived
 
     def _cut_of(self, batch: Batch, queries: int) -> Cut:
@@ -113,4 +119,5 @@ def cut_batch(batch: Batch, queries: int) -> Cut:
         tables=batch.block_tables,
         decodes=put([*decodes], (0, 0, 0)),
         blocks=put([*blocks], (kernels.NOBODY, 0, 0, 0, 0)),
+        long=any(context > kernels.LONG for _, context, _ in decodes),
     )

@@ -23,6 +23,7 @@ from shoal.kernels.triton.launch import overlap, settle
 
 LOG2_E = 1.4426950408889634
 ROWS = 128  # of the prefill's query block: queries × heads of a group
+LONG = 8192  # tokens of a past that one program should not walk alone while the others have ended
 NOBODY = -1  # the row of a block of queries that does not exist
 
 
@@ -89,9 +90,7 @@ def _decode(
         count = tl.cdiv(tiles, share)
         whole = (mixed / safe[:, None]).to(out.dtype.element_ty)
         to = out + (place * HEADS + heads)[:, None] * DIM + d[None, :]
-        if SPLITS == 1:
-            tl.store(to, whole, mask=mask)
-        elif count == 1:
+        if SPLITS == 1 or count == 1:
             tl.store(to, whole, mask=mask)
         else:
             part = (item * HEADS + heads) * SPLITS + split
@@ -156,9 +155,9 @@ def _prefill(
             block = tl.load(tables + row * t_row + token // BLOCK).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=in_dim[:, None], other=0.0)
-            score = tl.dot(query, key, input_precision=PRECISION) * scale
-            higher = tl.maximum(top, tl.max(score, 1))
-            fade, weight = tl.exp2(top - higher), tl.exp2(score - higher[:, None])
+            score = tl.dot(query, key, input_precision=PRECISION)
+            higher = tl.maximum(top, tl.max(score, 1) * scale)
+            fade, weight = tl.exp2(top - higher), tl.exp2(score * scale - higher[:, None])
             total = total * fade + tl.sum(weight, 1)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=in_dim[None, :], other=0.0)
             mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
@@ -169,14 +168,14 @@ def _prefill(
             block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
-            score = tl.dot(query, key, input_precision=PRECISION) * scale
+            score = tl.dot(query, key, input_precision=PRECISION)
             seen = (token[None, :] <= position[:, None]) & there[None, :]
             if WINDOWED:
                 seen = seen & (token[None, :] > position[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
-            higher = tl.maximum(top, tl.max(score, 1))
+            higher = tl.maximum(top, tl.max(score, 1) * scale)
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
+            fade, weight = tl.exp2(top - base), tl.exp2(score * scale - base[:, None])
             total = total * fade + tl.sum(weight, 1)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
             mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
@@ -192,21 +191,22 @@ def queries_per_block(group: int, dim: int, dtype: torch.dtype) -> int:
     return max(1, rows // group)
 
 
-def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, processors: int) -> DecodeShape:
-    """From how many sequences there may be: lengths are known only on the device, and short pasts use fewer parts.
+def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, long: bool, processors: int) -> DecodeShape:
+    """From how many sequences there may be, and whether a past is long: lengths are known only on the device, and
+    short pasts use fewer parts.
 
     The table in docs/performance.md says how these were found.
     """
     programs = sequences * kv_heads
     if wide or dim > 128:
-        return DecodeShape(32, 4, 2, 8 if programs <= 2 * processors else 1, 4)
+        return DecodeShape(32, 4, 2, 8 if long or programs <= 2 * processors else 1, 4)
     if programs <= 16:
         return DecodeShape(64, 2, 3, 32, 1)
     if programs <= 64:
         return DecodeShape(64, 2, 3, 16, 2)
     if programs <= 4 * processors:
         return DecodeShape(128, 4, 3, 8, 4 if programs <= processors else 8)
-    return DecodeShape(128, 4, 3, 1, 1)
+    return DecodeShape(128, 4, 3, 8, 16) if long else DecodeShape(128, 4, 3, 1, 1)
 
 
 def prefill_shape(dim: int, wide: bool) -> tuple[int, int, int]:

@@ -12,18 +12,12 @@ from shoal.kernels.triton.launch import overlap, settle
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, out, total, eps, x_row, SIZE: tl.constexpr, ROOM: tl.constexpr, ADD: tl.constexpr,
-              OVERLAP: tl.constexpr):  # fmt: skip
+def _rms_norm(x, weight, out, eps, x_row, SIZE: tl.constexpr, ROOM: tl.constexpr, OVERLAP: tl.constexpr):
     settle(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROOM)
     mask = i < SIZE
     value = tl.load(x + row * x_row + i, mask=mask, other=0.0)
-    if ADD:
-        value = (value.to(tl.float32) + tl.load(residual + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)).to(
-            value.dtype
-        )
-        tl.store(total + row * SIZE + i, value, mask=mask)
     wide = value.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     result = normed.to(value.dtype) * tl.load(weight + i, mask=mask, other=0.0)
@@ -36,21 +30,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat = x if x.dim() == 2 else x.reshape(-1, size)
     _rms_norm[(flat.shape[0],)](
-        flat, flat, weight, out, out, eps, flat.stride(0), SIZE=size, ROOM=triton.next_power_of_2(size), ADD=False,
+        flat, weight, out, eps, flat.stride(0), SIZE=size, ROOM=triton.next_power_of_2(size),
         num_warps=warps_for(size), **overlap(),
     )  # fmt: skip
     return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of x + residual, x + residual)."""
-    size = x.shape[-1]
-    out, total = torch.empty_like(residual), torch.empty_like(residual)
-    _rms_norm[(x.shape[0],)](
-        x, residual, weight, out, total, eps, x.stride(0), SIZE=size, ROOM=triton.next_power_of_2(size), ADD=True,
-        num_warps=warps_for(size), **overlap(),
-    )  # fmt: skip
-    return out, total
 
 
 def warps_for(size: int) -> int:

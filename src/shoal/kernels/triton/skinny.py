@@ -34,8 +34,8 @@ class Shape:
 
 @triton.jit
 def _one_row(
-    x, weight, bias, out, size, w_row, COLUMNS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, weight, bias, residual, out, size, w_row, COLUMNS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ADDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out[n] = Σ x[k] weight[n, k], one row of x. The next tile of weights is on its way while one is used."""
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -52,14 +52,16 @@ def _one_row(
     result = tl.sum(total, 1)
     if HAS_BIAS:
         result += tl.load(bias + n).to(tl.float32)
+    if ADDS:
+        result += tl.load(residual + n).to(tl.float32)
     tl.store(out + n, result.to(out.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows(
-    x, weight, bias, out, parts, arrived, rows, columns, size, x_row, w_row,
+    x, weight, bias, residual, out, parts, arrived, rows, columns, size, x_row, w_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ADDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of x by the matrix units; SPLITS programs share the inputs of one group of columns."""
     settle(OVERLAP)
@@ -80,6 +82,8 @@ def _few_rows(
     if SPLITS == 1:
         if HAS_BIAS:
             total += tl.load(bias + n).to(tl.float32)[:, None]
+        if ADDS:
+            total += tl.load(residual + to, mask=live, other=0.0).to(tl.float32)
         tl.store(out + to, total.to(out.dtype.element_ty), mask=live)
     else:
         tl.store(parts + split * ROWS * columns + to, total)
@@ -92,16 +96,18 @@ def _few_rows(
                 total += tl.load(parts + part * ROWS * columns + to, cache_modifier=".cg")
             if HAS_BIAS:
                 total += tl.load(bias + n).to(tl.float32)[:, None]
+            if ADDS:
+                total += tl.load(residual + to, mask=live, other=0.0).to(tl.float32)
             tl.store(out + to, total.to(out.dtype.element_ty), mask=live)
 
 
-def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape) -> Tensor:
     """x [1, in]; the outputs must be a multiple of the shape's columns."""
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)
     _one_row[(weight.shape[0] // shape.columns,)](
-        x, weight, weight if bias is None else bias, out, weight.shape[1], weight.stride(0),
-        COLUMNS=shape.columns, TILE=shape.tile, HAS_BIAS=bias is not None, num_warps=shape.warps,
-        num_stages=shape.stages, **overlap(),
+        x, weight, weight if bias is None else bias, out if residual is None else residual, out, weight.shape[1],
+        weight.stride(0), COLUMNS=shape.columns, TILE=shape.tile, HAS_BIAS=bias is not None, ADDS=residual is not None,
+        num_warps=shape.warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
     return out
 
@@ -112,7 +118,7 @@ def _zeros(device: torch.device) -> Tensor:
     return torch.zeros(MOST_GROUPS, dtype=torch.int32, device=device)
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Tensor:
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape) -> Tensor:
     """x [up to the shape's rows, in]; the outputs must be a multiple of its columns, and few enough if it splits."""
     rows, wide = x.shape[0], weight.shape[0]
     out = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
@@ -120,9 +126,10 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape) -> Te
     if shape.splits > 1:
         parts = torch.empty((shape.splits, shape.rows, wide), dtype=torch.float32, device=x.device)
     _few_rows[(wide // shape.columns, shape.splits)](
-        x, weight, weight if bias is None else bias, out, parts, _zeros(x.device), rows, wide, weight.shape[1],
-        x.stride(0), weight.stride(0), ROWS=shape.rows, COLUMNS=shape.columns, TILE=shape.tile, SPLITS=shape.splits,
-        HAS_BIAS=bias is not None, num_warps=shape.warps, num_stages=shape.stages, **overlap(),
+        x, weight, weight if bias is None else bias, out if residual is None else residual, out, parts, _zeros(x.device),
+        rows, wide, weight.shape[1], x.stride(0), weight.stride(0), ROWS=shape.rows, COLUMNS=shape.columns,
+        TILE=shape.tile, SPLITS=shape.splits, HAS_BIAS=bias is not None, ADDS=residual is not None,
+        num_warps=shape.warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
     return out
 
@@ -142,9 +149,13 @@ def shape_for(rows: int, inputs: int, outputs: int) -> Shape | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x Wᵀ + b, by whichever is fastest for so many rows."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, plus a contiguous residual if there is one (which may be overwritten), by whichever is fastest."""
     shape = None if x.dtype == torch.float32 else shape_for(x.shape[0], weight.shape[1], weight.shape[0])
-    if shape is None:
+    if shape is not None:
+        return (one_row if x.shape[0] == 1 else few_rows)(x, weight, bias, residual, shape)
+    if residual is None:
         return F.linear(x, weight, bias)
-    return one_row(x, weight, bias, shape) if x.shape[0] == 1 else few_rows(x, weight, bias, shape)
+    if bias is not None:
+        return F.linear(x, weight, bias).add_(residual)
+    return residual.addmm_(x, weight.t())
