@@ -1,7 +1,7 @@
 """A device that takes time but computes nothing: passes and copies on a virtual clock, for tests of policies.
 
-A pass takes constant + per_token · positions + per_read · KV positions read. Copies run beside the passes, one after the
-other, each block_s per block. Answers have the length that `ends_after` says, which the scheduler does not know.
+A pass takes constant + per_token · positions + per_read · KV positions read. Copies run beside the passes, one after
+the other, each block_s per block. Answers have the length that `ends_after` says, which the scheduler does not know.
 """
 
 import math

@@ -106,7 +106,8 @@ def test_every_other_combination_builds() -> None:
             continue
         make_scheduler(config, limits, 20)
         built += 1
-    assert built == 3 * 3 * 3 * 4 * (3 + 1)
+    orders, budgets, others = 5, 2, 4  # of when_short, all but `wait`, which goes with reserve alone
+    assert built == 3 * 3 * 3 * orders * budgets * (3 * others + 1)
 
 
 TIERS = "premium: {ttft: 0.3, itl: 0.04, weight: 8}, batch: {}"
@@ -118,7 +119,7 @@ def test_tiers_come_from_text_from_a_file_or_from_a_table(tmp_path: Path) -> Non
     table = {"premium": {"ttft": 0.3, "itl": 0.04, "weight": 8}, "batch": {}}
     for given in (TIERS, f"{{{TIERS}}}", str(file), table):
         tiers = list(EngineConfig.from_mapping({"tiers": given}).read_tiers())
-        assert [(tier.name, tier.ttft_s, tier.weight) for tier in tiers][0] == ("premium", 0.3, 8.0)
+        assert (tiers[0].name, tiers[0].ttft_s, tiers[0].weight) == ("premium", 0.3, 8.0)
         assert tiers[1].name == "batch"
 
 

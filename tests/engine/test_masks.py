@@ -311,10 +311,7 @@ def test_a_failure_while_a_pass_waits_for_its_masks_leaves_nothing_behind(step: 
         run.submit(make_request(f"r{number}", [number], max_tokens=6, seed=number, grammar=FakeGrammar(number, 5)))
     run.drain()
     run.verify()
-    failed = {id for id, (reason, error) in run.ended.items() if "RuntimeError" in error}
-    assert failed
-    assert failed <= {"r0", "r1", "r2", "r3"}
-    assert run.ended["r4"] == (Reason.STOP, "")
+    assert set(run.ended.values()) == {(Reason.STOP, "")}, "once may be chance: nobody fails for it"
 
 
 def test_an_aborted_request_needs_no_mask() -> None:

@@ -342,7 +342,8 @@ def test_depth_changes_no_tokens(config: dict[str, int], traffic: list[Move]) ->
 
 def busy(kind: type[Scheduler] = Scheduler, depth: int = 2) -> Run:
     """Tiny memory, shared prefixes, passes in flight, stops and aborts in between: preempts all the time."""
-    run = Run(make_scheduler(kind=kind, blocks=14, max_num_seqs=6, max_num_batched_tokens=24), depth)
+    tight = {"blocks": 14, "max_num_seqs": 6, "max_num_batched_tokens": 24, "watermark": 0.0}
+    run = Run(make_scheduler(kind=kind, **tight), depth)  # type: ignore[arg-type]
     for number in range(60):
         prompt = [number % 3] * 5 + [number % 7, number % 5] * (1 + number % 4)
         stop = frozenset({1, 2, 3}) if number % 2 else frozenset()
@@ -434,7 +435,7 @@ class Clocked(Run):
             max_wait_s = self.scheduler.deadlines.max_wait_s
             for request in self.scheduler.requests.values():
                 assert request.deadline_s > self.now_s, f"{request} has outlived its deadline"
-                new = request in set(self.scheduler.waiting) and not request.preemptions
+                new = request in set(self.scheduler.waiting) and not request.began
                 late = max_wait_s is not None and request.arrived_s + max_wait_s <= self.now_s
                 assert not (new and late), f"{request} still waits"
         return began
@@ -714,8 +715,10 @@ class Deserted(Run):
             if self.commits >= then + 2:
                 assert request.holding is None, "somebody who is gone holds blocks after two commits"
         others = {block for request in self.scheduler.requests.values() for block in _blocks(request)}
+        kv = self.scheduler.kv
+        others |= {block for copy in kv.transfers.values() for block in (copy.holding or copy).blocks}
         if all(self.commits >= then + 2 for then in self.gone.values()):
-            assert self.scheduler.kv.pool.held == len(others), "blocks are held for somebody who is gone"
+            assert kv.pool.held == len(others), "blocks are held for somebody who is gone"
         return finished
 
 

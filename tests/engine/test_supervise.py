@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 CHILD = """
@@ -27,7 +28,7 @@ def leave(number, frame):
 signal.signal(signal.SIGTERM, signal.SIG_IGN if config.get("deaf") else leave)
 if config.get("after_fault"):
     with open({log!r}, "a") as log:
-        log.write(f"{{config['name']}} after a fault\n")
+        log.write(f"{{config['name']}} after a fault\\n")
 if config["life"] >= config.get("never_again", 99):
     sys.exit(1)
 say_ready(config["ready_fd"])
@@ -98,8 +99,6 @@ class Family:
 
 
 def wait_for(family: Family, text: str) -> None:
-    import time
-
     for _ in range(600):
         if any(text in line for line in family.lines()):
             return
@@ -217,6 +216,7 @@ def test_an_engine_that_never_comes_back_leaves_the_fronts_to_say_so(tmp_path: P
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("engine"), signal.SIGKILL)
     wait_for(family, "engine 5 ")
+    time.sleep(0.7)  # until the supervisor has noticed its end
     assert family.process.poll() is None
     code, errors = family.end()
     assert code == 0

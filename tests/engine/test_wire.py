@@ -15,6 +15,7 @@ from shoal.core.events import PassEvents
 from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, Sink
 from shoal.core.params import SamplingParams
 from shoal.core.request import Logprobs
+from shoal.engine import client as client_module
 from shoal.engine import host as host_module
 from shoal.engine import wire
 from shoal.engine.client import ZmqClient
@@ -293,7 +294,9 @@ def test_jobs_go_on_where_they_were_when_the_engine_is_started_again(tmp_path: P
     del gate
 
 
-def test_a_job_that_sees_the_engine_die_too_often_fails(tmp_path: Path) -> None:
+def test_a_job_that_sees_the_engine_die_too_often_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MOST_RESUMES", 3)
+
     async def story() -> None:
         engine = EngineThread(tmp_path, gate=threading.Semaphore(2))
         async with connected(tmp_path) as client:

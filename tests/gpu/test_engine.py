@@ -78,7 +78,7 @@ def test_bfloat16_chooses_as_well_as_transformers(name: str, tmp_path: Path) -> 
 def test_preemption_and_prefix_cache_change_nothing(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     prompts = ragged_prompts(24, seed=2, longest=300)
-    prompts += [prompt + [1, 2, 3] for prompt in prompts[:6]]
+    prompts += [[*prompt, 1, 2, 3] for prompt in prompts[:6]]
     wanted = None
     tight: dict[str, Any] = {"kv_memory": 70 * 16 * 512, "watermark": 0.0}
     swap = {**tight, "when_short": "swap", "host_kv_memory": 2**26}

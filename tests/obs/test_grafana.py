@@ -18,7 +18,10 @@ def real_samples() -> dict[str, set[str]]:
     front = FrontMetrics()
     front.count("/v1/completions", 200)
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families((EngineMetrics().render() + front.render(0, None)).decode()):
+    engine = EngineMetrics({"order": "slo"})
+    for promise in ("ttft", "itl"):
+        engine.promises["premium", promise, "yes"] += 1
+    for family in text_string_to_metric_families((engine.render() + front.render(0, None)).decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

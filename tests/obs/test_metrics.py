@@ -231,7 +231,7 @@ def test_the_text_is_all_ours_and_every_bucket_holds_the_ones_below() -> None:
     drive.run()
     families = list(text_string_to_metric_families(drive.metrics.render().decode()))
     assert {family.name for family in families} == {
-        *metrics.GAUGES, *metrics.COUNTERS, *metrics.HISTOGRAMS, *metrics.LABELLED,
+        *metrics.GAUGES, *metrics.COUNTERS, *metrics.HISTOGRAMS, *metrics.LABELLED, metrics.PROMISES,
     }  # fmt: skip
     for family in families:
         assert family.name.startswith("shoal_")
@@ -286,8 +286,10 @@ def test_both_texts_can_follow_each_other() -> None:
 
 
 def test_every_metric_stands_in_the_docs_and_no_other() -> None:
-    counters = {*metrics.COUNTERS, *metrics.LABELLED, metrics.HTTP, "shoal_engine_restarts"}
-    names = {*metrics.GAUGES, *metrics.HISTOGRAMS, *metrics.FRONT} - counters | {f"{name}_total" for name in counters}
+    counters = {*metrics.COUNTERS, *metrics.LABELLED, metrics.PROMISES, metrics.HTTP, "shoal_engine_restarts"}
+    names = {*metrics.GAUGES, *metrics.HISTOGRAMS, *metrics.FRONT, metrics.POLICIES} - counters | {
+        f"{name}_total" for name in counters
+    }
     assert set(re.findall(r"^\| `(\w+)", PAGE.read_text(), re.MULTILINE)) == names
 
 

@@ -38,7 +38,7 @@ def test_one_position_each() -> None:
 
 
 def test_chunks_beside_decodes() -> None:
-    """Row 5 computes positions 10 to 18 in three blocks of queries; the last block has the longest past: it is first."""
+    """Row 5 computes positions 10 to 18 in three blocks of queries; the last has the longest past: it is first."""
     plan = plan_of((7, 20, 1, True), (5, 10, 9, False), (2, 4, 1, True), (1, 0, 2, True))
     assert count_blocks(plan, QUERIES) == 4
     tables = filled(plan, Room(16, 4, 6, 4))

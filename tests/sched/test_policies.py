@@ -1,4 +1,4 @@
-"""Promises, lanes, headroom and what happens when memory is short: on a virtual clock, with numbers worked out by hand."""
+"""Promises, lanes, headroom and what happens when memory is short, on a virtual clock."""
 
 import random
 from collections.abc import Callable
@@ -442,9 +442,9 @@ def test_a_prefix_that_left_the_device_is_hit_in_host_memory() -> None:
     scheduler = made(blocks=40, host_blocks=400)
     sim = Sim(scheduler, check=True)
     system = [3 + place % 30 for place in range(320)]
-    first = scripted("first", system + [1], 4)
+    first = scripted("first", [*system, 1], 4)
     others = [(1.0 + number, scripted(f"o{number}", 500, 4)) for number in range(6)]
-    again = scripted("again", system + [2], 4)
+    again = scripted("again", [*system, 2], 4)
     sim.run([(0.0, first), *others, (20.0, again)])
     assert again.cached_tokens >= 300
     assert sum(one.blocks_in for one in sim.records) >= 18

@@ -105,6 +105,7 @@ def test_killed_during_prefill(steady: Server) -> None:
     steady.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_killed_while_blocks_are_swapped(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--dtype", "float32", "--threads", "1", "--served-model-name", "tiny", "--max-model-len", "600")
     flags += ("--kv-memory", "640KiB", "--host-kv-memory", "64MiB", "--when-short", "swap", "--watermark", "0")
@@ -117,6 +118,7 @@ def test_killed_while_blocks_are_swapped(tiny_model: Path, tmp_path: Path) -> No
         server.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_killed_while_draining(tiny_model: Path, tmp_path: Path) -> None:
     with running(tmp_path, tiny_model, *SMALL, "--max-model-len", "2048") as server:
         wanted = asks(8, 400)
@@ -133,7 +135,7 @@ def test_killed_while_draining(tiny_model: Path, tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("how", ["raise", "crash"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("crash", marks=pytest.mark.slow)])
 def test_a_poisoned_request_fails_alone(tiny_model: Path, tmp_path: Path, how: str) -> None:
     wanted = asks(31, 120)
     poisoned = {**wanted[0], "prompt": [9, POISON, 9], "stream": False}
@@ -148,6 +150,7 @@ def test_a_poisoned_request_fails_alone(tiny_model: Path, tmp_path: Path, how: s
         assert (server.metrics()[RESTARTS] > 0) == (how == "crash")
 
 
+@pytest.mark.slow
 def test_a_request_that_hangs_the_engine_is_found(tiny_model: Path, tmp_path: Path) -> None:
     flags = (*SMALL, "--max-model-len", "2048", "--hang-timeout", "2.5")
     with running(tmp_path, tiny_model, *flags, env={"_SHOAL_TEST_POISON": f"{POISON}:hang"}) as server:

@@ -7,6 +7,7 @@ request a token.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median, quantiles
 
 from shoal.bench.floor import Machine, decode_pass_s, prompts_s
@@ -63,7 +64,7 @@ def run_latency(
         if len(events.tokens) == batch:
             full.append(now)
     seconds = time.perf_counter() - begun
-    gaps = [later - earlier for earlier, later in zip(full, full[1:], strict=False)] or [seconds]
+    gaps = [later - earlier for earlier, later in pairwise(full)] or [seconds]
     return Latency(
         batch=batch,
         prompt=prompt,

@@ -13,6 +13,7 @@ Is handed a make_engine; knows the experiments and their figures, not how they a
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from tqdm import tqdm
@@ -135,7 +136,7 @@ class Lab:
             "premium_mean_gap_p99_s": spread(_mean_gaps(premium))["p99"],
             "throughput_of_fcfs": runs["fcfs"].seconds / runs[best].seconds,
         }
-        title = f"1.5× what fcfs can serve ({rate:.2f} req/s), 20% premium"
+        title = f"1.5x what fcfs can serve ({rate:.2f} req/s), 20% premium"
         return Finding("overload", title, runs, kinds, rows, figures, {"ttft": sizes.ttft_s, "gap": sizes.itl_s})
 
     def flood(self) -> Finding:
@@ -184,7 +185,7 @@ class Lab:
             "passes_more_than_alone": (p99["fair, one slot free"] - p99["alone"]) / max(spread(turn_s)["p99"], 1e-9),
             "pass_median_s": passes[len(passes) // 2],
         }
-        return Finding("flood", "one tenant floods at 2× capacity, the other asks for 15%", runs, by_run, rows, figures)
+        return Finding("flood", "one tenant floods at 2x capacity, the other asks for 15%", runs, by_run, rows, figures)
 
     def bursts(self) -> Finding:
         sizes = self.sizes
@@ -248,12 +249,12 @@ class Lab:
         asked = [Asked(one, kind="all") for one in trace]
         runs = {name: self.run(name, asked, {"order": name}) for name in ("fcfs", "sjf")}
         kinds = {name: ["all"] * len(asked) for name in runs}
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"policy": name, "kind": "all", **_latencies(run.requests), "req_s": len(asked) / run.seconds}
             for name, run in runs.items()
         ]
         mean = {row["policy"]: row["e2e_mean_s"] for row in rows}
-        return Finding("sjf", "1.1× capacity", runs, kinds, rows, {"mean_of_fcfs": mean["sjf"] / mean["fcfs"]})
+        return Finding("sjf", "1.1x capacity", runs, kinds, rows, {"mean_of_fcfs": mean["sjf"] / mean["fcfs"]})
 
     def budget(self) -> Finding:
         sizes = self.sizes
@@ -312,7 +313,7 @@ def _mean_gaps(requests: Iterable[RequestRecord]) -> list[float]:
 
 
 def _between(times: Sequence[float]) -> list[float]:
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 def _latencies(requests: Sequence[RequestRecord]) -> dict[str, float]:
@@ -338,15 +339,15 @@ def table(finding: Finding) -> str:
     cells = [[_cell(row[name]) for name in columns] for row in finding.rows]
     wide = [max(len(name), *(len(line[place]) for line in cells)) for place, name in enumerate(columns)]
     lines = [f"{finding.name}: {finding.title}"]
-    for line in [columns, *cells]:
-        lines.append(
-            "  ".join(
-                text.ljust(size) if place < 2 else text.rjust(size)
-                for place, (text, size) in enumerate(zip(line, wide, strict=True))
-            )
-        )
+    lines += [_line(line, wide) for line in [columns, *cells]]
     lines += [f"{name} = {value:.3f}" for name, value in finding.figures.items()]
     return "\n".join(lines)
+
+
+def _line(cells: Sequence[str], wide: Sequence[int]) -> str:
+    """Names at the left, numbers at the right."""
+    parts = zip(cells, wide, strict=True)
+    return "  ".join(text.ljust(size) if place < 2 else text.rjust(size) for place, (text, size) in enumerate(parts))
 
 
 def _cell(value: Any) -> str:

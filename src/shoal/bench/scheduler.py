@@ -79,7 +79,8 @@ def measure(make: Callable[[int], Scheduler], policy: str, running: int, passes:
             begun = time.perf_counter()
             plan = scheduler.plan(now_s)
             planned = time.perf_counter()
-            assert plan is not None and len(plan.rows) == running, "somebody did not decode"
+            assert plan is not None
+            assert len(plan.rows) == running, "somebody did not decode"
             result = answer(plan)
             again = time.perf_counter()
             scheduler.commit(result, now_s)

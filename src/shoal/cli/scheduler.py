@@ -63,8 +63,8 @@ def run_bench_scheduler(args: argparse.Namespace) -> int:
         for name in tqdm(names, unit="policy", file=sys.stderr):
             settings = pick(POLICIES, name, "policy")
             tiers = ("premium", "standard", "batch") if "tiers" in settings else ("",)
-            for size in sizes:
-                costs.append(measure(_maker(settings, args.passes), name, size, args.passes, tiers))
+            make = _maker(settings, args.passes)
+            costs += [measure(make, name, size, args.passes, tiers) for size in sizes]
     finally:
         if pinned is not None:
             os.sched_setaffinity(0, pinned)

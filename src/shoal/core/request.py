@@ -79,11 +79,11 @@ class Request:
     """One sequence of tokens to be continued."""
 
     __slots__ = (
-        "arrived_s", "began", "blocks_sent", "cached_tokens", "computed", "deadline_s", "end", "ends_after", "error", "fetching",
-        "first_s", "furthest", "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens", "names", "order",
-        "overtaken", "params", "parked", "pending", "planned", "preemptions", "priority", "promise", "prompt_len",
-        "reason", "row", "salt", "sample", "seed", "start_by_s", "state", "stop_ids", "tenant", "tier", "timeout_s",
-        "tokens", "wants_prompt_logprobs", "work",
+        "arrived_s", "began", "blocks_sent", "cached_tokens", "computed", "deadline_s", "end", "ends_after", "error",
+        "fetching", "first_s", "furthest", "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens",
+        "names", "order", "overtaken", "params", "parked", "pending", "planned", "preemptions", "priority", "promise",
+        "prompt_len", "reason", "row", "salt", "sample", "seed", "start_by_s", "state", "stop_ids", "tenant", "tier",
+        "timeout_s", "tokens", "wants_prompt_logprobs", "work",
     )  # fmt: skip
 
     def __init__(

@@ -1,7 +1,8 @@
 """The black box: who was in the passes under way, written where a dead engine cannot take it along.
 
-The engine notes the requests of every pass before it begins. When it dies of a fault, the next one reads whom to suspect.
-A small file in the private folder: what was written stays in the kernel's memory when the process is gone. Knows ids.
+The engine notes the requests of every pass before it begins. When it dies of a fault, the next one reads whom to
+suspect. A small file in the private folder: what was written stays in the kernel's memory when the process is gone.
+Knows ids.
 """
 
 import json
@@ -23,9 +24,9 @@ class BlackBox:
 
     def note(self, ids: Sequence[str], tried: bool) -> None:
         """A pass with these is about to begin; `tried`: they are suspects already. Cheap while they stay the same."""
-        if ids is self._last and ids is self._before and tried == self._tried:
+        if ids is self._last and tried == self._tried and (tried or ids is self._before):
             return
-        self._last, self._before, self._tried = ids, self._last, tried
+        self._last, self._before, self._tried = ids, () if tried else self._last, tried  # suspects come one at a time
         text = json.dumps({"tried": tried, "ids": list(dict.fromkeys([*self._last, *self._before]))}).encode()
         os.pwrite(self._fd, text + b"\n" + b" " * 8, 0)
         os.ftruncate(self._fd, len(text) + 1)

@@ -144,7 +144,6 @@ class Host:
         self.fronts: dict[bytes, FrontState] = {}
         self.owners: dict[str, Owner] = {}  # by request id
         self.queue_s: dict[str, float] = {}  # how long it waited, until it ends
-        self._parted = False  # the second half of the suspects has begun to come
         self._out: dict[bytes, Outbox] = {}
         self._compiling: deque[Compiling] = deque()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-grammar")
@@ -305,13 +304,10 @@ class Host:
 
     def _watch(self, requests: Sequence[Request]) -> None:
         """Those who were in the last pass of an engine that died of a fault run apart from the others at first."""
-        known = self.loop.engine.scheduler.suspects
         for request in requests:
-            if request.id in self._suspects.second and not self._parted:
-                known.part()
-                self._parted = True
-            if request.id in self._suspects.first or request.id in self._suspects.second:
-                known.add(request)
+            for which, part in enumerate((self._suspects.first, self._suspects.second)):
+                if request.id in part:
+                    self.loop.engine.scheduler.suspects.add(request, which)
 
     def _refuse(self, front: bytes, number: int, error: ShoalError) -> None:
         retry_after_s = error.retry_after_s if isinstance(error, Rejected) else None

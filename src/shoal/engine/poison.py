@@ -1,7 +1,7 @@
 """For tests alone: an executor that breaks when a certain request is in a pass.
 
-Switched on by the environment of the engine's process, `_SHOAL_TEST_POISON=TOKEN:HOW`: a request whose prompt holds that
-token makes every pass it is in raise, crash or hang. Knows plans; wraps any executor.
+Switched on by the environment of the engine's process, `_SHOAL_TEST_POISON=TOKEN:HOW`: a request whose prompt holds
+that token makes every pass it is in raise, crash or hang. Knows plans; wraps any executor.
 """
 
 import os

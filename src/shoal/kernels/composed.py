@@ -3,12 +3,9 @@
 Knows the parts' meaning, not how a device computes them.
 """
 
-from __future__ import annotations
+from typing import Protocol
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor, split
 
 
 class Parts(Protocol):
@@ -36,7 +33,7 @@ def rotate_and_store(
     tokens = qkv.shape[0]
     kv_heads, dim = cache[0].shape[2:]
     kv_size = kv_heads * dim
-    flat_q, flat_k, flat_v = qkv.split([qkv.shape[1] - 2 * kv_size, kv_size, kv_size], dim=-1)
+    flat_q, flat_k, flat_v = split(qkv, [qkv.shape[1] - 2 * kv_size, kv_size, kv_size], dim=-1)
     q, k, v = flat_q.view(tokens, -1, dim), flat_k.view(tokens, kv_heads, dim), flat_v.view(tokens, kv_heads, dim)
     if norms is not None:
         q_weight, k_weight, eps = norms

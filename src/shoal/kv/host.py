@@ -1,6 +1,6 @@
 """The host tier: KV blocks that left the device, kept in host memory under the names of the prefix cache.
 
-    take ──► being written ──► ready ──► found again, or forgotten (the oldest that nobody has parked) when room is short
+    take ──► being written ──► ready ──► found again, or forgotten (the oldest that nobody has pinned) for others
 
 Knows names (digests), host block ids and who still counts on them (pins). Does not know requests, device blocks or how
 bytes travel. Every operation is O(1).

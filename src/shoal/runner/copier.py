@@ -1,8 +1,8 @@
 """Copies of KV blocks between device and host memory, beside the passes.
 
 Owns a thread that copies one order after the other, and tells which are done and how long they took. What an order may
-touch is the scheduler's business: nobody writes to its sources or uses its targets before it is done. Orders begin after
-the passes that were handed over before them. Knows no requests and no plans.
+touch is the scheduler's business: nobody writes to its sources or uses its targets before it is done. Orders begin
+after the passes that were handed over before them. Knows no requests and no plans.
 """
 
 import time
@@ -28,7 +28,7 @@ class Copier:
         """Begin a copy. Call it where passes are handed to the device, in their order."""
         after: Any = None
         if self._store.data.is_cuda:
-            after = torch.cuda.Event()
+            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
             after.record()
         self._under_way[order.id] = self._worker.submit(self._copy, order, after)
 
@@ -39,7 +39,7 @@ class Copier:
             return time.perf_counter() - begun_s
         with torch.cuda.device(self._store.data.device):
             if self._stream is None:
-                self._stream = torch.cuda.Stream()
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(after)
                 after.synchronize()  # so that waiting for passes is not counted as copying

@@ -68,8 +68,8 @@ class Waiting:
 
 @cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for all executors of a device: torch keeps memory by stream, so the next one finds what the last one freed."""
-    return torch.cuda.Stream(device)
+    """One for all executors of a device: torch keeps memory by stream, so the next finds what the last one freed."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class CudaExecutor:
@@ -118,12 +118,12 @@ class CudaExecutor:
             room, recorded = self._room(plan)
             buffer = self._send(plan, room)
             work = partial(self._body, buffer, room)
-            hidden = None
+            kept: Tensor | None = None
             if recorded and not self.runner.wants_hidden:
                 self.graphs.run(room, work)
             else:
-                hidden = work()
-            self._begun = Begun(plan, since, room.tokens - len(plan.tokens), hidden)
+                kept = work()
+            self._begun = Begun(plan, since, room.tokens - len(plan.tokens), kept)
 
     def _room(self, plan: StepPlan) -> tuple[Room, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
@@ -170,9 +170,9 @@ class CudaExecutor:
     def _body(self, buffer: Tensor, room: Room) -> Tensor:
         """All layers; the hidden values of those that choose a token are set aside."""
         tables = lay_out(buffer, room, self._lines)
-        ids, positions, slots = place_tokens(
-            *tables.tokens, self.runner.tables.last_token, self.block_tables, self.kv.block_size
-        )
+        known, rows, at = tables.tokens
+        last, size = self.runner.tables.last_token, self.kv.block_size
+        ids, positions, slots = place_tokens(known, rows, at, last, self.block_tables, size)
         cut = Cut(self.block_tables, tables.decodes, tables.blocks, room.long)
         batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=cut)
         hidden = self.model.forward(ids, batch, self.kv.layers)
@@ -276,7 +276,7 @@ class CudaExecutor:
 
 def _now() -> torch.cuda.Event:
     """A mark on the current stream."""
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

@@ -1,9 +1,9 @@
 """Deadlines: whose time is over.
 
 A request may have a time by which it must have ended (its timeout) or started (where its tier refuses who is late), and
-all may have a time by which they must have started (`max_wait_s`). Owns a heap of those times. Who ends meanwhile is crossed off, not searched for: its entry is
-dropped when its time comes, or when more than half of the heap is such entries. With no deadlines it costs nothing.
-Knows no clock and ends nobody: the scheduler asks who is due.
+all may have a time by which they must have started (`max_wait_s`). Owns a heap of those times. Who ends meanwhile is
+crossed off, not searched for: its entry is dropped when its time comes, or when more than half of the heap is such
+entries. With no deadlines it costs nothing. Knows no clock and ends nobody: the scheduler asks who is due.
 """
 
 import heapq
@@ -72,8 +72,8 @@ class Deadlines:
             )
         if self.lost_promise(request, now_s):
             return (
-                f"not started after {waited_s:.1f} s, too late for a first token within {request.promise.ttft_s:g} s as "
-                f"tier {request.promise.name} promises; try again when the server is less busy"
+                f"not started after {waited_s:.1f} s, too late for a first token within {request.promise.ttft_s:g} s, "
+                f"as tier {request.promise.name} promises; try again when the server is less busy"
             )
         return (
             f"not started after {waited_s:.1f} s, and the longest wait is {self.max_wait_s:g} s; "

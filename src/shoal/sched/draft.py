@@ -32,8 +32,9 @@ class Draft:
         self.long = long  # this pass is for the long ones
         self.only: Mapping[Request, int] | None = None  # nobody else may be in it
         self.takes: dict[Request, int] = {}
-        self.starting: dict[Request, None] = {}
+        self.starting: dict[Request, bool] = {}  # … and whether it has run before
         self.grown: dict[Request, None] = {}  # who got blocks beyond those it started with
+        self.lost = False  # somebody had to give way
         self.prompts = 0
         self.decodes = 0
 

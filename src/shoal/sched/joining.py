@@ -1,8 +1,8 @@
 """Joining: who of those that wait starts in this pass.
 
-The second half of planning: the running ones have had their share, now the line is asked in order. When one does not fit,
-nobody overtakes it, unless a policy lets it; who is urgent may take somebody's place; who waits for blocks from host memory
-keeps its place. Works on the scheduler's tables and has none of its own.
+The second half of planning: the running ones have had their share, now the line is asked in order. When one does not
+fit, nobody overtakes it, unless a policy lets it; who is urgent may take somebody's place; who waits for blocks from
+host memory keeps its place. Works on the scheduler's tables and has none of its own.
 """
 
 from typing import TYPE_CHECKING
@@ -39,8 +39,8 @@ class Joining:
         for request in chosen:
             self.s.waiting.remove(request, self.s.policies.order.key(request))
             waited_s = now_s - request.arrived_s
-            resumed, prompt_len = request.preemptions > 0, request.prompt_len
-            events.admitted.append(Admitted(request.id, waited_s, request.planned, resumed, prompt_len))
+            resumed = draft.starting[request]
+            events.admitted.append(Admitted(request.id, waited_s, request.planned, resumed, request.prompt_len))
         for request in evicted:
             self.s.waiting.push(request, self.s.policies.order.key(request))
 
@@ -65,7 +65,7 @@ class Joining:
                 continue
             favoured = not kept or not self.s.running or self._favoured(request)
             if free <= (0 if favoured else kept):
-                if not self._make_way(draft, events, request, now_s):
+                if draft.excludes(request) or not self._make_way(draft, events, request, now_s):
                     blocked = request
                     if not passing:
                         break
@@ -186,14 +186,13 @@ class Joining:
             request.group.leader = request
         self.s.policies.order.started(request, len(request.tokens) - hit)
         request.move(State.RUNNING)
-        request.began = True
         self.s.running[request] = None
         self.s.places = None
         self.s.grammars += request.grammar is not None
         if self.s.policies.batching.grouped:
             self.s.inside.add(request)
         self.s.dead = max(0, self.s.dead - 1)  # it takes a dead row's place
-        draft.starting[request] = None
+        draft.starting[request], request.began = request.began, True
         draft.add(request, count, prompt=True)
         return Start.STARTED
 

@@ -1,7 +1,7 @@
 """The scheduler: plan(now) and commit(result, now).
 
-Combines the axes (batching, prefill, budget, memory, order, lanes, what to do when short) over one KV manager. It is the only writer of a
-request's progress. Knows no torch and no clock; the simulator runs these same objects.
+Combines the axes (batching, prefill, budget, memory, order, lanes, what to do when short) over one KV manager. It is
+the only writer of a request's progress. Knows no torch and no clock; the simulator runs these same objects.
 
 Two passes may be in flight: pass k+1 is planned while k computes. So a plan counts on what k will have done
 (`planned`, `pending`), a commit drops what came too late (its request has ended), and tokens of a request that was
@@ -125,7 +125,8 @@ class Scheduler:
             for request in requests:
                 request.promise = self.policies.tiers.of(request.tier)
             if not resumed:
-                self._check_promise(requests[0])
+                if requests:
+                    self._check_promise(requests[0])
                 self.tenants.allow(requests, now_s)
                 self.admission.check_room(self.waiting.newcomers, len(requests), now_s)
         except (BadRequest, NotNow) as error:
@@ -288,7 +289,7 @@ class Scheduler:
             self._decode(draft, events)
             self._bound_prompts(draft, events)
             self._more_of_prompts(draft, events)
-            if not events.preempted:  # who just lost blocks must not see newcomers take them
+            if not draft.lost:  # who just lost blocks must not see newcomers take them
                 self.joining.admit(draft, events, now_s)
         return draft
 
@@ -369,6 +370,7 @@ class Scheduler:
     def preempt(self, victim: Request, draft: Draft, events: PassEvents) -> None:
         how = self.policies.preempt.choose(victim, self.kv)
         draft.remove(victim)
+        draft.lost = True
         events.preempted.append(Preempted(victim.id, victim.computed, how.value))
         if how is How.DROP:
             self._drop(victim, events)

@@ -1,8 +1,8 @@
 """Suspects: who may have broken a pass.
 
 When a pass raises, everybody in it is a suspect. Suspects are run again apart from all others, and in halves when it
-happens again, until the one that does it stands alone: that one fails, with nobody else. A suspect that has said one more
-token than before is cleared. So a fault that does not come back hurts nobody.
+happens again, until the one that does it stands alone: that one fails, with nobody else. A suspect that has said one
+more token than before is cleared. So a fault that does not come back hurts nobody.
 
     pass with A B C D raises ──► A B C D raise again ──► A B: cleared ──► C D raise ──► C: cleared, D raises: D fails
 
@@ -20,6 +20,7 @@ class Suspects:
 
     def __init__(self) -> None:
         self._groups: deque[dict[Request, int]] = deque()  # request → what it had said when it was accused
+        self._brought: dict[int, dict[Request, int]] = {}  # those that came with their suspicion, by part
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -51,16 +52,13 @@ class Suspects:
             self._groups.append(_marked(accused))
         return None
 
-    def add(self, request: Request) -> None:
-        """It was in a pass that broke an engine before this one: it joins the last group."""
-        if not self._groups:
-            self._groups.append({})
-        self._groups[-1][request] = request.outputs
-
-    def part(self) -> None:
-        """Who is added from now on is in a group of its own."""
-        if self._groups and self._groups[-1]:
-            self._groups.append({})
+    def add(self, request: Request, which: int = 0) -> None:
+        """It was in a pass that broke an engine before this one, in this part of it."""
+        group = self._brought.get(which)
+        if group is None or not any(one is group for one in self._groups):
+            group = self._brought[which] = {}
+            self._groups.append(group)
+        group[request] = request.outputs
 
     def clear(self) -> None:
         """Let go of those in the group that have spoken since, or have ended."""

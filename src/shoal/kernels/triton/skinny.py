@@ -126,7 +126,8 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
     if shape.splits > 1:
         parts = torch.empty((shape.splits, shape.rows, wide), dtype=torch.float32, device=x.device)
     _few_rows[(wide // shape.columns, shape.splits)](
-        x, weight, weight if bias is None else bias, out if residual is None else residual, out, parts, _zeros(x.device),
+        x, weight, weight if bias is None else bias, out if residual is None else residual, out, parts,
+        _zeros(x.device),
         rows, wide, weight.shape[1], x.stride(0), weight.stride(0), ROWS=shape.rows, COLUMNS=shape.columns,
         TILE=shape.tile, SPLITS=shape.splits, HAS_BIAS=bias is not None, ADDS=residual is not None,
         num_warps=shape.warps, num_stages=shape.stages, **overlap(),
