@@ -69,7 +69,7 @@ class Waiting:
 @cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
     """One for all executors of a device: torch keeps memory by stream, so the next one finds what the last one freed."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class CudaExecutor:
@@ -109,13 +109,13 @@ class CudaExecutor:
             since = _now()
             self.runner.update(plan)
             if plan.width:
-                hidden, inputs = self._rectangle(plan)
-                self._begun = Begun(plan, since, len(inputs.ids) - len(plan.tokens), hidden, inputs)
+                rectangle, inputs = self._rectangle(plan)
+                self._begun = Begun(plan, since, len(inputs.ids) - len(plan.tokens), rectangle, inputs)
                 return
             room, recorded = self._room(plan)
             buffer = self._send(plan, room)
             work = partial(self._body, buffer, room)
-            hidden = None
+            hidden: Tensor | None = None
             if recorded and not self.runner.wants_hidden:
                 self.graphs.run(room, work)
             else:
@@ -167,8 +167,9 @@ class CudaExecutor:
     def _body(self, buffer: Tensor, room: Room) -> Tensor:
         """All layers; the hidden values of those that choose a token are set aside."""
         tables = lay_out(buffer, room, self._lines)
+        known, rows, at = tables.tokens
         ids, positions, slots = place_tokens(
-            *tables.tokens, self.runner.tables.last_token, self.block_tables, self.kv.block_size
+            known, rows, at, self.runner.tables.last_token, self.block_tables, self.kv.block_size
         )
         cut = Cut(self.block_tables, tables.decodes, tables.blocks, room.long)
         batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=cut)
@@ -195,7 +196,8 @@ class CudaExecutor:
                 finished = self.runner.sample(plan, begun.hidden, begun.inputs, masks)
                 self._waiting.append(Waiting(begun, _now(), rows, positions, masks, None, [], (), finished))
                 return
-            said, logprobs = None, []
+            said: Tensor | None = None
+            logprobs: list[tuple[int, Logprobs]] = []
             if len(rows):
                 size = size_for(LINES, len(rows))
                 if masks is None and size is not None and size <= self._lines and self.sampler.greedy(rows):
@@ -270,7 +272,7 @@ class CudaExecutor:
 
 def _now() -> torch.cuda.Event:
     """A mark on the current stream."""
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
