@@ -48,7 +48,7 @@ class PassProfiler:
         time_us: Counter[str] = Counter()
         launches: Counter[str] = Counter()
         for event in self._profile.events():
-            if str(event.device_type).endswith("CUDA") and event.name not in HOST:
+            if event.device_type.name == "CUDA" and event.name not in HOST:
                 time_us[event.name] += event.self_device_time_total
                 launches[event.name] += 1
         self.kernels = [(name, total / passes, launches[name] // passes) for name, total in time_us.most_common()]

@@ -112,8 +112,8 @@ class CudaExecutor:
                 self._begun = Begun(plan, since, 0)
                 return
             if plan.width:
-                hidden, inputs = self._rectangle(plan)
-                self._begun = Begun(plan, since, len(inputs.ids) - len(plan.tokens), hidden, inputs)
+                rectangle, inputs = self._rectangle(plan)
+                self._begun = Begun(plan, since, len(inputs.ids) - len(plan.tokens), rectangle, inputs)
                 return
             room, recorded = self._room(plan)
             buffer = self._send(plan, room)
@@ -198,7 +198,8 @@ class CudaExecutor:
                 finished = self.runner.sample(plan, (begun.hidden, begun.inputs), masks)
                 self._waiting.append(Waiting(begun, _now(), rows, positions, masks, None, [], (), finished))
                 return
-            said, logprobs = None, []
+            said: Tensor | None = None
+            logprobs: list[tuple[int, Logprobs]] = []
             if len(rows):
                 size = size_for(LINES, len(rows))
                 if masks is None and size is not None and size <= self._lines and self.sampler.greedy(rows):
