@@ -9,7 +9,10 @@ import pytest
 
 import shoal
 
-NEEDS = {"shoal.kernels.triton": "triton"}  # modules that can be loaded only where a library is
+NEEDS = {
+    "shoal.kernels.triton": "triton",
+    "shoal.runner.cuda": "triton",
+}  # modules that can be loaded only where a library is
 
 MODULES = [
     module.name

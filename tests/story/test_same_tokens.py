@@ -52,15 +52,17 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 Answers = dict[tuple[int, int], list[int]]
 
 
-def run(folder: Path, order: list[int], **options: object) -> tuple[Answers, int, int]:
+def run(folder: Path, places: list[int], **options: object) -> tuple[Answers, int, int]:
     """Tokens by request and sample; how many sequences there were and how many of them were preempted."""
     all_requests = requests()
     with LLM(str(folder), dtype="float32", max_num_seqs=10, watermark=0.0, check=True, **options) as llm:
-        outputs = llm.generate([all_requests[i][0] for i in order], [all_requests[i][1] for i in order])
+        outputs = llm.generate([all_requests[i][0] for i in places], [all_requests[i][1] for i in places])
+        while not llm.loop.idle:  # blocks of those who have ended may be on their way to host memory
+            llm.turn()
         assert llm.loop.engine.scheduler.kv.pool.held == 0
     answers: Answers = {}
     preempted = 0
-    for place, output in zip(order, outputs, strict=True):
+    for place, output in zip(places, outputs, strict=True):
         for one in output.outputs:
             answers[place, one.index] = one.token_ids
             preempted += one.metrics.preemptions > 0

@@ -207,15 +207,22 @@ class Host:
         for front, state in list(self.fronts.items()):
             if now_s - state.heard_s > SILENCE_S:
                 log.warning("front %s is silent; its %d jobs are aborted", named(front), len(state.jobs))
-                for number in list(state.jobs):
-                    self._abort(front, number)
-                del self.fronts[front]
-                self._out.pop(front, None)
+                self._forget(front)
+
+    def _forget(self, front: bytes) -> None:
+        """It is gone: nobody waits for its jobs."""
+        for number in list(self.fronts[front].jobs):
+            self._abort(front, number)
+        del self.fronts[front]
+        self._out.pop(front, None)
 
     def _hello(self, front: bytes, said: wire.Hello) -> None:
         """A front that says hello has no jobs here: it is new, or believes this engine is."""
         for number in list(self.fronts[front].jobs):
             self._abort(front, number)
+        name, dot, _ = front.rpartition(b".")
+        for other in [one for one in self.fronts if dot and one != front and one.rpartition(b".")[0] == name]:
+            self._forget(other)  # it lives again under the next number, so the one before is dead
         self._tell(front, wire.Ready(*astuple(self.info)))
 
     def _submit(self, front: bytes, said: wire.Submit) -> None:
