@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+PROMISED = ("premium", "speaker")  # the kinds of requests that promises are for
+
 
 def finding_plot(finding: Finding) -> "Figure":
     """One row for each kind of request: first tokens at the left, gaps at the right, a line for each policy."""
@@ -28,7 +30,7 @@ def finding_plot(finding: Finding) -> "Figure":
             _share_below(right, [gap for one in requests for gap in one.gaps_s], looks[name], name)
         ink.label(left, "seconds to the first token", "share of requests", f"{kind}: first token")
         ink.label(right, "seconds between tokens", "share of gaps", f"{kind}: gaps")
-        if number == 0:  # the kind that was promised something stands first
+        if kind in PROMISED:
             for panel, promise in ((left, "ttft"), (right, "gap")):
                 if promise in finding.promise_s:
                     panel.axvline(finding.promise_s[promise], color=ink.SOFT, linewidth=1, linestyle=":")

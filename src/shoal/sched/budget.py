@@ -16,6 +16,7 @@ from shoal.sched.steptime import StepModel
 
 LEAST = 16  # positions of prompts in a pass, however tight the promise
 SAFETY = 0.9  # of the promise: passes are not all as the model says
+GROWTH = 2  # a pass is at most so many times larger than the largest before
 
 
 class Budget(Protocol):
@@ -51,7 +52,11 @@ class Promise:
                 read += request.planned
                 if request.promise.itl_s < tightest_s:
                     tightest_s = request.promise.itl_s
-        if tightest_s == math.inf or not self.steps.known:
+        if tightest_s == math.inf:
+            return most
+        # nobody knows what a pass takes that is far larger than any before: grow step by step
+        most = min(most, max(LEAST, GROWTH * self.steps.largest))
+        if not self.steps.known:
             return most
         return min(most, max(LEAST, self.steps.tokens_within(SAFETY * tightest_s, read) - decodes))
 

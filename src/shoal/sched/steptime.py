@@ -48,6 +48,7 @@ class StepModel:
 
     def __init__(self) -> None:
         self.passes = 0
+        self.largest = 0  # positions of the largest pass seen
         self._points: dict[tuple[int, int], Point] = {}  # at most some hundreds: sizes by powers of two
         self._fit: Fit | None = None  # None: to be solved again
 
@@ -64,6 +65,7 @@ class StepModel:
             self._points[place] = Point()
         self._points[place].add(tokens, kv_read, seconds)
         self.passes += 1
+        self.largest = max(self.largest, tokens)
         if self.passes <= 8 * ENOUGH or self.passes % REFIT == 0:
             self._fit = None
 
