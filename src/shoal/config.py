@@ -41,7 +41,14 @@ def read_table(text: str, what: str) -> Any:
     >>> read_table("premium: {ttft: 0.3}, batch: {}", "tiers")
     {'premium': {'ttft': 0.3}, 'batch': {}}
     """
-    import yaml  # here, so that who needs no table needs no YAML reader
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        import yaml  # here, so that who needs no table needs no YAML reader
+    except ImportError:
+        raise BadConfig(f"{what}: to read YAML, pip install pyyaml; or write it as JSON") from None
 
     inline = text.lstrip()
     try:

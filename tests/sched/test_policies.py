@@ -390,6 +390,7 @@ def half_of_what_it_would_use(**config: object) -> Sim:
     [
         ({"when_short": "recompute"}, 0.15),
         ({"when_short": "auto", "host_blocks": 4000}, 0.05),
+        ({"when_short": "auto", "host_blocks": 4000, "watermark": 0.0}, 0.05),
         ({"memory": "predict", "quantile": 0.9}, 0.05),
     ],
 )
