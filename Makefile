@@ -19,7 +19,7 @@ serve: install
 	$(BIN)/shoal serve
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: install
 	$(BIN)/python -m pytest
