@@ -244,8 +244,6 @@ class Scheduler:
         if draft.takes or self.kv.has_orders or (self.kv.transfers and not self.flights):
             return self._freeze(draft, events)
         self._between.preempted += events.preempted
-        self._between.rejected += events.rejected
-        self._between.finished += events.finished
         return None
 
     def _draft_lanes(self, events: PassEvents, now_s: float, cap: int) -> Draft:
@@ -373,7 +371,7 @@ class Scheduler:
         draft.lost = True
         events.preempted.append(Preempted(victim.id, victim.computed, how.value))
         if how is How.DROP:
-            self._drop(victim, events)
+            self._drop(victim)
             return
         victim.furthest = max(victim.furthest, victim.planned)
         if how is How.SWAP:
@@ -390,9 +388,9 @@ class Scheduler:
         else:
             self.waiting.push(victim, self.policies.order.key(victim))
 
-    def _drop(self, victim: Request, events: PassEvents) -> None:
+    def _drop(self, victim: Request) -> None:
         """It ends. Who has said something ends with an error; who has not is refused, and may ask again."""
-        out = self._held_back if victim in self.inside else events
+        out = self._held_back if victim in self.inside else self._between  # told with the next record
         victim.preemptions += 1
         if victim.outputs:
             self._end(victim, Reason.ERROR, out, error=EVICTED)
@@ -572,8 +570,6 @@ class Scheduler:
             events.step = flight.plan.step
             events.admitted += flight.events.admitted
             events.preempted += flight.events.preempted
-            events.rejected += flight.events.rejected
-            events.finished += flight.events.finished
             accused |= dict.fromkeys(request for request in flight.requests if request.state is not State.FINISHED)
             self.rows.committed(flight.plan.step)
         for request in accused:
