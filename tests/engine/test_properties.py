@@ -723,7 +723,8 @@ class Deserted(Run):
 
 
 def _blocks(request: Request) -> list[int]:
-    return request.holding.blocks if request.holding is not None else []
+    holding = request.holding if request.holding is not None else request.fetching
+    return holding.blocks if holding is not None else []
 
 
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=60))
