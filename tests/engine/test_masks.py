@@ -195,7 +195,7 @@ def play(run: Run, traffic: list[Move]) -> None:
 
 
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=4, max_size=40), failures)
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_answer_obeys_its_grammar(
     config: dict[str, object], depth: int, traffic: list[Move], bad: dict[int, str]
 ) -> None:

@@ -288,7 +288,7 @@ def end_one(run: Run, what: str, which: int) -> None:
 
 
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=60))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_traffic_keeps_every_invariant(config: dict[str, int], depth: int, traffic: list[Move]) -> None:
     slow, failing = (
         len(traffic) % 4,
@@ -300,7 +300,7 @@ def test_random_traffic_keeps_every_invariant(config: dict[str, int], depth: int
 
 
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=50))
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_same_traffic_gives_the_same_plans_and_every_request_its_tokens_as_under_fcfs(
     config: dict[str, int], depth: int, traffic: list[Move]
 ) -> None:
@@ -323,7 +323,7 @@ def test_the_same_traffic_gives_the_same_plans_and_every_request_its_tokens_as_u
 
 
 @given(configs, st.lists(moves, min_size=5, max_size=40))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_depth_changes_no_tokens(config: dict[str, int], traffic: list[Move]) -> None:
     """Aborts and cuts fall at other moments, so compare what both were told."""
     runs = [Run(make_scheduler(**config), depth) for depth in (1, 2)]  # type: ignore[arg-type]
@@ -581,7 +581,7 @@ def check_forgotten(run: Clocked) -> None:
     st.sampled_from([0.0, 0.25, 0.7]),
     st.lists(timed_moves, min_size=25, max_size=60),
 )
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_traffic_keeps_deadlines_and_limits(
     config: dict[str, object], rule: dict[str, object], depth: int, pass_s: float, traffic: list[Move]
 ) -> None:
@@ -728,7 +728,7 @@ def _blocks(request: Request) -> list[int]:
 
 
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=60))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_client_that_goes_away_is_in_no_later_plan_and_its_blocks_are_free_within_two_commits(
     config: dict[str, object], depth: int, traffic: list[Move]
 ) -> None:
