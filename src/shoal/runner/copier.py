@@ -49,7 +49,11 @@ class Copier:
         return time.perf_counter() - begun_s
 
     def take(self, all_of_them: bool = False) -> tuple[tuple[tuple[int, float], ...], tuple[int, ...]]:
-        """((id, seconds) of those done, ids of those that failed) since the last call; waits if all are wanted."""
+        """((id, seconds) of those done, ids of those that failed) since the last call; waits if all are wanted.
+
+        They end in the order of their submission, and are told in it: the first that is not done ends the look, or one
+        that ends while we look would be told before those we had already passed.
+        """
         if not self._under_way:
             return (), ()
         if all_of_them:
@@ -58,7 +62,7 @@ class Copier:
         failed: list[int] = []
         for number, copy in list(self._under_way.items()):
             if not copy.done():
-                continue
+                break
             del self._under_way[number]
             if copy.exception() is None:
                 done.append((number, copy.result()))
