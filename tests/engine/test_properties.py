@@ -45,6 +45,8 @@ class Run:
     plans: list[bytes] = field(default_factory=list)  # what each pass was to compute
     slow_copies: int = 0  # passes that a copy of blocks may take
     failing: Callable[[int], bool] = lambda number: False  # copies that fail
+    computing: int = 0  # passes so far in which somebody computed something
+    allowed: int = 0  # … and how many there may be before everybody has been answered
 
     def __post_init__(self) -> None:
         kv = self.scheduler.kv
@@ -65,6 +67,8 @@ class Run:
         for request in requests:
             self.requests[request.id] = request
             self.told[request.id] = request.output_tokens
+            # once, and again after each time it gave way: every pass computes at least one position of somebody
+            self.allowed += (len(request.tokens) + request.max_tokens) * (self.scheduler.max_preemptions + 1)
 
     def begin(self) -> bool:
         if self.engine.in_flight >= self.depth:
@@ -73,6 +77,8 @@ class Run:
         self.scheduler.check()
         if plan is None:
             return False
+        self.computing += plan.tokens.size > 0
+        assert self.computing <= self.allowed, "somebody computes for ever: those who wait starve"
         whole = self.scheduler.policies.batching.grouped or (plan.counts > 1).sum() <= 1
         chunked = isinstance(self.scheduler.policies.prefill, Chunked)
         within = plan.tokens.size <= self.scheduler.limits.max_num_batched_tokens
@@ -118,6 +124,7 @@ class Run:
 
     def fail(self) -> None:
         """The device breaks: all passes in flight are lost."""
+        self.allowed += sum(len(request.tokens) for request in self.scheduler.running)  # all is to be computed again
         for plan in self.executor.queue:  # copies do not depend on what the passes compute
             self.executor.copies += [(0, order) for order in plan.copies]
         self.executor.queue.clear()

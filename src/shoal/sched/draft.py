@@ -44,6 +44,12 @@ class Draft:
         self.prompts += prompt
         self.decodes += not prompt
 
+    def raise_to(self, request: Request, count: int) -> None:
+        """It is in this pass, and gets more of its prompt."""
+        self.left -= count - self.takes[request]
+        self.takes[request] = count
+        self.prompts += 1
+
     @property
     def picky(self) -> bool:
         """Not everybody may be in this pass."""

@@ -9,12 +9,17 @@ leaving pays nothing either.
     counter  A ██████████        B ███        C (comes now) ███
     next: B, then B or C, … until they reach A
 
-While several tenants always have requests waiting, their counters differ by no more than what is charged at once for
-one prompt, plus what the requests under way may still say: the bound that tests/sched/test_fair.py checks.
+A prompt is charged when it starts, though it may take many passes: what is not computed yet is owed. Who starts next
+is decided by both, who gets how much of a pass by what was computed. So a tenant cannot start ten giants on credit, and
+somebody who comes beside a giant is not told that he has had as much.
+
+While several tenants always have requests waiting, their counters with what they owe differ by no more than one prompt,
+plus what the requests under way may still say: the bound that tests/sched/test_fair.py checks.
 """
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from shoal.core.request import Request
@@ -31,6 +36,8 @@ class Fair:
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
+        self.owed: dict[str, float] = {}  # tenant → what its prompts under way will still be charged
+        self._owed: dict[Request, float] = {}
         self.present: dict[str, int] = {}  # tenant → its requests that have not ended
 
     def line(self) -> "FairLine":
@@ -38,6 +45,10 @@ class Fair:
 
     def key(self, request: Request) -> tuple[float, ...]:
         return (request.order,)
+
+    def turn(self, request: Request) -> tuple[float, ...]:
+        """Of those who share a pass, the tenant served least first."""
+        return (self.served[request.tenant], request.order)
 
     def victim(self, running: Iterable[Request]) -> Request:
         """The newest of the tenant that was served most."""
@@ -55,19 +66,47 @@ class Fair:
 
     def started(self, request: Request, tokens: int) -> None:
         """It computes so many prompt positions; what a preemption makes it compute again is not its fault."""
-        if not request.preemptions:
-            self.served[request.tenant] += self.PROMPT_PRICE * tokens / request.promise.weight
+        if not request.preemptions and tokens > 0:
+            owes = self.PROMPT_PRICE * tokens / request.promise.weight
+            self._owed[request] = owes
+            self.owed[request.tenant] = self.owed.get(request.tenant, 0.0) + owes
+
+    def computed(self, request: Request, tokens: int) -> None:
+        if request in self._owed:
+            self._pay(request, self.PROMPT_PRICE * tokens / request.promise.weight)
 
     def said(self, request: Request) -> None:
-        """One token, perhaps its last."""
+        """One token, perhaps its last. Its prompt is over."""
+        if request in self._owed:
+            self._pay(request, self._owed[request])
         if request.tenant in self.served:
             self.served[request.tenant] += self.OUTPUT_PRICE / request.promise.weight
 
     def left(self, request: Request, by_itself: bool) -> None:
         tenant = request.tenant
+        self._forgive(request)
         self.present[tenant] -= 1
         if not self.present[tenant]:
             del self.present[tenant]
+            self.owed.pop(tenant, None)
+
+    def charged(self, tenant: str) -> float:
+        """What it was served, and will have been when its prompts under way are computed."""
+        return self.served[tenant] + self.owed.get(tenant, 0.0)
+
+    def _pay(self, request: Request, most: float) -> None:
+        paid = min(most, self._owed[request])
+        self.served[request.tenant] += paid
+        self.owed[request.tenant] -= paid
+        self._owed[request] -= paid
+        if self._owed[request] <= 0:
+            del self._owed[request]
+
+    def _forgive(self, request: Request) -> None:
+        """What was never computed costs nothing."""
+        owes = self._owed.pop(request, 0.0)
+        if owes:
+            self.owed[request.tenant] -= owes
 
     def urgent(self, request: Request, now_s: float) -> bool:
         return False
@@ -79,8 +118,10 @@ class Fair:
         return False
 
     def favours(self, request: Request, running: Iterable[Request]) -> bool:
-        """A tenant that has nothing running."""
-        return all(one.tenant != request.tenant for one in running)
+        """A tenant with nothing running, or with fewer places than would be its equal part of those taken."""
+        tenants = Counter(one.tenant for one in running)
+        mine = tenants[request.tenant]
+        return not mine or (mine + 1) * len(self.present) <= tenants.total()
 
     def _forget_absent(self, least: float) -> None:
         """A counter no higher than the least means nothing any more; and there is a limit to the others."""
@@ -116,18 +157,18 @@ class FairLine:
 
     def in_order(self) -> Iterator[Request]:
         """Read lazily: what is charged for one that was taken counts for the next."""
-        served = self._fair.served
-        heap = [(served[tenant], line[0][0], tenant, 0) for tenant, line in self._lines.items()]
+        charged = self._fair.charged
+        heap = [(charged(tenant), line[0][0], tenant, 0) for tenant, line in self._lines.items()]
         heapq.heapify(heap)
         while heap:
             counter, _, tenant, place = heap[0]
-            if counter != served[tenant]:  # charged meanwhile
-                heapq.heapreplace(heap, (served[tenant], *heap[0][1:]))
+            if counter != charged(tenant):  # charged meanwhile
+                heapq.heapreplace(heap, (charged(tenant), *heap[0][1:]))
                 continue
             line = self._lines[tenant]
             yield line[place][1]
             if place + 1 < len(line):
-                heapq.heapreplace(heap, (served[tenant], line[place + 1][0], tenant, place + 1))
+                heapq.heapreplace(heap, (charged(tenant), line[place + 1][0], tenant, place + 1))
             else:
                 heapq.heappop(heap)
 

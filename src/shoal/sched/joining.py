@@ -5,6 +5,7 @@ fit, nobody overtakes it, unless a policy lets it; who is urgent may take somebo
 host memory keeps its place. Works on the scheduler's tables and has none of its own.
 """
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from shoal.core.events import Admitted, PassEvents
@@ -24,6 +25,13 @@ class Joining:
 
     def __init__(self, scheduler: "Scheduler") -> None:
         self.s = scheduler
+
+    def line(self) -> list[Request]:
+        """The first of those who wait, where they may start at all."""
+        full = len(self.s.running) >= self.s.limits.max_num_seqs and not self.s.policies.order.overtakes
+        if full or not self.s.waiting or self.s.policies.batching.grouped:
+            return []
+        return list(islice(self.s.waiting.in_order(), LOOK_PAST))
 
     def admit(self, draft: Draft, events: PassEvents, now_s: float) -> None:
         """Those who wait, in order; when one does not fit, nobody overtakes it, unless a policy lets it."""

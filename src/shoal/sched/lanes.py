@@ -5,8 +5,8 @@ that share passes only with each other, and get a set share of the passes while 
 for all, or comes from the tiers that are present (premium shares passes only with short ones), whichever is lower.
 
 Headroom keeps a share of slots and blocks free of all but the highest tier, short requests if so set, and whom the
-order policy favours (under `fair`, tenants who have nothing running). Knows lengths and tiers. Does not know blocks'
-owners or the order of the line.
+order policy favours (under `fair`, tenants who run less than their part). Knows lengths and tiers. Does not know who
+owns which blocks, or the order of the line.
 """
 
 from collections import Counter

@@ -34,6 +34,9 @@ class Order(Protocol):
     def started(self, request: Request, tokens: int) -> None:
         """It got a place, with so many positions to compute."""
 
+    def computed(self, request: Request, tokens: int) -> None:
+        """So many of its positions are in a pass with prompts; told only if the policy counts."""
+
     def said(self, request: Request) -> None:
         """A token was committed; told only if the policy counts."""
 
@@ -42,6 +45,9 @@ class Order(Protocol):
 
     def key(self, request: Request) -> tuple[float, ...]:
         """Smaller goes first. It must not change while the request waits."""
+
+    def turn(self, request: Request) -> tuple[float, ...]:
+        """Smaller gets its part of a pass first, as things are now; by the first number, newcomers before who runs."""
 
     def victim(self, running: Iterable[Request]) -> Request:
         """Who of the running loses its blocks."""
@@ -74,11 +80,21 @@ class Plain:
     def started(self, request: Request, tokens: int) -> None:
         pass
 
+    def computed(self, request: Request, tokens: int) -> None:
+        pass
+
     def said(self, request: Request) -> None:
         pass
 
     def left(self, request: Request, by_itself: bool) -> None:
         pass
+
+    def key(self, request: Request) -> tuple[float, ...]:
+        """By arrival."""
+        return (request.order,)
+
+    def turn(self, request: Request) -> tuple[float, ...]:
+        return self.key(request)
 
     def urgent(self, request: Request, now_s: float) -> bool:
         return False
@@ -95,9 +111,6 @@ class Plain:
 
 class Fcfs(Plain):
     """By arrival."""
-
-    def key(self, request: Request) -> tuple[float, ...]:
-        return (request.order,)
 
     def victim(self, running: Iterable[Request]) -> Request:
         return max(running, key=lambda request: request.order)

@@ -278,17 +278,21 @@ class Scheduler:
         """Fill a pass with those it does not exclude."""
         if self.policies.prefill.alone:
             self._bound_prompts(draft, events)
-            self._more_of_prompts(draft, events)
+            kept = self._more_of_prompts(draft, events)
             self.joining.admit(draft, events, now_s)
+            if kept:
+                self._rest_to_prompts(draft)
             if not draft.takes:
                 draft.left = max(draft.left, self.limits.max_num_batched_tokens)
                 self._decode(draft, events)
         else:
             self._decode(draft, events)
             self._bound_prompts(draft, events)
-            self._more_of_prompts(draft, events)
+            kept = self._more_of_prompts(draft, events)
             if not draft.lost:  # who just lost blocks must not see newcomers take them
                 self.joining.admit(draft, events, now_s)
+            if kept:
+                self._rest_to_prompts(draft)
         return draft
 
     def _bound_prompts(self, draft: Draft, events: PassEvents) -> None:
@@ -331,17 +335,46 @@ class Scheduler:
                 else:
                     self._give(draft, events, request, 1)
 
-    def _more_of_prompts(self, draft: Draft, events: PassEvents) -> None:
-        """Those who run and need more than one."""
+    def _more_of_prompts(self, draft: Draft, events: PassEvents) -> bool:
+        """Those who run and need more than one. Whether some of the pass was kept from them, for others in it.
+
+        A giant prompt must not fill pass after pass while somebody waits who goes before it; nor may an endless row of
+        those stop it, so a quarter of what is left is for the prompt that has run longest.
+        """
+        turn, kept = self.policies.order.turn, False
         prompts = [request for request in self.running if request.need() > 1 and not draft.excludes(request)]
-        prompts.sort(key=self.policies.order.key)
+        if not prompts:
+            return False
+        oldest = prompts[0]
+        prompts.sort(key=lambda request: (request is not oldest, turn(request)))
+        waiting = [(turn(one)[0], len(one.tokens)) for one in self.joining.line()]
+        running = [(turn(one)[0], one.need()) for one in prompts]
         for request in prompts:
             if draft.left <= 0:
                 break
             if request.state is State.RUNNING:
-                count = self.policies.prefill.take(request.need(), draft.left, not draft.prompts)
+                place = turn(request)[0]
+                ahead = waiting + running if request is oldest else waiting  # the others come by turn
+                wanted = sum(tokens for other, tokens in ahead if other < place)
+                left = max(draft.left - wanted, draft.left // 4, 1)
+                kept = kept or left < draft.left
+                count = self.policies.prefill.take(request.need(), left, not draft.prompts)
                 if count:
                     self._give(draft, events, request, count)
+        return kept
+
+    def _rest_to_prompts(self, draft: Draft) -> None:
+        """What the newcomers did not use goes to the prompts in this pass, where there are blocks for it."""
+        for request in sorted(draft.takes, key=self.policies.order.turn):
+            given = draft.takes[request]
+            if draft.left <= 0:
+                break
+            if request.need() > given:
+                count = self.policies.prefill.take(request.need(), given + draft.left, True)
+                if count > given and self.kv.grow(request.holding, request.planned + count):
+                    if len(request.holding.blocks) != request.blocks_sent:
+                        draft.grown[request] = None
+                    draft.raise_to(request, count)
 
     def _give(self, draft: Draft, events: PassEvents, request: Request, count: int) -> None:
         """Let it compute `count` more positions, taking blocks from others if there are none left."""
@@ -409,6 +442,9 @@ class Scheduler:
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
         if draft.prompts:
             samples, tokens = count_on(requests, starts, ends, step, events)
+            if self.policies.order.counts:
+                for request, count in zip(requests, counts, strict=True):
+                    self.policies.order.computed(request, count)
         else:
             samples, tokens = count_on_decodes(requests, ends, step, events)
         width = self.policies.layout.width(counts) if counts else 0

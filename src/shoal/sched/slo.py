@@ -57,6 +57,9 @@ class Slo:
             self.passed[rank] += 1
         self.passed[:rank] = [0.0] * rank
 
+    def computed(self, request: Request, tokens: int) -> None:
+        pass
+
     def said(self, request: Request) -> None:
         pass
 
@@ -68,6 +71,9 @@ class Slo:
         promise = request.promise
         late = promise.ttft_s - request.work if promise.ttft_s < 1e9 else 0.0
         return (promise.rank, request.arrived_s + late, request.order)
+
+    def turn(self, request: Request) -> tuple[float, ...]:
+        return self.key(request)
 
     def urgent(self, request: Request, now_s: float) -> bool:
         """Its promise breaks if it does not start soon."""
