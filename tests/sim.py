@@ -23,6 +23,7 @@ class Costs:
     constant_s: float = 0.010
     token_s: float = 0.0005
     read_s: float = 0.0
+    pair_s: float = 0.0  # of one position looking back at one other: what no linear model of a pass knows
     out_s: float = 0.0001  # of one block
     in_s: float = 0.0001
 
@@ -97,7 +98,8 @@ class Sim:
         busy_s = 0.0
         if len(plan.rows):
             read = int((plan.starts + plan.counts).sum())
-            busy_s = costs.constant_s + costs.token_s * len(plan.tokens) + costs.read_s * read
+            pairs = int((plan.counts * (plan.starts + plan.counts)).sum())
+            busy_s = costs.constant_s + costs.token_s * len(plan.tokens) + costs.read_s * read + costs.pair_s * pairs
             self.now_s += busy_s
         else:
             self.now_s = max([self.now_s, *(done_s for done_s, _, _ in self._copies)])

@@ -376,6 +376,19 @@ def test_the_budget_keeps_the_tightest_promise_and_is_as_large_as_that_allows(it
     assert largest >= 0.8 * (itl_s - 0.010) / 0.0005 or largest >= 256, "smaller than it could be"
 
 
+def test_the_budget_keeps_the_promise_where_the_model_is_wrong() -> None:
+    """Late chunks of a giant cost twice what early ones do, and no pass like that was seen before."""
+    tiers: dict[str, dict[str, object]] = {"premium": {"ttft": 9.0, "itl": 0.1}, "batch": {}}
+    scheduler = made(order="slo", tiers=tiers, budget="promise")
+    sim = Sim(scheduler, Costs(0.010, 0.0005, pair_s=0.0005 / 1500))
+    speaker = scripted("speaker", 16, 900, tier="premium")
+    giants = [(0.5 + 5.0 * number, scripted(f"g{number}", 1500, 2, tier="batch")) for number in range(4)]
+    sim.run([(0.0, speaker), *giants])
+    assert max(sim.seen["speaker"].gaps_s) <= 0.1
+    beside = [one.committed_s - one.planned_s for one in sim.records if any(g[0] == "g" for g in one.scheduled_ids)]
+    assert sum(beside) / len(beside) >= 0.06, "far smaller than it could be"
+
+
 def test_without_promises_the_budget_is_the_fixed_one() -> None:
     sim = Sim(made(budget="promise")).run((0.0, scripted(f"r{number}", 500, 20)) for number in range(8))
     assert max(one.computed_tokens for one in sim.records) == 256

@@ -11,6 +11,8 @@ Is handed a make_engine; knows the experiments and their figures, not how they a
 """
 
 import random
+import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,14 +20,16 @@ from typing import Any
 
 from tqdm import tqdm
 
+from shoal.bench.quiet import DISTURBED, Watch
 from shoal.bench.record import RequestRecord, RunRecord, spread
 from shoal.bench.replay import Replay
+from shoal.core.events import PassEvents
 from shoal.core.request import Request
 from shoal.engine.loop import EngineLoop
-from shoal.workload.arrivals import gamma, poisson
+from shoal.workload.arrivals import gamma, poisson, replay_at_rate
 from shoal.workload.prompts import make_prompts
 from shoal.workload.synthetic import draw_lengths
-from shoal.workload.traces import TraceRequest, fit
+from shoal.workload.traces import TraceRequest, fit, read_trace
 
 MakeEngine = Callable[[dict[str, Any]], EngineLoop]
 
@@ -47,6 +51,21 @@ class PolicyReplay(Replay):
     """A replay whose requests belong to tiers and tenants."""
 
     asked: Sequence[Asked] = ()
+    _awaited: frozenset[str] = frozenset()  # of those the run is about, who has not ended
+
+    def await_kind(self, kind: str) -> None:
+        """Stop when all of this kind have ended; whoever is left then is sent away."""
+        self._awaited = frozenset(str(number) for number, one in enumerate(self.asked) if kind and one.kind == kind)
+
+    def _note(self, events: PassEvents) -> int:
+        ended = super()._note(events)
+        if self._awaited and events.finished:
+            self._awaited -= {end.id for end in events.finished}
+            if not self._awaited:
+                self._coming.clear()
+                for id in list(self.loop.engine.scheduler.requests):
+                    self.loop.engine.abort(id)
+        return ended
 
     def _request(self, number: int) -> Request:
         request = super()._request(number)
@@ -76,20 +95,28 @@ class Lab:
         self.sizes = settings
         self.progress = progress
 
-    def run(self, label: str, asked: Sequence[Asked], settings: dict[str, Any], users: int = 0) -> RunRecord:
-        """One run. Requests must be in order of arrival."""
+    def warn(self, message: str) -> None:
+        tqdm.write(message, file=sys.stderr)
+
+    def run(self, label: str, asked: Sequence[Asked], settings: dict[str, Any], until: str = "") -> RunRecord:
+        """One run, to the end or until all of one kind have ended. Requests must be in order of arrival."""
         trace = [one.trace for one in asked]
         loop = self.make_engine({"max_num_seqs": self.sizes.slots, "prefix_caching": False, **settings})
         try:
             longest = max(one.output for one in trace)
-            replay = PolicyReplay(loop, trace, make_prompts(trace, self.vocab_size), longest, users)
+            replay = PolicyReplay(loop, trace, make_prompts(trace, self.vocab_size), longest)
             replay.asked = asked
+            replay.await_kind(until)
+            watch = Watch()
             with tqdm(total=len(trace), desc=label, unit="req", disable=not self.progress, leave=False) as bar:
                 seconds, busy_s = replay.run(bar)
         finally:
             loop.close()
+        others = watch.others()
+        if others > DISTURBED:
+            self.warn(f"{label}: other programs took {others:.0%} of the machine meanwhile; do not trust its times")
         slots = self.sizes.slots
-        return RunRecord(label, label, 0.0, settings, slots, replay.records, replay.passes, seconds, busy_s)
+        return RunRecord(label, label, 0.0, settings, slots, replay.records, replay.passes, seconds, busy_s, others)
 
     def chats(self, count: int, seed: int = 0) -> list[TraceRequest]:
         """Lengths as chats have them, scaled to this machine."""
@@ -98,10 +125,10 @@ class Lab:
             draw_lengths("azure-conv", count, seed), scale=sizes.prompt_scale, output_scale=sizes.output_scale
         ).requests
 
-    def saturation(self) -> float:
+    def saturation(self, settings: dict[str, Any] | None = None) -> float:
         """Requests per second that fcfs ends with every slot taken: over the middle of a run that begins with all."""
         asked = [Asked(one) for one in self.chats(self.sizes.requests // 2, seed=7)]
-        run = self.run("saturation", asked, {})
+        run = self.run("saturation", asked, settings or {})
         ends = sorted(record.ended_s for record in run.requests if record.ended_s is not None)
         first, last = len(ends) // 10, len(ends) * 8 // 10
         return (last - first) / (ends[last] - ends[first])
@@ -140,61 +167,59 @@ class Lab:
         return Finding("overload", title, runs, kinds, rows, figures, {"ttft": sizes.ttft_s, "gap": sizes.itl_s})
 
     def flood(self) -> Finding:
+        """Passes are small here, so that the flood's prompts hold nobody up for long; all runs have the same."""
         sizes = self.sizes
-        rate = self.saturation()
-        calm_trace = poisson(self.chats(max(12, sizes.requests // 5), seed=2), 0.15 * rate, seed=2)
+        small = {"max_num_batched_tokens": min(128, 8 * sizes.slots)}
+        rate = self.saturation(small)
+        calm_trace = poisson(self.chats(max(12, sizes.requests * 5 // 6), seed=2), 0.2 * rate, seed=2)
         until_s = calm_trace[-1].at_s
-        flood_trace = poisson(self.chats(int(2.0 * rate * until_s) + 1, seed=3), 2.0 * rate, seed=4)
+        flood_trace = poisson(self.chats(int(2.5 * rate * until_s) + 1, seed=3), 2.0 * rate, seed=4)
         calm = [Asked(one, tenant="calm", kind="calm") for one in calm_trace]
         both = sorted(
             calm + [Asked(one, tenant="flood", kind="flood") for one in flood_trace if one.at_s <= until_s],
             key=lambda one: one.trace.at_s,
         )
-        kinds = [one.kind for one in both]
-        fair = {"order": "fair", "headroom": 1.01 / sizes.slots}
-        runs = {
-            "alone": self.run("alone", calm, {}),
-            "fcfs": self.run("fcfs", both, {}),
-            "fair": self.run("fair", both, {"order": "fair"}),
-            "fair, one slot free": self.run("fair, one slot free", both, fair),
+        third = both[: 1 + both.index(calm[len(calm) // 3])]  # under fcfs they wait ever longer: a part will do
+        asked = {"alone": calm, "fcfs": third, "fair": both, "fair, one slot free": both}
+        ways: dict[str, dict[str, Any]] = {
+            "alone": {},
+            "fcfs": {},
+            "fair": {"order": "fair"},
+            "fair, one slot free": {"order": "fair", "headroom": 1.01 / sizes.slots},
         }
-        by_run = {name: [one.kind for one in calm] if name == "alone" else kinds for name in runs}
+        runs = {name: self.run(name, asked[name], {**small, **ways[name]}, until="calm") for name in ways}
+        kinds = {name: [one.kind for one in asked[name]] for name in runs}
         rows = [
-            {
-                "policy": name,
-                "kind": kind,
-                **_latencies(_of(run, by_run[name], kind)),
-                "req_s": len(run.requests) / run.seconds,
-            }
+            {"policy": name, "kind": kind, **_latencies(_of(run, kinds[name], kind)), "req_s": _ended(run)}
             for name, run in runs.items()
             for kind in ("calm", "flood")
-            if kind in by_run[name]
+            if kind in kinds[name]
         ]
-        last = runs["fair, one slot free"]
-        passes = sorted(one.committed_s - max(one.planned_s, 0.0) for one in last.passes)
-        turn_s = _between([one.committed_s for one in last.passes])
-        p99 = {
-            name: spread([one.ttft_s or 0.0 for one in _of(run, by_run[name], "calm")])["p99"]
-            for name, run in runs.items()
-        }
-        figures = {
-            "alone_ttft_p99_s": p99["alone"],
-            "fcfs_ttft_p99_s": p99["fcfs"],
-            "fair_ttft_p99_s": p99["fair, one slot free"],
-            "pass_p99_s": spread(turn_s)["p99"],
-            "passes_more_than_alone": (p99["fair, one slot free"] - p99["alone"]) / max(spread(turn_s)["p99"], 1e-9),
-            "pass_median_s": passes[len(passes) // 2],
-        }
-        return Finding("flood", "one tenant floods at 2x capacity, the other asks for 15%", runs, by_run, rows, figures)
+        p99 = {name: spread(_first_tokens(_of(run, kinds[name], "calm")))["p99"] for name, run in runs.items()}
+        figures = {"offered_req_s": 2.2 * rate}
+        for name, short in (("fair", "fair"), ("fair, one slot free", "one_free")):
+            took = spread([one.committed_s - one.planned_s for one in runs[name].passes])
+            figures[f"{short}_pass_p50_s"] = took["p50"]
+            figures[f"{short}_pass_p99_s"] = took["p99"]
+            figures[f"{short}_more_than_alone_s"] = p99[name] - p99["alone"]
+            figures[f"{short}_more_in_median_passes"] = (p99[name] - p99["alone"]) / took["p50"]
+        title = f"one tenant floods at 2x capacity, the other asks for 20% ({len(calm)} requests)"
+        return Finding("flood", title, runs, kinds, rows, figures)
 
     def bursts(self) -> Finding:
         sizes = self.sizes
-        lengths = fit(
-            draw_lengths("azure-code", sizes.requests, 5),
-            scale=sizes.prompt_scale / 2,
-            output_scale=sizes.output_scale * 4,
-        ).requests
-        trace = gamma(lengths, 0.8 * self.saturation(), 3.0, seed=6)
+        prompts, outputs = sizes.prompt_scale / 2, sizes.output_scale * 4
+        rate = 0.8 * self.saturation()
+        if sizes.burst_trace:
+            found = read_trace(sizes.burst_trace, sizes.requests)
+            lengths = fit(found, scale=prompts, output_scale=outputs).requests
+            trace, bursty = replay_at_rate(lengths, rate), "the trace's own arrivals"
+        else:
+            found = draw_lengths("azure-code", sizes.requests, 5)
+            lengths = fit(found, scale=prompts, output_scale=outputs).requests
+            trace, bursty = gamma(lengths, rate, 3.0, seed=6), "gamma arrivals"
+        gaps = _between([one.at_s for one in trace])
+        variation = statistics.pstdev(gaps) / statistics.mean(gaps)
         chance = random.Random(4)
         tiers = ["premium" if chance.random() < 0.2 else "batch" for _ in trace]
         promise = {"premium": {"ttft": sizes.ttft_s, "itl": sizes.itl_s, "weight": 8}, "batch": {}}
@@ -210,7 +235,7 @@ class Lab:
             for name, run in runs.items()
             for kind in ("premium", "batch")
         ]
-        title = "code completion in bursts (gamma arrivals, CV 3)"
+        title = f"code completion in bursts at 0.8 of capacity ({bursty}, CV {variation:.1f})"
         kinds = dict.fromkeys(runs, tiers)
         return Finding("bursts", title, runs, kinds, rows, {}, {"ttft": sizes.ttft_s, "gap": sizes.itl_s})
 
@@ -292,6 +317,7 @@ class Sizes:
     ttft_s: float = 3.0
     itl_s: float = 0.5
     long_prompt: int = 1536
+    burst_trace: str = ""  # a trace file whose arrivals the bursts are; without one they are drawn
 
 
 EXPERIMENTS: dict[str, Callable[[Lab], Finding]] = {
@@ -308,6 +334,15 @@ def _of(run: RunRecord, kinds: Sequence[str], kind: str) -> list[RequestRecord]:
     return [one for one, its in zip(run.requests, kinds, strict=True) if its == kind]
 
 
+def _first_tokens(requests: Iterable[RequestRecord]) -> list[float]:
+    return [one.ttft_s for one in requests if one.ttft_s is not None]
+
+
+def _ended(run: RunRecord) -> float:
+    """Requests a second that came to their end."""
+    return sum(one.reason in ("stop", "length") for one in run.requests) / run.seconds
+
+
 def _mean_gaps(requests: Iterable[RequestRecord]) -> list[float]:
     return [sum(one.gaps_s) / len(one.gaps_s) for one in requests if one.gaps_s]
 
@@ -317,9 +352,9 @@ def _between(times: Sequence[float]) -> list[float]:
 
 
 def _latencies(requests: Sequence[RequestRecord]) -> dict[str, float]:
-    ttft = spread([one.ttft_s for one in requests if one.ttft_s is not None])
+    ttft = spread(_first_tokens(requests))
     gaps = spread([gap for one in requests for gap in one.gaps_s])
-    e2e = spread([one.e2e_s for one in requests if one.e2e_s is not None])
+    e2e = spread([one.e2e_s for one in requests if one.e2e_s is not None and one.reason in ("stop", "length")])
     return {
         "requests": len(requests),
         "ttft_p50_s": ttft["p50"],

@@ -37,6 +37,9 @@ def add_policies(kinds: Any) -> None:
     group.add_argument("--ttft", type=float, default=3.0, help="seconds to the first token, promised (default: 3)")
     group.add_argument("--itl", type=float, default=0.5, help="seconds between tokens, promised (default: 0.5)")
     group.add_argument("--long-prompt", type=int, default=1536, help="tokens of a long prompt (default: 1536)")
+    group.add_argument(
+        "--burst-trace", default="", metavar="FILE", help="a trace whose arrivals the bursts are (default: drawn)"
+    )
     group.add_argument("--out", default="shoal-policies", metavar="DIR", help="(default: shoal-policies)")
     group.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_flags(parser)

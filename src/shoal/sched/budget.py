@@ -15,7 +15,7 @@ from shoal.core.request import Request
 from shoal.sched.steptime import StepModel
 
 LEAST = 16  # positions of prompts in a pass, however tight the promise
-SAFETY = 0.9  # of the promise: passes are not all as the model says
+SAFETY = 0.95  # of the promise; how wrong the model was of late comes on top
 GROWTH = 2  # a pass is at most so many times larger than the largest before
 
 
@@ -48,17 +48,17 @@ class Promise:
     def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
         tightest_s, read = math.inf, 0
         for request in running:
-            if len(request.tokens) > request.prompt_len:  # it has begun to speak
-                read += request.planned
-                if request.promise.itl_s < tightest_s:
-                    tightest_s = request.promise.itl_s
+            read += request.planned
+            if len(request.tokens) > request.prompt_len and request.promise.itl_s < tightest_s:  # it has begun to speak
+                tightest_s = request.promise.itl_s
         if tightest_s == math.inf:
             return most
         # nobody knows what a pass takes that is far larger than any before: grow step by step
         most = min(most, max(LEAST, GROWTH * self.steps.largest))
         if not self.steps.known:
             return most
-        return min(most, max(LEAST, self.steps.tokens_within(SAFETY * tightest_s, read) - decodes))
+        within_s = SAFETY * tightest_s / self.steps.miss
+        return min(most, max(LEAST, self.steps.tokens_within(within_s, read) - decodes))
 
 
 BUDGET: dict[str, type[Fixed] | type[Promise]] = {"fixed": Fixed, "promise": Promise}

@@ -529,7 +529,8 @@ class Scheduler:
         events.padded_tokens, events.busy_s = result.padded, result.busy_s
         if self._learns:
             read = int(flight.plan.starts.sum() + flight.plan.counts.sum())
-            self.policies.steps.learn(events.computed_tokens + result.padded, read, result.busy_s)
+            prompts = len(flight.plan.tokens) > len(flight.requests)
+            self.policies.steps.learn(events.computed_tokens + result.padded, read, result.busy_s, prompts)
         if result.copies_done or result.copies_failed:
             self._note_copies(result, events)
         out = self._held_back if self.policies.batching.grouped else events

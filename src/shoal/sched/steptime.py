@@ -14,6 +14,8 @@ FADE = 0.15  # what the newest pass counts in the mean of its point, at least
 MOST_WEIGHT = 8  # passes that one point counts for, at most
 LONGEST_S = 3600.0
 REFIT = 8  # passes between two fits, once there were many
+DOUBT = 2.0  # how far a pass with prompts may be off before any was seen
+REASSURED = 0.8  # what is left of a doubt after a pass that was as said
 RIDGE = 1e-6  # of each feature's own size: keeps the fit sound while passes are all alike
 
 Fit = tuple[float, float, float]
@@ -49,6 +51,7 @@ class StepModel:
     def __init__(self) -> None:
         self.passes = 0
         self.largest = 0  # positions of the largest pass seen
+        self.miss = DOUBT  # how many times longer than said a pass with prompts took of late, at worst; at least 1
         self._points: dict[tuple[int, int], Point] = {}  # at most some hundreds: sizes by powers of two
         self._fit: Fit | None = None  # None: to be solved again
 
@@ -56,10 +59,13 @@ class StepModel:
     def known(self) -> bool:
         return self.passes >= ENOUGH
 
-    def learn(self, tokens: int, kv_read: int, seconds: float) -> None:
-        """A pass took so long."""
+    def learn(self, tokens: int, kv_read: int, seconds: float, prompts: bool = False) -> None:
+        """A pass took so long; there were prompts in it or not."""
         if not 0 < seconds < LONGEST_S or tokens < 1:
             return
+        if prompts and self.known:
+            said = max(self.seconds(tokens, kv_read), 1e-9)
+            self.miss = min(DOUBT, max(seconds / said, 1 + (self.miss - 1) * REASSURED))
         place = (tokens.bit_length(), kv_read.bit_length())
         if place not in self._points:
             self._points[place] = Point()
