@@ -69,7 +69,10 @@ def run_bench_policies(args: argparse.Namespace) -> int:
     for experiment in experiments:
         finding = experiment(lab)
         save(finding_plot(finding), folder, finding.name)
-        found[finding.name] = {"title": finding.title, "rows": finding.rows, "figures": finding.figures}
+        others = {name: run.others for name, run in finding.runs.items()}  # share of the machine that others took
+        found[finding.name] = {
+            "title": finding.title, "rows": finding.rows, "figures": finding.figures, "others": others
+        }  # fmt: skip
         (folder / "policies.json").write_text(json.dumps(found, indent=1) + "\n")
         if not args.json:
             print(table(finding), flush=True)

@@ -15,7 +15,7 @@ from shoal.core.request import Request
 from shoal.sched.steptime import StepModel
 
 LEAST = 16  # positions of prompts in a pass, however tight the promise
-SAFETY = 0.95  # of the promise; how wrong the model was of late comes on top
+SAFETY = 0.9  # of the promise: passes differ by chance; how wrong the model was of late comes on top
 GROWTH = 2  # a pass is at most so many times larger than the largest before
 
 
