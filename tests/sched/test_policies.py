@@ -364,7 +364,7 @@ def test_the_budget_keeps_the_tightest_promise_and_is_as_large_as_that_allows(it
     tiers: dict[str, dict[str, object]] = {"premium": {"ttft": 9.0, "itl": itl_s}, "batch": {}}
     scheduler = made(order="slo", tiers=tiers, budget="promise")
     sim = Sim(scheduler, Costs(0.010, 0.0005))
-    speaker = scripted("speaker", 16, 400, tier="premium")
+    speaker = scripted("speaker", 16, 900, tier="premium")
     warm = [(0.0, scripted(f"w{number}", 30 * number + 5, 2, tier="batch")) for number in range(9)]
     giants = [(6.0 + number, scripted(f"g{number}", 1500, 2, tier="batch")) for number in range(4)]
     sim.run([*warm, (2.0, speaker), *giants])
