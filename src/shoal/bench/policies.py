@@ -178,7 +178,7 @@ class Lab:
     def flood(self) -> Finding:
         """Passes are small here, so that the flood's prompts hold nobody up for long; all runs have the same."""
         sizes = self.sizes
-        small = {"max_num_batched_tokens": min(128, 8 * sizes.slots)}
+        small = {"max_num_batched_tokens": 4 * sizes.slots}
         rate = self.saturation(small)
         calm_trace = poisson(self.chats(max(12, sizes.requests * 5 // 6), seed=2), 0.2 * rate, seed=2)
         until_s = calm_trace[-1].at_s
