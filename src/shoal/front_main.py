@@ -64,7 +64,7 @@ async def run(config: Mapping[str, Any]) -> None:
         make_grammars(files, tokenizer),
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
-        FrontMetrics(),
+        FrontMetrics(config["name"].partition(".")[0]),  # the same in all its lives
         spans,
     )
     server = make_server(front, settings, ssl_certfile=serve.ssl_certfile, ssl_keyfile=serve.ssl_keyfile)

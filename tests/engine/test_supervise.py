@@ -55,8 +55,9 @@ def child(name):
     return supervise.Child(name, "dummy_child", lambda life: {"name": name, "life": life, **more}, silence_s=silence_s)
 print("begin", flush=True)
 front = supervise.Supervisor(
-    child("engine"), [child("front")], 0.3, lambda: print("ready", flush=True),
+    child("engine"), [child("front")], options.get("drain_s", 0.3), lambda: print("ready", flush=True),
     on_hangup=lambda: print("hung up", flush=True),
+    on_given_up=lambda: print("given up", flush=True),
 )
 sys.exit(front.run())
 """
@@ -65,7 +66,7 @@ sys.exit(front.run())
 class Family:
     """A supervisor and its children."""
 
-    def __init__(self, tmp_path: Path, **options: dict[str, object]) -> None:
+    def __init__(self, tmp_path: Path, **options: object) -> None:
         source = str(Path(__file__).parents[2] / "src")
         self.log = tmp_path / "log"
         self.log.write_text("")
@@ -215,11 +216,32 @@ def test_an_engine_that_never_comes_back_leaves_the_fronts_to_say_so(tmp_path: P
     family = Family(tmp_path, engine={"never_again": 1})
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("engine"), signal.SIGKILL)
-    wait_for(family, "engine 5 ")
-    time.sleep(0.7)  # until the supervisor has noticed its end
+    assert family.line() == "given up"
     assert family.process.poll() is None
     code, errors = family.end()
     assert code == 0
     assert "is not tried again" in errors
     assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 6
     assert "front left" in family.lines()
+
+
+def test_without_a_single_front_there_is_nobody_to_say_anything(tmp_path: Path) -> None:
+    family = Family(tmp_path, front={"never_again": 1})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    os.kill(family.pid("front"), signal.SIGKILL)
+    _, errors = family.process.communicate(timeout=30)
+    assert family.process.returncode == 1
+    assert "front failed to start 5 times in a row; giving up" in errors
+    assert "engine left" in family.lines()
+
+
+def test_an_engine_that_cannot_start_while_the_fronts_drain_is_not_tried_for_ever(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"never_again": 1}, front={"deaf": True}, drain_s=4.0)
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    family.process.send_signal(signal.SIGTERM)
+    os.kill(family.pid("engine"), signal.SIGKILL)
+    assert family.line() == "given up"
+    code, errors = family.end()  # asked twice: now
+    assert code == 0
+    assert "is not tried again" in errors
+    assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 6

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -339,6 +340,61 @@ def test_a_silent_front_is_forgotten_and_its_jobs_aborted(tmp_path: Path, monkey
     run(story())
     engine.kill()
     context.term()
+
+
+def test_a_front_that_was_only_stuck_hands_its_jobs_over_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "SILENCE_S", 0.3)
+    monkeypatch.setattr(host_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(client_module, "PING_S", 0.1)
+    engine = EngineThread(tmp_path, gate=(gate := threading.Semaphore(2)))
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            job, note = make_job(max_tokens=60, min_tokens=60), Notes()
+            client.submit(job, note)
+            await note.grew.wait()
+            end_s = time.monotonic() + 30
+            while engine.host.fronts and time.monotonic() < end_s:  # this front's event loop stands still
+                gate.release()
+                time.sleep(0.02)
+            assert not engine.host.owners, "it was given up"
+            for _ in range(200):
+                gate.release()
+            await note.done.wait()
+            assert note.tokens[0] == expected(job)
+            assert note.was_accepted == 1
+
+    run(story())
+    engine.kill()
+
+
+def test_when_no_engine_will_come_those_who_wait_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PING_S", 0.05)
+    engine = EngineThread(tmp_path, gate=(gate := threading.Semaphore(2)))
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            begun, fresh = Notes(), Notes()
+            client.submit(make_job("begun", max_tokens=100, min_tokens=100), begun)
+            await begun.grew.wait()
+            client.submit(make_job("fresh", max_tokens=100, min_tokens=100), fresh)
+            await asyncio.to_thread(engine.kill)
+            await until(lambda: client.info is None, "the client notices")
+            with pytest.raises(EngineDown, match="being restarted"):
+                client.submit(make_job("late"), Notes())
+            (tmp_path / wire.GIVEN_UP).touch()
+            for note in (begun, fresh):
+                await note.done.wait()
+                assert note.refusal is not None
+                assert note.refusal.kind == "EngineDown"
+                assert "must be restarted" in note.refusal.message
+                assert not note.endings
+            assert client.jobs == 0
+            with pytest.raises(EngineDown, match="must be restarted"):
+                client.submit(make_job("late"), Notes())
+
+    run(story())
+    del gate
 
 
 def test_noise_on_the_socket_harms_nobody(tmp_path: Path) -> None:

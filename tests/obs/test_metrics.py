@@ -253,11 +253,11 @@ def test_answers_are_counted_by_route_and_status() -> None:
     front.count("/static/chat.js", 200)
     front.count("/v1/models/some-model", 404)
     seen = read(front.render(7, INFO))
-    assert seen['shoal_http_requests_total{route="/v1/chat/completions",status="200"}'] == 2
-    assert seen['shoal_http_requests_total{route="/v1/chat/completions",status="429"}'] == 1
-    assert seen['shoal_http_requests_total{route="/static",status="200"}'] == 1
-    assert seen['shoal_http_requests_total{route="/v1/models/{model}",status="404"}'] == 1
-    assert seen["shoal_http_active_requests"] == 7
+    assert seen['shoal_http_requests_total{front="front-0",route="/v1/chat/completions",status="200"}'] == 2
+    assert seen['shoal_http_requests_total{front="front-0",route="/v1/chat/completions",status="429"}'] == 1
+    assert seen['shoal_http_requests_total{front="front-0",route="/static",status="200"}'] == 1
+    assert seen['shoal_http_requests_total{front="front-0",route="/v1/models/{model}",status="404"}'] == 1
+    assert seen['shoal_http_active_requests{front="front-0"}'] == 7
     assert (seen["shoal_engine_up"], seen["shoal_engine_restarts_total"]) == (1, 2)
 
 
@@ -267,7 +267,24 @@ def test_paths_nobody_serves_make_one_series() -> None:
         front.count(f'/wp-{number}"\n', 404)
         front.count(f"/static/{number}", 404)
     series = [name for name in read(front.render(0, None)) if name.startswith("shoal_http_requests_total")]
-    assert len(series) == 2
+    assert len([name for name in series if 'status="404"' in name]) == 2
+
+
+def test_two_fronts_tell_series_of_their_own() -> None:
+    fronts = [FrontMetrics(f"front-{number}") for number in range(2)]
+    for front in fronts:
+        front.count("/v1/completions", 200)
+    one, other = ({name for name in read(front.render(0, None)) if "http" in name} for front in fronts)
+    assert not one & other, "they would look like one counter that jumps back and forth"
+
+
+def test_the_first_500_can_be_seen_in_a_rate() -> None:
+    assert (
+        read(FrontMetrics().render(0, None))[
+            'shoal_http_requests_total{front="front-0",route="/v1/completions",status="500"}'
+        ]
+        == 0
+    )
 
 
 def test_an_engine_that_is_down_keeps_its_count_of_restarts() -> None:

@@ -1,6 +1,7 @@
 """Spans: what is told about a request's time, with and without OpenTelemetry."""
 
 import importlib
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +25,7 @@ def installed() -> bool:
     return True
 
 
-INSTALLED = installed()
-otel = pytest.mark.skipif(not INSTALLED, reason="OpenTelemetry is not installed")
+otel = pytest.mark.skipif(not installed(), reason="OpenTelemetry is not installed")
 
 
 class Kept:
@@ -91,8 +91,10 @@ def test_without_an_endpoint_there_are_none() -> None:
     assert isinstance(open_spans(None, "1"), NoSpans)
 
 
-@pytest.mark.skipif(INSTALLED, reason="OpenTelemetry is installed")
-def test_without_the_library_the_message_says_what_to_install() -> None:
+@pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.exporter.otlp.proto.http.trace_exporter"])
+def test_without_the_library_the_message_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [missing, *(name for name in sys.modules if name.startswith(f"{missing}."))]:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     with pytest.raises(BadConfig, match=r"shoal\[otel\]"):
         open_spans("http://127.0.0.1:4318", "1")
 

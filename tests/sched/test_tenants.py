@@ -1,5 +1,6 @@
 """Limits per key: how many at once, how many tokens a minute, and that nobody is remembered for ever."""
 
+import contextlib
 from fractions import Fraction
 
 import pytest
@@ -132,6 +133,82 @@ def test_who_resumes_pays_only_for_what_is_new() -> None:
     request.tokens += [1] * 6
     tenants.leave(request, 0.0)
     assert turned_away(tenants, request_of("a", 2, prompt=60)) == pytest.approx(6.0)
+
+
+# ---- limits that change while the server runs -----------------------------------------------------------------------
+
+
+class Changing:
+    """Limits that somebody edits."""
+
+    def __init__(self, max_concurrent: int | None = None, tokens_per_minute: int | None = None) -> None:
+        self.now = TenantLimits(max_concurrent, tokens_per_minute)
+        self.tenants = Tenants(lambda tenant: self.now)
+
+    def become(self, max_concurrent: int | None = None, tokens_per_minute: int | None = None) -> None:
+        self.now = TenantLimits(max_concurrent, tokens_per_minute)
+
+
+def test_a_new_rate_counts_at_once_for_what_the_bucket_holds() -> None:
+    limits = Changing(tokens_per_minute=60)
+    tenants = limits.tenants
+    come(tenants, request_of("a", 1, prompt=50))  # goes on
+    assert turned_away(tenants, request_of("a", 2, prompt=30)) == pytest.approx(20.0)
+    limits.become(tokens_per_minute=120)  # two a second
+    come(tenants, request_of("a", 2, prompt=30), now_s=0.0)
+    assert turned_away(tenants, request_of("a", 3, prompt=60)) == pytest.approx(10.0), "80 held, 20 too many"
+    limits.become(tokens_per_minute=30)  # one in two seconds
+    assert turned_away(tenants, request_of("a", 3, prompt=30), now_s=10.0) == pytest.approx(120.0), "60 are left"
+    assert turned_away(tenants, request_of("a", 3, prompt=30), now_s=70.0) == pytest.approx(60.0)
+    come(tenants, request_of("a", 3, prompt=30), now_s=130.0)
+
+
+def test_a_rate_that_is_lifted_forgets_and_one_that_is_new_charges_only_from_then_on() -> None:
+    limits = Changing(tokens_per_minute=60)
+    tenants = limits.tenants
+    request = request_of("a", 1, prompt=500)
+    come(tenants, request)
+    turned_away(tenants, request_of("a", 2))
+    limits.become()
+    come(tenants, request_of("a", 2, prompt=10_000))
+    request.tokens += [1] * 1000
+    tenants.charge([request], 1.0)
+    limits.become(tokens_per_minute=60)
+    come(tenants, request_of("a", 3, prompt=20), now_s=1.0)
+    request.tokens += [1] * 15
+    tenants.charge([request], 1.0)
+    assert turned_away(tenants, request_of("a", 4, prompt=60), now_s=1.0) == pytest.approx(35.0)
+
+
+@pytest.mark.parametrize("later", [10, 600, None])
+def test_a_tenant_is_forgotten_whatever_became_of_its_rate(later: int | None) -> None:
+    limits = Changing(tokens_per_minute=60)
+    tenants = limits.tenants
+    first = request_of("a", 1, prompt=30)
+    come(tenants, first)
+    tenants.leave(first, 0.0)
+    limits.become(tokens_per_minute=later)
+    second = request_of("a", 2)
+    with contextlib.suppress(RateLimited):
+        come(tenants, second, now_s=1.0)
+        tenants.leave(second, 1.0)
+    tenants.check([])
+    tenants.forget(1000.0)
+    tenants.check([])
+    assert len(tenants) == 0
+
+
+def test_fewer_at_once_counts_for_the_next_and_ends_nobody() -> None:
+    limits = Changing(max_concurrent=3)
+    tenants = limits.tenants
+    running = [request_of("a", number) for number in range(3)]
+    come(tenants, *running)
+    limits.become(max_concurrent=2)
+    assert tenants.alive("a") == 3
+    tenants.leave(running.pop(), 0.0)
+    turned_away(tenants, request_of("a", 9))
+    tenants.leave(running.pop(), 0.0)
+    come(tenants, request_of("a", 9))
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor, now_s: float = 0.0) -> None:

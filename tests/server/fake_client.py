@@ -63,6 +63,10 @@ class FakeClient:
         return self._info
 
     @property
+    def trouble(self) -> str:
+        return "there is no engine"
+
+    @property
     def jobs(self) -> int:
         return len(self.running)
 

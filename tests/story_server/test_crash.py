@@ -4,7 +4,10 @@ import asyncio
 import json
 import os
 import random
+import resource
+import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.story_server.servers import RESTARTS, SMALL, Server, running
+from tests.story_server.servers import RESTARTS, SMALL, Server, assert_error_shape, long_stream, running
 
 POISON = 299  # a token id that stands in one prompt alone
 Ask = dict[str, Any]
@@ -70,7 +73,7 @@ def kill_engine(server: Server) -> None:
 @pytest.fixture(scope="module")
 def steady(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that is killed a lot. --threads 1 and float32: the same tokens whatever the batch."""
-    flags = ("--max-num-seqs", "24", "--max-model-len", "2048")
+    flags = ("--max-num-seqs", "24", "--max-model-len", "2048", "--max-num-batched-tokens", "128")
     with running(tmp_path_factory.mktemp("crash"), tiny_model, *SMALL, *flags) as server:
         yield server
 
@@ -94,14 +97,36 @@ def test_64_streams_survive_three_kills(steady: Server) -> None:
     steady.wait_until_idle()
 
 
+def requests_of(server: Server) -> list[dict[str, Any]]:
+    """Who runs and who waits; nobody while there is no engine."""
+    got = server.http.get(f"{server.url}/debug/requests")
+    return got.json()["requests"] if got.status_code == 200 else []
+
+
+def speaking(server: Server) -> int:
+    """How many have said something and have not ended."""
+    return sum(bool(one["output_tokens"]) for one in requests_of(server))
+
+
+def kill_when(server: Server, what: str, holds: Callable[[], bool]) -> None:
+    server.wait_for(what, holds)
+    kill_engine(server)
+
+
 def test_killed_during_prefill(steady: Server) -> None:
+    """First with the kill: afterwards the prompts would be in the prefix cache."""
+    chance = random.Random(6)
     wanted = [
-        {**asks(1, 8)[0], "prompt": [7 + place % 200 for place in range(1900)], "stream": number % 2 == 0}
+        {**asks(1, 8)[0], "prompt": [chance.randrange(5, 290) for _ in range(1900)], "stream": number % 2 == 0}
         for number in range(8)
     ]
-    undisturbed = asyncio.run(all_answers(steady, wanted, lambda: None))
-    disturbed = asyncio.run(all_answers(steady, wanted, lambda: (time.sleep(0.15), kill_engine(steady))))
-    assert disturbed == undisturbed
+
+    def amid_a_prompt() -> bool:
+        return any(one["why"] == "prompt" and one["computed"] for one in requests_of(steady))
+
+    disturbed = asyncio.run(all_answers(steady, wanted, lambda: kill_when(steady, "half a prompt", amid_a_prompt)))
+    assert disturbed == asyncio.run(all_answers(steady, wanted, lambda: None))
+    assert {status for status, _ in disturbed} == {200}
     steady.wait_until_idle()
 
 
@@ -112,27 +137,121 @@ def test_killed_while_blocks_are_swapped(tiny_model: Path, tmp_path: Path) -> No
     with running(tmp_path, tiny_model, *flags) as server:
         wanted = asks(24, 200)
         undisturbed = asyncio.run(all_answers(server, wanted, lambda: None))
-        assert server.metrics()["shoal_kv_blocks_out_total"] > 0, "nothing was swapped; the test has lost its point"
-        disturbed = asyncio.run(all_answers(server, wanted, lambda: (time.sleep(0.8), kill_engine(server))))
+        before = server.metrics()["shoal_kv_blocks_in_total"]
+        assert before > 0, "nothing was swapped; the test has lost its point"
+
+        def amid_a_swap() -> bool:
+            """One has lost its blocks to others while it had begun to speak, and some have come back already."""
+            waits = any(one["state"] != "running" and one["preemptions"] for one in requests_of(server))
+            return waits and server.metrics().get("shoal_kv_blocks_in_total", 0) > before
+
+        disturbed = asyncio.run(all_answers(server, wanted, lambda: kill_when(server, "a swap", amid_a_swap)))
         assert disturbed == undisturbed
         server.wait_until_idle()
 
 
 @pytest.mark.slow
 def test_killed_while_draining(tiny_model: Path, tmp_path: Path) -> None:
-    with running(tmp_path, tiny_model, *SMALL, "--max-model-len", "2048") as server:
-        wanted = asks(8, 400)
+    with running(tmp_path, tiny_model, *SMALL, "--max-model-len", "4096") as server:
+        wanted = asks(8, 1500)
         undisturbed = asyncio.run(all_answers(server, wanted, lambda: None))
 
         def drain_and_kill() -> None:
-            time.sleep(0.5)
+            server.wait_for("all to speak", lambda: speaking(server) == 8)
             (pid,) = server.engine_pids()
             server.terminate()
-            time.sleep(0.2)
+            server.wait_for("draining", lambda: "draining: 8 requests run" in server.log())
             os.kill(pid, signal.SIGKILL)
 
         assert asyncio.run(all_answers(server, wanted, drain_and_kill)) == undisturbed
+        assert "8 jobs wait for the next one" in server.log(10**9)
         assert server.stop() == 0
+
+
+async def with_killed_fronts(server: Server, wanted: list[Ask], count: int) -> list[Any]:
+    """What becomes of them if so many fronts are killed while all of them run."""
+    async with httpx.AsyncClient(timeout=180) as client:
+        asked = [asyncio.create_task(answer(client, server.url, one)) for one in wanted]
+        await asyncio.to_thread(server.wait_for, "all to run", lambda: len(requests_of(server)) == len(wanted))
+        for pid in server.front_pids()[:count]:
+            os.kill(pid, signal.SIGKILL)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+
+@pytest.mark.slow
+def test_a_killed_front_takes_its_requests_along_and_no_others(tiny_model: Path, tmp_path: Path) -> None:
+    with running(tmp_path, tiny_model, *SMALL, "--api-workers", "2") as server:
+        one = {**asks(1, 8)[0], "stream": True, "max_tokens": 1000}
+        (alone,) = asyncio.run(all_answers(server, [one], lambda: None))
+        for got in asyncio.run(with_killed_fronts(server, [one] * 8, 1)):
+            assert got == alone or isinstance(got, httpx.TransportError), "the other front's go on as they were"
+        server.wait_for("two fronts", lambda: len(server.front_pids()) == 2 and server.health() == 200)
+        server.wait_until_idle()
+        endless = {**one, "max_tokens": 30_000}
+        lost = asyncio.run(with_killed_fronts(server, [endless] * 4, 2))
+        assert all(isinstance(got, httpx.TransportError) for got in lost), lost
+        server.wait_for("a front", lambda: server.health() == 200)
+        server.wait_until_idle()
+        assert server.metrics()[RESTARTS] == 0
+        assert asyncio.run(all_answers(server, [one], lambda: None)) == [alone]
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_started_again_is_told_to_everybody(tiny_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    with running(tmp_path / "logs", model, *SMALL) as server:
+        asked = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 20_000, "ignore_eos": True}
+        whole: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", asked)))
+        with long_stream(server) as events:
+            waiting.start()
+            server.wait_for("both to speak", lambda: speaking(server) == 2)
+            for file in model.glob("*.safetensors"):
+                file.write_bytes(b"no weights")
+            (pid,) = server.engine_pids()
+            os.kill(pid, signal.SIGKILL)
+            *_, last = events
+        assert last["error"]["code"] == "engine_down", last
+        waiting.join()
+        for got in (whole[0], server.complete(max_tokens=1)):
+            assert got.status_code == 503
+            assert "must be restarted" in assert_error_shape(got)["message"]
+            assert int(got.headers["retry-after"]) > 0
+        assert server.health() == 503
+        assert not server.engine_pids(), "it is not tried again and again"
+        assert "failed to start 5 times in a row" in server.log(10**9)
+        assert server.metrics()["shoal_engine_up"] == 0
+
+
+def limit_memory(pid: int, limit: int) -> None:
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+@pytest.mark.slow
+def test_an_engine_that_runs_out_of_memory_costs_nobody_a_token(tiny_model: Path, tmp_path: Path) -> None:
+    """It may have no more memory than it has now; the request that needs much breaks a pass, or kills it."""
+    flags = (*SMALL, "--max-model-len", "16384", "--max-num-batched-tokens", "16384")
+    with running(tmp_path, tiny_model, *flags) as server:
+        assert server.complete(max_tokens=5).status_code == 200
+        (pid,) = server.engine_pids()
+        status = Path(f"/proc/{pid}/status").read_text()
+        size = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmSize"))
+        limit_memory(pid, size)
+        small = asks(6, 200)
+        large = {**small[0], "prompt": [7 + place % 200 for place in range(16000)], "max_tokens": 5, "stream": False}
+        large |= {"echo": True, "logprobs": 5}  # so that the whole prompt needs logits
+        *neighbours, hungry = asyncio.run(all_answers(server, [*small, large], lambda: None))
+        log = server.log(10**9)
+        assert "a pass failed" in log or "the engine was killed" in log or "the engine ended" in log, "it had enough"
+        assert hungry[0] in (200, 500), "an engine that died of it is started again without the limit"
+        server.wait_for("/health to say 200", lambda: server.health() == 200)
+        for left in server.engine_pids():
+            limit_memory(left, resource.RLIM_INFINITY)
+        *undisturbed, fed = asyncio.run(all_answers(server, [*small, large], lambda: None))
+        assert neighbours == undisturbed
+        assert (fed[0], len(fed[1])) == (200, 5)
+        server.wait_until_idle()
 
 
 @pytest.mark.parametrize("how", ["raise", pytest.param("crash", marks=pytest.mark.slow)])
@@ -145,9 +264,15 @@ def test_a_poisoned_request_fails_alone(tiny_model: Path, tmp_path: Path, how: s
         *neighbours, bad = asyncio.run(all_answers(server, [*wanted, poisoned], lambda: None))
         assert bad == (500, [])
         assert neighbours == undisturbed
+        if how == "raise":
+            told = server.complete(**poisoned)
+            assert told.status_code == 500
+            assert "poisoned" not in told.text, "what was raised is for the log alone"
+            assert "a poisoned request" in server.log(10**9)
         server.wait_for("/health to say 200", lambda: server.health() == 200)
         server.wait_until_idle()
         assert (server.metrics()[RESTARTS] > 0) == (how == "crash")
+        assert ("the engine was killed by SIGSEGV" in server.log(10**9)) == (how == "crash")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The endpoints beside the two that generate, headers, logs, and a model without a tokenizer."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -188,6 +189,23 @@ def test_metrics_are_prometheus_text_and_count_tokens(tiny: Server, client: Open
     after = tiny.metrics()
     grown = {name: after[name] - before.get(name, 0.0) for name in after if name.endswith("_total")}
     assert 9 in {value for name, value in grown.items() if "token" in name}, grown
+
+
+def test_dashboard_and_alerts_are_about_metrics_that_a_server_has(tiny: Server) -> None:
+    """A label's values may still be to come (refusals, promises), but its metric is there from the start."""
+    tiny.complete(max_tokens=2)
+    text = tiny.http.get(f"{tiny.url}/metrics").text
+    there = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    there |= {family.name + end for family in text_string_to_metric_families(text) for end in ("", "_total")}
+    docs = Path(__file__).parents[2] / "docs"
+    panels = json.loads((docs / "grafana.json").read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    alerts = [line for line in (docs / "operations.md").read_text().splitlines() if line.startswith("| `")]
+    asked += [expression for line in alerts for expression in re.findall(r"`([^`]*shoal_[^`]*)`", line)]
+    assert len(asked) > 25
+    for expression in asked:
+        for name in re.findall(r"\bshoal_\w+", expression):
+            assert name in there, f"{name}: {expression}"
 
 
 # ---- headers and logs -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,25 @@ def test_the_file_is_read_again_on_sighup(keyed: Server, file: Path) -> None:
     write(file, *FILE)
     hang_up(keyed, "was read again")
     assert get(keyed, "/v1/models", BOB).status_code == 200
+    keyed.wait_until_idle()
+
+
+def test_new_limits_count_at_once_also_for_a_key_that_has_requests_running(keyed: Server, file: Path) -> None:
+    with long_stream(keyed, key=BOB):
+        write(file, FILE[0], replace(FILE[1], tokens_per_minute=30), FILE[2])
+        hang_up(keyed, "was read again")
+        assert keyed.complete(prompt=[5] * 40, max_tokens=1, key=BOB).status_code == 200, "the bucket was empty"
+        refused = keyed.complete(max_tokens=1, key=BOB)
+        assert refused.status_code == 429
+        assert "30 tokens per minute" in assert_error_shape(refused)["message"]
+        write(file, FILE[0], replace(FILE[1], max_concurrent=1, tokens_per_minute=0), FILE[2])
+        hang_up(keyed, "was read again")
+        refused = keyed.complete(max_tokens=1, key=BOB)
+        assert refused.status_code == 429
+        assert "may have 1 at once" in assert_error_shape(refused)["message"], "no longer the rate"
+        write(file, *FILE)
+        hang_up(keyed, "was read again")
+        assert keyed.complete(max_tokens=1, key=BOB).status_code == 200
     keyed.wait_until_idle()
 
 

@@ -209,6 +209,10 @@ def test_a_client_that_hangs_up_while_it_runs_frees_the_row(narrow: Server) -> N
     with pytest.raises(httpx.ReadTimeout):
         narrow.post("/v1/completions", body, timeout_s=0.5)
     narrow.wait_until_idle()
+    narrow.wait_for("a word in the log", lambda: "status=499" in narrow.log())
+    with long_stream(narrow):
+        pass
+    narrow.wait_for("a word in the log", lambda: "gone=True" in narrow.log())
 
 
 # ---- an engine that dies --------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def add_serve(commands: Any) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     engine, serve = read_options(args)
     from shoal.engine.supervise import Supervisor
+    from shoal.engine.wire import GIVEN_UP
     from shoal.obs.logs import set_up_logs
 
     set_up_logs(serve.log_level, serve.log_format)
@@ -59,6 +60,7 @@ def run_serve(args: argparse.Namespace) -> int:
             serve.drain_timeout,
             lambda: say_hello(engine, serve, listener, args.json),
             on_hangup=(lambda: reload_keys(serve, folder)) if serve.api_keys_file else None,
+            on_given_up=(folder / GIVEN_UP).touch,
         )
         return supervisor.run()
     finally:

@@ -77,8 +77,9 @@ class EngineInfo:
 class Sink:
     """What becomes of a job, told by the engine client on the event loop, in order. Subclass what you need.
 
-    Either refused() and nothing else, or accepted(), then tokens, then ended() once for each sample. flush() comes
-    after all that one message of the engine said about this job, so that a reader is woken once per pass.
+    Either refused() and nothing else, or accepted(), then tokens, then ended() once for each sample; refused() may also
+    come in between, and ends it, when there will never be an engine again. flush() comes after all that one message of
+    the engine said about this job, so that a reader is woken once per pass.
     """
 
     def refused(self, refusal: Refusal) -> None: ...

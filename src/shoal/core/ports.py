@@ -65,6 +65,10 @@ class EngineClient(Protocol):
         """None while the engine is down."""
 
     @property
+    def trouble(self) -> str:
+        """What to tell those who ask while it is down."""
+
+    @property
     def jobs(self) -> int:
         """How many of this front's jobs have not ended."""
 

@@ -28,6 +28,9 @@ PING_S = 1.0
 ANSWER_S = 5.0  # longest wait for an answer to a question
 FRESH_S = 1.0  # longest wait for fresh metrics: a pass may take long, and the last ones are better than none
 MOST_RESUMES = 10  # a job that was there when the engine died so often is not tried again
+RETRY_S = 5.0
+STARTING = "the engine is starting or being restarted; try again in a few seconds"
+GIVEN_UP = "the engine died and could not be started again; this server must be restarted"
 
 
 @dataclass
@@ -59,6 +62,7 @@ class ZmqClient:
         self.name = name
         self.clock = clock or WallClock()
         self._info: EngineInfo | None = None
+        self._given_up = False  # there will never be an engine again
         self._live: dict[int, LiveJob] = {}  # by number
         self._numbers: dict[str, int] = {}  # by job id
         self._count = 0
@@ -74,6 +78,10 @@ class ZmqClient:
     @property
     def info(self) -> EngineInfo | None:
         return self._info
+
+    @property
+    def trouble(self) -> str:
+        return GIVEN_UP if self._given_up else STARTING
 
     @property
     def jobs(self) -> int:
@@ -115,12 +123,12 @@ class ZmqClient:
 
     def submit(self, job: Job, sink: Sink) -> None:
         if self._info is None:
-            raise EngineDown("the engine is starting or being restarted; try again in a few seconds", 5.0)
+            raise EngineDown(self.trouble, RETRY_S)
         self._count += 1
         said: dict[int, list[int]] = {sample: [] for sample in range(job.params.n)}
         live = LiveJob(self._count, job, sink, self.clock.now_s(), said)
         if not self._say(wire.pack_job(live.number, job)):
-            raise EngineDown("the engine has just gone away; try again in a few seconds", 5.0)
+            raise EngineDown("the engine has just gone away; try again in a few seconds", RETRY_S)
         self._live[live.number] = live
         self._numbers[job.id] = live.number
 
@@ -143,7 +151,7 @@ class ZmqClient:
 
     async def ask(self, what: str) -> Any:
         if self._info is None:
-            raise EngineDown("the engine is starting or being restarted; try again in a few seconds", 5.0)
+            raise EngineDown(self.trouble, RETRY_S)
         self._count += 1
         number, question = self._count, Question()
         self._questions[number] = question
@@ -185,13 +193,24 @@ class ZmqClient:
         self._info = self._metrics = None
         for question in self._questions.values():
             if not question.answer.done():
-                question.answer.set_exception(EngineDown("the engine went away before it answered", 5.0))
+                question.answer.set_exception(EngineDown("the engine went away before it answered", RETRY_S))
 
     async def _ping(self) -> None:
         while True:
             await asyncio.sleep(PING_S)
             if self._info is not None:
                 self._say(wire.Ping())
+            elif not self._given_up and (self.folder / wire.GIVEN_UP).exists():
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """No engine will come: those who wait for one are told, however far they are."""
+        log.error("no engine will come; %d jobs are ended", len(self._live))
+        self._given_up = True
+        for live in list(self._live.values()):
+            self._forget(live)
+            live.sink.refused(Refusal("EngineDown", GIVEN_UP))
+            live.sink.flush()
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
         while True:

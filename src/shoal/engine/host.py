@@ -197,8 +197,12 @@ class Host:
                 log.warning("a message that nobody understands was dropped")
                 continue
             now_s = self.loop.clock.now_s()
-            state = self.fronts.setdefault(front, FrontState(now_s))
-            state.heard_s = now_s
+            state = self.fronts.get(front)
+            if state is None:
+                self.fronts[front] = FrontState(now_s)
+                said = wire.Hello()  # it was forgotten and does not know: let it hand over all it has
+            else:
+                state.heard_s = now_s
             self._readers[type(said)](front, said)
         self._forget_silent()
 

@@ -64,6 +64,7 @@ class Supervisor:
         drain_timeout_s: float,
         on_ready: Callable[[], None],
         on_hangup: Callable[[], None] | None = None,
+        on_given_up: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
         self.engine = engine
@@ -72,6 +73,7 @@ class Supervisor:
         self.clock = clock or WallClock()
         self._on_ready = on_ready
         self._on_hangup = on_hangup  # what SIGHUP asks for; None: it ends the server, as it does any program
+        self._on_given_up = on_given_up  # so that those who wait for the engine hear that it will not come
         self._hung_up = False
         self._told_ready = False
         self._asked_to_stop = 0
@@ -125,29 +127,44 @@ class Supervisor:
     def _look_after(self) -> int | None:
         """Start who should run and does not. An exit code if that makes no sense any more."""
         for child in self.children:
-            code = None if child.process is None else child.process.poll()
+            code = self._tend(child)
             if code is not None:
-                self._buried(child, code)
-                if code == USERS_MISTAKE and not child.was_ready:
-                    return USERS_MISTAKE  # it has said what is wrong
-                if child.failures >= MOST_FAILED_STARTS:
-                    if not self._told_ready:
-                        log.error("%s failed to start %d times in a row; giving up", child.name, child.failures)
-                        return 1
-                    child.given_up = True
-                    log.error(
-                        "%s failed to start %d times in a row and is not tried again; requests are answered with 503 "
-                        "until this server is restarted",
-                        child.name,
-                        child.failures,
-                    )
-            self._check_pulse(child)
-            if child.process is None and not child.given_up and self.clock.now_s() >= child.start_at_s:
-                self._start(child)
+                return code
         if not self._told_ready and all(child.up for child in self.children):
             self._told_ready = True
             self._on_ready()
         return None
+
+    def _tend(self, child: Child) -> int | None:
+        """Start it if it should run and does not. An exit code if it makes no sense to go on at all."""
+        code = None if child.process is None else child.process.poll()
+        if code is not None:
+            self._buried(child, code)
+            if code == USERS_MISTAKE and not child.was_ready:
+                return USERS_MISTAKE  # it has said what is wrong
+            if child.failures >= MOST_FAILED_STARTS and not (self._told_ready and self._give_up(child)):
+                log.error("%s failed to start %d times in a row; giving up", child.name, child.failures)
+                return 1
+        self._check_pulse(child)
+        if child.process is None and not child.given_up and self.clock.now_s() >= child.start_at_s:
+            self._start(child)
+        return None
+
+    def _give_up(self, child: Child) -> bool:
+        """It is not tried again. False if then nobody is left who could say so."""
+        child.given_up = True
+        if all(front.given_up for front in self.fronts):
+            return False
+        so = "requests are answered with 503" if child is self.engine else "the other fronts answer"
+        log.error(
+            "%s failed to start %d times in a row and is not tried again; %s until this server is restarted",
+            child.name,
+            child.failures,
+            so,
+        )
+        if child is self.engine:
+            self._on_given_up()
+        return True
 
     def _check_pulse(self, child: Child) -> None:
         """Kill it if it hangs; what follows is as after any death."""
@@ -247,9 +264,8 @@ class Supervisor:
                 for child in children:
                     if child.process is not None:
                         child.process.kill()
-            elif watch_engine and self.engine.process is not None and self.engine.process.poll() is not None:
-                self._buried(self.engine, self.engine.process.returncode)  # what drains still needs it
-                self._start(self.engine)
+            elif watch_engine:
+                self._tend(self.engine)  # what drains still needs it
             self._sleep(min(0.2, max(0.0, until_s - self.clock.now_s())) or 0.05)
 
 

@@ -18,6 +18,7 @@ from shoal.core.params import MAX_SAMPLES, SamplingParams
 from shoal.core.request import Logprobs
 
 ADDRESS = "engine.ipc"  # the socket's file in the private folder
+GIVEN_UP = "given-up"  # a file there, written when the engine will not be started again
 SAMPLES = 256  # keys of one job
 assert MAX_SAMPLES <= SAMPLES
 

@@ -85,10 +85,10 @@ ANSWERED = frozenset({Reason.STOP, Reason.LENGTH, Reason.TIMEOUT})
 # all kinds there are, so that every series exists from the start and a new name cannot make new ones for ever
 KINDS = (*sorted(kind.__name__ for base in (BadRequest, Rejected) for kind in base.__subclasses__()), OTHER)
 
-HTTP = "shoal_http_requests"
+HTTP, ACTIVE = "shoal_http_requests", "shoal_http_active_requests"
 FRONT = {
     HTTP: "HTTP requests answered, by route and status",
-    "shoal_http_active_requests": "Generation requests this front has not finished",
+    ACTIVE: "Generation requests this front has not finished",
     "shoal_engine_up": "1 while the engine answers, else 0",
     "shoal_engine_restarts": "How often the engine was started again",
 }
@@ -265,10 +265,17 @@ class EngineMetrics(Collector):
 
 
 class FrontMetrics(Collector):
-    """Counts what one front answered. Knows of the engine only whether it is up and how often it was started."""
+    """Counts what one front answered. Knows of the engine only whether it is up and how often it was started.
 
-    def __init__(self) -> None:
+    Its name is a label: whoever asks gets the numbers of one front, now of this and then of that, and without the label
+    they would look like one counter that jumps back and forth.
+    """
+
+    def __init__(self, name: str = "front-0") -> None:
+        self.name = name
         self.answers: Counter[tuple[str, ...]] = Counter()
+        for route in ("/v1/chat/completions", "/v1/completions"):
+            self.answers[name, route, "500"] = 0  # there from the start, so that rate() sees the first of them
         self._active = 0
         self._up = False
         self._restarts = 0
@@ -277,7 +284,7 @@ class FrontMetrics(Collector):
 
     def count(self, route: str, status: int) -> None:
         """One answer. The route may be a path as it was asked; a path nobody serves is "other"."""
-        self.answers[route_of(route), str(status)] += 1
+        self.answers[self.name, route_of(route), str(status)] += 1
 
     def render(self, active: int, info: EngineInfo | None) -> bytes:
         """All of it as Prometheus text; it may stand before or after the engine's."""
@@ -287,9 +294,11 @@ class FrontMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield _by_label(HTTP, FRONT[HTTP], ["route", "status"], self.answers)
-        for name, value in (("shoal_http_active_requests", self._active), ("shoal_engine_up", int(self._up))):
-            yield GaugeMetricFamily(name, FRONT[name], value=value)
+        yield _by_label(HTTP, FRONT[HTTP], ["front", "route", "status"], self.answers)
+        active = GaugeMetricFamily(ACTIVE, FRONT[ACTIVE], labels=["front"])
+        active.add_metric([self.name], self._active)
+        yield active
+        yield GaugeMetricFamily("shoal_engine_up", FRONT["shoal_engine_up"], value=int(self._up))
         yield CounterMetricFamily("shoal_engine_restarts", FRONT["shoal_engine_restarts"], value=self._restarts)
 
 

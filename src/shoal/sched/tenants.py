@@ -10,8 +10,10 @@ poured in is not given back when a request is aborted or comes too late.
 So the prompt tokens accepted within any 60 s are at most  limit + max(limit, the largest prompt):  what leaks out
 meanwhile, and what is in the bucket at the end.
 
-The bucket is kept as one number, the time when it will be empty. A tenant with nobody alive and an empty bucket is
-forgotten. The tenant "" (no key) has no limits. Knows no clock, no scheduling and no names of keys.
+The bucket is kept as one number, the time when it will be empty. Limits may change while the server runs: the next
+that asks meets the new ones. What is in the bucket stays in it, and leaks out at the new rate from then on. A tenant
+with nobody alive and an empty bucket is forgotten. The tenant "" (no key) has no limits. Knows no clock, no scheduling
+and no names of keys.
 """
 
 import heapq
@@ -50,11 +52,19 @@ class Account:
     __slots__ = ("charged", "empty_s", "parked", "rate")
 
     def __init__(self, limits: TenantLimits) -> None:
-        per_minute = limits.tokens_per_minute
-        self.rate = None if per_minute is None else per_minute / MINUTE_S  # tokens that leak out in a second
+        self.rate = _rate_of(limits)  # tokens that leak out in a second
         self.empty_s = -math.inf  # when all will have leaked out
-        self.charged: dict[str, int] = {}  # request alive → its output tokens that were poured in
+        self.charged: dict[str, int] = {}  # request alive → its output tokens that were counted
         self.parked = False  # stands in the heap of those to be forgotten
+
+    def take_rate(self, limits: TenantLimits, now_s: float) -> None:
+        """From now on it leaks as fast as these limits say. Without a rate, nothing was ever poured in."""
+        rate = _rate_of(limits)
+        if rate == self.rate:
+            return
+        held = max(0.0, self.empty_s - now_s) * (self.rate or 0.0)
+        self.empty_s = now_s + held / rate if rate and held else -math.inf
+        self.rate = rate
 
     def pour(self, tokens: int, now_s: float) -> None:
         """Nothing comes back: an answer cut at a stop string has fewer tokens than were charged, and those stay."""
@@ -63,7 +73,8 @@ class Account:
 
 
 class Tenants:
-    """Counts what every tenant has asked for. `limits_of` must give the same answer for the same tenant always."""
+    """Counts what every tenant has asked for. `limits_of` may change its mind about a tenant's limits, but not about
+    whether it has any."""
 
     def __init__(self, limits_of: LimitsOf = no_limits) -> None:
         self._limits_of = limits_of
@@ -82,12 +93,12 @@ class Tenants:
     # ---- at the door ----------------------------------------------------------------------------------------------
 
     def allow(self, requests: Sequence[Request], now_s: float) -> None:
-        """Raise RateLimited if these must not come in now, all together. Changes nothing."""
+        """Raise RateLimited if these must not come in now, all together. Counts nothing."""
         for tenant, mine in self._limited(requests).items():
             limits = self._limits_of(tenant)
             if limits is None:
                 continue
-            account = self._accounts.get(tenant) or Account(limits)
+            account = self._account(tenant, limits, now_s) or Account(limits)
             if limits.max_concurrent is not None:
                 _allow_alive(len(account.charged), len(mine), limits.max_concurrent)
             if account.rate is not None:
@@ -100,12 +111,19 @@ class Tenants:
             limits = self._limits_of(tenant)
             if limits is None:
                 continue
-            account = self._accounts.get(tenant)
+            account = self._account(tenant, limits, now_s)
             if account is None:
                 account = self._accounts[tenant] = Account(limits)
             account.charged |= {request.id: request.outputs for request in mine}
             if not resumed:
                 account.pour(_prompt_tokens(mine), now_s)
+
+    def _account(self, tenant: str, limits: TenantLimits, now_s: float) -> Account | None:
+        """The account of a tenant that is remembered, under the limits it has now."""
+        account = self._accounts.get(tenant)
+        if account is not None:
+            account.take_rate(limits, now_s)
+        return account
 
     def _limited(self, requests: Sequence[Request]) -> dict[str, list[Request]]:
         """By tenant, without those who have no key."""
@@ -119,10 +137,11 @@ class Tenants:
     # ---- inside ---------------------------------------------------------------------------------------------------
 
     def charge(self, requests: Iterable[Request], now_s: float) -> None:
-        """Pour in what these have said since they were last asked."""
+        """Pour in what these have said since they were last asked; counted without a rate, too, lest a later one
+        charge for it."""
         for request in requests:
             account = self._accounts.get(request.tenant)
-            if account is not None and account.rate is not None and request.id in account.charged:
+            if account is not None and request.id in account.charged:
                 self._settle(account, request, now_s)
 
     def _settle(self, account: Account, request: Request, now_s: float) -> None:
@@ -168,6 +187,10 @@ class Tenants:
         assert sorted(parked) == sorted(t for t, account in self._accounts.items() if account.parked), "parked twice"
         for account in self._accounts.values():
             assert account.charged or account.parked, "a tenant will never be forgotten"
+
+
+def _rate_of(limits: TenantLimits) -> float | None:
+    return None if limits.tokens_per_minute is None else limits.tokens_per_minute / MINUTE_S
 
 
 def _prompt_tokens(requests: Sequence[Request]) -> int:

@@ -197,7 +197,7 @@ class Front:
         if self.draining:
             raise Draining("the server is about to stop; ask another one, or this one later")
         if self.client.info is None:
-            raise EngineDown("the engine is starting or being restarted; try again in a few seconds")
+            raise EngineDown(self.client.trouble)
         body = await exchange.json_body()
         if self.settings.log_prompts:
             exchange.facts["body"] = body[: SHOWN_PROMPT * 4].decode(errors="replace")[:SHOWN_PROMPT]
