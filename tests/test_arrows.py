@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"kernels", "core"},
     "runner": {"models", "kernels", "core"},
     "workload": {"core"},
-    "bench": {"engine", "sched", "workload", "models", "presets", "core"},
+    "bench": {"engine", "sched", "workload", "models", "kernels", "presets", "core"},
     "build": {"config", "core", "kv", "sched", "engine", "files", "text", "kernels", "models", "runner", "workload"},
     "llm": {"build", "config", "core", "text"},
     "engine_main": {"build", "config", "key_file", "core", "engine", "text", "obs", "sched", "bench"},

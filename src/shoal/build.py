@@ -27,7 +27,7 @@ from shoal.kv.manager import KVManager
 from shoal.models import Model, make_model
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner.kvstore import KVStore, bytes_per_block
-from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype
+from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype, to_int8
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.sched.admission import Limits, Rules
@@ -92,6 +92,8 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
     if config.threads:
         torch.set_num_threads(config.threads)
     device = pick_device(config.device)
+    if config.quantization != "none" and device != "cpu":
+        raise BadConfig(f"quantization {config.quantization} is for CPUs; leave it out on a GPU, or use --device cpu")
     files = find_model(config.model)
     spec = spec_from_config(files.config)
     tokenizer = load_tokenizer(files, _template(config))
@@ -181,7 +183,9 @@ def load_model(
     else:
         reader = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
         params = load_weights(reader, spec, dtype, device, progress=progress)
-    return make_model(spec, params, kernels.pick(device))
+    if config.quantization == "int8":
+        params = to_int8(params)
+    return make_model(spec, params, kernels.pick(device, config.cpu_kernels))
 
 
 def free_memory(device: str = "cpu") -> int:

@@ -135,6 +135,9 @@ class EngineConfig(Options):
         "auto", "dummy: random weights from config.json alone", choices=("auto", "dummy"), group="model"
     )
     dtype: str = option("auto", "type of weights and KV", choices=DTYPES, group="model")
+    quantization: str = option(
+        "none", "int8: weights of 8 bits with a scale per output, on CPUs", choices=("none", "int8"), group="model"
+    )
     device: str = option("auto", "auto, cpu or cuda", group="model")
     chat_template: str | None = option(None, "file with a chat template instead of the model's own", group="model")
     max_model_len: int | None = option(None, "most tokens of one sequence; default: the model's own", parse=int)
@@ -228,6 +231,11 @@ class EngineConfig(Options):
         None, "passes in flight: 2 plans the next while one computes; default: 2 on a GPU, 1 on a CPU", parse=int
     )
     threads: int | None = option(None, "CPU threads for torch; default: torch's own choice", parse=int)
+    cpu_kernels: str = option(
+        "auto",
+        "instruction set of the C kernels on a CPU; off: plain torch; auto: the best there is",
+        choices=("auto", "avx512", "avx2", "neon", "portable", "off"),
+    )
     seed: int | None = option(None, "makes the seeds of requests that bring none repeatable", parse=int)
     max_queue: int = option(
         0,

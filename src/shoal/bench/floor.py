@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from shoal.kernels.cpu import computes_natively
 from shoal.models.spec import ModelSpec
 from shoal.workload.lengths import Lengths
 
@@ -54,6 +55,8 @@ def measure(dtype: torch.dtype, device: str = "cpu", weight_bytes: int = 2**28) 
     else:
         values = torch.ones(max(weight_bytes, 2**26) // 4, dtype=torch.float32)
         moved, move_s = values.numel() * 4, _best(lambda: values.sum(), device)
+    if device == "cpu" and not computes_natively(dtype):
+        dtype = torch.float32  # what stands in for it
     side = 1024 if device == "cpu" else 8192
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     multiply_s = _best(lambda: left @ right, device, times=1 if device == "cpu" else 10)

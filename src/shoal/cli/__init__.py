@@ -13,6 +13,7 @@ from shoal.cli.bench import add_bench
 from shoal.cli.chat import add_chat
 from shoal.cli.common import Command
 from shoal.cli.compare import add_compare
+from shoal.cli.doctor import add_doctor
 from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
 from shoal.cli.serve import add_serve
@@ -50,4 +51,5 @@ def make_parser() -> argparse.ArgumentParser:
     add_compare(commands)
     add_key(commands)
     add_top(commands)
+    add_doctor(commands)
     return parser

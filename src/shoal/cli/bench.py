@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench.serve_command import add_command as add_serve
+from shoal.cli.accuracy import add_accuracy
 from shoal.cli.common import check_writable, new_command
 from shoal.cli.compare import add_model, load_once, make_folder
 from shoal.cli.frontend import add_frontend
@@ -50,6 +51,7 @@ def add_bench(commands: Any) -> None:
     add_frontend(kinds)
     add_scheduler(kinds)
     add_policies(kinds)
+    add_accuracy(kinds)
 
 
 def run_bench_giant(args: argparse.Namespace) -> int:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shoal.kernels.int8 import Weight
+
 __all__ = ["Batch", "Ops", "available", "pick"]
 
 
@@ -53,10 +55,13 @@ class Batch:
 class Ops(Protocol):
     """Everything a model computes that a device may want to compute in its own way."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def embed(self, ids: Tensor, weight: Weight) -> Tensor:
+        """Rows of weight [vocab, hidden]: the residual stream's beginning, in the type that activations shall have."""
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x [T, in], weight [out, in] → [T, out]."""
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """The same plus residual [T, out], which the caller does not use afterwards."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -78,6 +83,7 @@ class Ops(Protocol):
         qkv [T, (heads + 2 kv_heads) d] → queries [T, heads, d]. Queries and keys are normed per head where norms (of
         queries, of keys, eps) are given, and turned: value i with value i + d/2, by turn's cos and sin [T, d/2] or
         [T, d]. Keys and values go into the cache at slots. On a GPU a slot below 0 is padding: nothing is stored.
+        What qkv held is lost: the queries may be turned in place.
         """
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
@@ -86,6 +92,9 @@ class Ops(Protocol):
         window 0 sees the whole past; window w sees the last w positions, the query's own included.
         """
 
+    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """(largest value, its place) of each row [n, vocab]; a row with a NaN has the largest value NaN."""
+
 
 def _ref() -> Ops:
     from shoal.kernels.ref import RefOps
@@ -93,10 +102,10 @@ def _ref() -> Ops:
     return RefOps()
 
 
-def _cpu() -> Ops:
-    from shoal.kernels.cpu import CpuOps
+def _cpu(level: str) -> Ops:
+    from shoal.kernels.cpu import make
 
-    return CpuOps()
+    return make(level)
 
 
 def _triton() -> Ops:
@@ -105,14 +114,21 @@ def _triton() -> Ops:
     return TritonOps()
 
 
-_TABLE: dict[str, Callable[[], Ops]] = {"cpu": _cpu, "cuda": _triton}
+_TABLE: dict[str, Callable[[], Ops]] = {"cuda": _triton}
 
 
-def pick(device_type: str) -> Ops:
+def pick(device_type: str, cpu_level: str = "auto") -> Ops:
     """The kernels for a torch device type; devices without their own get the plain-torch ones."""
-    return _TABLE.get(device_type, _ref)()
+    return _cpu(cpu_level) if device_type == "cpu" else _TABLE.get(device_type, _ref)()
 
 
 def available() -> list[tuple[str, Ops]]:
     """(name, kernels) of every implementation that runs here, for tests that compare them with ref."""
-    return [("ref", _ref()), ("cpu", _cpu())]
+    from shoal.kernels.cpu import LEVELS, Library, NativeOps, find
+
+    found: list[tuple[str, Ops]] = [("ref", _ref()), ("cpu", _cpu("off"))]
+    for level in LEVELS:
+        library = find(level)
+        if level != "auto" and isinstance(library, Library):
+            found.append((level, NativeOps(library)))
+    return found

@@ -6,23 +6,34 @@ Does not know models or schedules.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, silu
 
 from shoal.kernels import Batch, composed
+from shoal.kernels.int8 import Weight
 from shoal.kernels.padded import padded_attention
 
 
 class RefOps:
     """Ops, clearly."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def embed(self, ids: Tensor, weight: Weight) -> Tensor:
+        """Rows of weight, in its own type."""
+        return embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids)
+
+    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and place."""
+        values, places = scores.max(dim=-1)
+        return values, places
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b; 16-bit types on a CPU go through float32."""
+        weight = weight if isinstance(weight, Tensor) else weight.full().to(x.dtype)
         if x.device.type == "cpu" and x.dtype != torch.float32:
             wide_bias = None if bias is None else bias.float()
             return linear(x.float(), weight.float(), wide_bias).to(x.dtype)
         return linear(x, weight, bias)
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """x Wᵀ + b, then the residual."""
         return self.linear(x, weight, bias) + residual
 

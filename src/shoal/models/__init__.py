@@ -33,6 +33,7 @@ class Model(Protocol):
     """What the runner needs of any family."""
 
     spec: ModelSpec
+    ops: Ops
 
     def __init__(self, spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> None: ...
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import Ops
+from shoal.kernels.int8 import Int8Weight, Weight
 from shoal.models.spec import RopeSpec
 
 FIRST_POSITIONS = 4096
@@ -29,11 +30,19 @@ class Place:
         return self.shape[0]
 
 
+def weight_of(params: Mapping[str, Tensor], name: str) -> Weight:
+    """A matrix, in 8 bits where its scales are there."""
+    weight = params[f"{name}.weight"]
+    if f"{name}.scales" not in params:
+        return weight
+    return Int8Weight(weight, params[f"{name}.scales"], int(params[f"{name}.inputs"]))
+
+
 class Linear:
     """x → x Wᵀ + b."""
 
     def __init__(self, params: Mapping[str, Tensor], name: str, ops: Ops) -> None:
-        self.weight = params[f"{name}.weight"]
+        self.weight = weight_of(params, name)
         self.bias = params.get(f"{name}.bias")
         self.ops = ops
 

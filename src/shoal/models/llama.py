@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from shoal.kernels import Batch, Ops
-from shoal.models.layers import Linear, Norm, Place, RopeTable
+from shoal.models.layers import Linear, Norm, Place, RopeTable, weight_of
 from shoal.models.spec import ModelSpec
 
 
@@ -65,11 +64,11 @@ class LlamaModel:
 
     def __init__(self, spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> None:
         self.spec, self.ops = spec, ops
-        self.embedding = params["embedding.weight"]
+        self.embedding = weight_of(params, "embedding")
         self.layers = [Layer(spec, layer, params, ops) for layer in range(spec.layers)]
         self.norm = Norm(params, "norm", spec.norm_eps, ops)
-        self.head = self.embedding if spec.tie_embeddings else params["head.weight"]
-        self.rope = RopeTable(spec.rope, spec.head_dim, self.embedding.device)
+        self.head = self.embedding if spec.tie_embeddings else weight_of(params, "head")
+        self.rope = RopeTable(spec.rope, spec.head_dim, params["norm.weight"].device)
 
     def reserve_positions(self, count: int) -> None:
         """Make the rope tables hold positions 0..count-1."""
@@ -78,7 +77,7 @@ class LlamaModel:
     def forward(self, ids: Tensor, batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """ids [T] → hidden [T, hidden], before the final norm. Writes this pass's keys and values into kv."""
         turn = self.rope.rows(batch.positions, batch.longest)
-        residual = embedding(ids, self.embedding)
+        residual = self.ops.embed(ids, self.embedding)
         for layer, cache in zip(self.layers, kv, strict=True):
             residual = layer.attention(layer.attention_norm(residual), residual, turn, batch, cache)
             residual = layer.mlp(layer.mlp_norm(residual), residual)

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights
+from shoal.kernels.int8 import quantize
 from shoal.models import ModelSpec, model_class
 from shoal.models.layers import Place
 
@@ -174,6 +175,20 @@ def dummy_weights(spec: ModelSpec, dtype: torch.dtype, device: str | torch.devic
             _fill(param.view(-1), pool.roll(index * 7919)).mul_(scale)
         params[name] = param
     return params
+
+
+def to_int8(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every matrix in 8 bits, with its scales and true number of inputs beside it; each full one is let go at once."""
+    found = {}
+    for name in list(params):
+        weight = params.pop(name)
+        if weight.dim() < 2:
+            found[name] = weight
+            continue
+        small = quantize(weight)
+        stem = name.removesuffix(".weight")
+        found |= {name: small.values, f"{stem}.scales": small.scales, f"{stem}.inputs": torch.tensor(small.inputs)}
+    return found
 
 
 def pick_dtype(name: str, spec: ModelSpec, device_type: str) -> torch.dtype:

@@ -35,7 +35,7 @@ class Runner:
         self.kv = kv
         blocks_per_row = -(-max_model_len // kv.block_size)
         self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device)
-        self.sampler = Sampler(rows, model.spec.vocab_size, device)
+        self.sampler = Sampler(rows, model.spec.vocab_size, device, model.ops)
         self.copier = Copier(kv)
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that want prompt logprobs: prompt, how many
 

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal import kernels
 from shoal.core.plan import Flags, Ints, RowStart
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
+from shoal.kernels import Ops
 from shoal.runner.draws import draw_keys, gumbel
 from shoal.runner.inputs import put
 
@@ -118,8 +120,9 @@ class Counts:
 class Sampler:
     """Chooses one token for each line of logits."""
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(self, rows: int, vocab_size: int, device: torch.device | str, ops: Ops | None = None) -> None:
         self.device = torch.device(device)
+        self.ops = ops or kernels.pick(self.device.type)
         self.rows = SamplerRows(rows)
         self.counts = Counts(vocab_size, self.device)
         self.all_ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)
@@ -149,7 +152,7 @@ class Sampler:
         if masks is not None and masked is not None:
             scores = logits.clone() if scores is logits else scores
             self._mask(scores, masked, masks)
-        best, tokens = scores.max(dim=-1)
+        best, tokens = self.ops.best(scores)
         drawn = np.flatnonzero(state.temperature[rows] > 0)
         if drawn.size:
             where = self._put(drawn)

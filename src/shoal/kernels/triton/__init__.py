@@ -8,14 +8,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from shoal.kernels import Batch
+from shoal.kernels.int8 import Weight
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.triton import attention as kernels
 from shoal.kernels.triton import rows
 from shoal.kernels.triton.skinny import linear
 
 __all__ = ["Cut", "TritonOps", "cut_batch"]
+
+
+def full(weight: Weight) -> Tensor:
+    """8-bit weights are for CPUs; the config refuses them on a GPU."""
+    assert isinstance(weight, Tensor), "8-bit weights on a GPU"
+    return weight
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,20 @@ class TritonOps:
         self._arrived: Tensor | None = None
         self._old: list[Tensor | None] = []
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, weight, bias)
+    def embed(self, ids: Tensor, weight: Weight) -> Tensor:
+        """Rows of weight, in its own type."""
+        return embedding(ids, full(weight))
 
-    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        return linear(x, weight, bias, residual)
+    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Value and place."""
+        values, places = scores.max(dim=-1)
+        return values, places
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        return linear(x, full(weight), bias)
+
+    def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
+        return linear(x, full(weight), bias, residual)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)

@@ -1,0 +1,126 @@
+"""What this machine is and what Shoal makes of it: device, instruction sets, kernels and why, threads, measured rates.
+
+Looks and measures for some seconds; changes nothing. Knows kernels and torch, no model and no engine.
+"""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.bench.floor import measure
+from shoal.kernels import pick
+from shoal.kernels.cpu import Library, find, has_bfloat16_products
+from shoal.kernels.cpu.compiled import EXTRAS, NEEDS, cpu_features
+from shoal.kernels.int8 import quantize
+
+WORTH_TELLING = {name for needed in NEEDS.values() for name in needed} | {
+    *(name for extras in EXTRAS.values() for name in extras),
+    *("avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "bf16", "i8mm", "sve", "sve2"),
+}
+OUTPUTS, INPUTS = 65536, 576  # as the head of a small model: 151 MB, more than any cache holds
+
+
+def examine(level: str = "auto", threads: int | None = None) -> dict[str, Any]:
+    """Everything, for machines."""
+    if threads:
+        torch.set_num_threads(threads)
+    usable = torch.cuda.is_available()
+    found = find(level)
+    report: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if usable else "cpu",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "openmp_libraries": openmp_libraries(),
+        "instructions": sorted(cpu_features() & WORTH_TELLING),
+        "kernels": str(found),
+        "default_type": "bfloat16" if has_bfloat16_products() else "float32",
+    }
+    if isinstance(found, Library):
+        report |= {"compiler": found.compiler, "flags": list(found.flags), "library": str(found.path)}
+    machine = measure(torch.float32, "cpu", OUTPUTS * INPUTS * 4)
+    report |= {"bandwidth_gb_s": machine.bandwidth_gb_s, "matrix_gflop_s": machine.matrix_gflop_s}
+    report["linear"] = [linear_rates(level, name) for name in ("float32", "bfloat16", "int8")]
+    return report
+
+
+def linear_rates(level: str, name: str) -> dict[str, Any]:
+    """A linear layer of few and of many rows, with the kernels that would be used."""
+    ops = pick("cpu", level)
+    full = torch.randn(OUTPUTS, INPUTS)
+    weight = quantize(full) if name == "int8" else full.to(getattr(torch, name))
+    size = OUTPUTS * INPUTS * {"float32": 4, "bfloat16": 2, "int8": 1}[name]
+    one, many = torch.randn(1, INPUTS), torch.randn(32, INPUTS)
+    with torch.inference_mode():
+        one_s, many_s = best_s(lambda: ops.linear(one, weight, None)), best_s(lambda: ops.linear(many, weight, None))
+    return {
+        "type": name,
+        "one_row_gb_s": size / one_s / 1e9,
+        "many_rows_gflop_s": 2 * len(many) * OUTPUTS * INPUTS / many_s / 1e9,
+    }
+
+
+def best_s(work: Callable[[], object], runs: int = 3) -> float:
+    found = []
+    for _ in range(runs + 1):
+        begun = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begun)
+    return min(found[1:])
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def openmp_libraries() -> list[str]:
+    """Those in this process: two would fight for the same cores."""
+    if not sys.platform.startswith("linux"):
+        return []
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    return sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
+
+
+def report_table(report: dict[str, Any]) -> str:
+    """… and for people."""
+    openmp = report["openmp_libraries"]
+    rows = [
+        ("python, torch", f"{report['python']}, {report['torch']}"),
+        ("device", report["device"]),
+        ("CPU", f"{report['cpu']}, {report['cores']} cores, {report['threads']} threads used"),
+        ("instructions", " ".join(report["instructions"]) or "none of note"),
+        ("kernels", report["kernels"]),
+    ]
+    if "library" in report:
+        rows.append(("compiled with", f"{report['compiler']} {' '.join(report['flags'])}"))
+        rows.append(("kept in", report["library"]))
+    if len(openmp) > 1:
+        rows.append(("OpenMP", f"{len(openmp)} libraries in one process, which slow each other: {', '.join(openmp)}"))
+    rows += [
+        ("weights", f"{report['default_type']} by default for models of 16 bits"),
+        ("memory", f"{report['bandwidth_gb_s']:.1f} GB/s read"),
+        ("matrices", f"{report['matrix_gflop_s']:,.0f} GFLOP/s in float32 (torch)"),
+    ]
+    rows += [
+        (
+            f"linear, {one['type']}",
+            f"{one['one_row_gb_s']:.1f} GB/s for one row, {one['many_rows_gflop_s']:,.0f} GFLOP/s for 32",
+        )
+        for one in report["linear"]
+    ]
+    wide = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{wide}}  {value}" for name, value in rows)

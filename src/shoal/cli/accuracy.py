@@ -1,0 +1,102 @@
+"""shoal bench accuracy: what a type or quantization of the weights costs, as perplexity over real text."""
+
+import argparse
+import gzip
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.common import new_command
+from shoal.config import EngineConfig, add_flags
+from shoal.core.params import SamplingParams
+from shoal.errors import BadConfig
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"dtype": "float32", "quantization": "int8"},
+}
+
+
+def add_accuracy(kinds: Any) -> None:
+    parser = new_command(
+        kinds,
+        "accuracy",
+        "perplexity over texts, for several types of weights, against the first of them",
+        "shoal bench accuracy --texts prompts.jsonl.gz --types float32,bfloat16,int8 --tokens 20000",
+        run_accuracy,
+    )
+    parser.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
+    parser.add_argument(
+        "--texts", required=True, metavar="FILE", help="plain text, or JSON lines with `turns` or `text`; may be .gz"
+    )
+    parser.add_argument("--tokens", type=int, default=20000, help="about so many tokens of text (default: 20000)")
+    parser.add_argument("--types", default="float32,bfloat16,int8", help=f"of {', '.join(SETTINGS)}; commas between")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_flags(parser)
+
+
+def read_texts(path: str) -> list[str]:
+    """Paragraphs of a text file, or the turns of each line of JSON."""
+    try:
+        raw = Path(path).read_bytes()
+        text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode()
+        if ".jsonl" not in path:
+            return [part for part in text.split("\n\n") if part.strip()]
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return ["\n\n".join(line["turns"]) if "turns" in line else str(line["text"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadConfig(f"cannot read texts from {path}: {error}") from error
+
+
+def run_accuracy(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    names = args.types.split(",")
+    for name in names:
+        if name not in SETTINGS:
+            raise BadConfig(f"--types: {name!r} is unknown; known: {', '.join(SETTINGS)}")
+    texts = read_texts(args.texts)
+    texts = texts[:: max(1, len(texts) * 90 // max(args.tokens, 1))]  # from everywhere in the file
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        options = {**asdict(EngineConfig.from_args(args)), **SETTINGS[name], "model": args.model}
+        row = {"type": name, **perplexity(options, texts, args.tokens)}
+        row["ratio"] = row["perplexity"] / (rows[0]["perplexity"] if rows else row["perplexity"])
+        rows.append(row)
+    if args.json:
+        print(json.dumps(rows))
+        return 0
+    print("type        perplexity  against the first    tokens  seconds")
+    for row in rows:
+        change = f"{row['ratio'] - 1:+.3%}"
+        print(
+            f"{row['type']:<10}  {row['perplexity']:>10.4f}  {change:>17}  {row['tokens']:>8,}  {row['seconds']:>7.1f}"
+        )
+    return 0
+
+
+def perplexity(options: dict[str, Any], texts: list[str], most: int) -> dict[str, Any]:
+    """e to the mean surprise over all tokens but the first of each text."""
+    from shoal.llm import LLM
+
+    begun = time.perf_counter()
+    with LLM(**options) as llm:
+        prompts: list[list[int]] = []
+        for text in texts:
+            ids = llm.encode(text)[: llm.max_model_len - 2]
+            if len(ids) > 1 and sum(map(len, prompts)) < most:
+                prompts.append(ids)
+        if not prompts:
+            raise BadConfig("no text has two tokens or more; give other texts")
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        outputs = llm.generate(prompts, params)
+    logprobs = [one.logprob for output in outputs for one in output.prompt_logprobs or [] if one is not None]
+    return {
+        "perplexity": math.exp(-sum(logprobs) / len(logprobs)),
+        "tokens": len(logprobs),
+        "seconds": time.perf_counter() - begun,
+    }

@@ -1,0 +1,28 @@
+"""shoal doctor: what this machine is, which kernels run on it and why, and how fast they are."""
+
+import argparse
+import json
+from typing import Any
+
+from shoal.cli.common import new_command
+
+
+def add_doctor(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "doctor",
+        "say which device and kernels are used and why, and measure them",
+        "shoal doctor --cpu-kernels portable --json",
+        run_doctor,
+    )
+    parser.add_argument("--cpu-kernels", default="auto", help="of this instruction set (default: auto)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    from shoal.bench.doctor import examine, report_table
+
+    report = examine(args.cpu_kernels, args.threads)
+    print(json.dumps(report) if args.json else report_table(report))
+    return 0

@@ -1,0 +1,236 @@
+"""The library of C kernels: compiled when it is first needed, kept in the user's cache, loaded through ctypes.
+
+    which instructions?  ─► flags ─┐
+    which compiler?  ──────────────┼─► name of the file ─► there? load it : compile beside it, rename, load
+    native.c  ─────────────────────┘
+
+Owns instruction sets, flags, the cache folder and the C signatures. Where anything is missing there is no error but a
+NoLibrary that says why: plain torch stands in. Does not know tensors.
+
+The file's name is a hash of everything that shapes it, so a changed source, another compiler or another CPU in the same
+home folder make another file, and two processes that compile at once each rename a whole file into place.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from shoal.core.names import pick
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("native.c")
+VARIABLE = "SHOAL_CPU_KERNELS"
+LEVELS = ("auto", "avx512", "avx2", "neon", "portable", "off")
+COMPILE_TIMEOUT_S = 120
+
+# what a level needs of the CPU, and the flags that let the compiler use it
+NEEDS = {
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "neon": ("asimd",),
+    "portable": (),
+}
+# more of them, used where the CPU has them
+EXTRAS = {
+    "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},
+    "neon": {"asimdhp": "+fp16", "asimddp": "+dotprod"},
+}
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+SIGNATURES: dict[str, list[type]] = {
+    "shoal_linear": [_P, _P, _P, _I, _P, _P, _L, _L, _L, _I],
+    "shoal_linear8": [_P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _I],
+    "shoal_attention": [_P, _P, _L, _P, _P, _I, _P, _L, _P, _P, _L, _L, _L, _L, _L, _F, _L, _I],
+    "shoal_rms_norm": [_P, _P, _P, _I, _L, _L, _F, _I],
+    "shoal_silu_mul": [_P, _P, _L, _L, _I],
+    "shoal_rotate_store": [_P, _L, _L, _L, _L, _P, _P, _I, _F, _P, _P, _L, _P, _P, _I, _P, _I],
+    "shoal_embed": [_P, _P, _I, _P, _L, _L],
+    "shoal_argmax": [_P, _P, _P, _L, _L, _I],
+    "shoal_lanes": [],
+    "shoal_has_float16": [],
+}
+
+
+ANSWERS = {"shoal_attention", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded library and what it was made from."""
+
+    calls: ctypes.CDLL
+    level: str
+    flags: tuple[str, ...]
+    compiler: str
+    path: Path
+
+    @property
+    def lanes(self) -> int:
+        """float32 values in one vector."""
+        return int(self.calls.shoal_lanes())
+
+    @property
+    def has_float16(self) -> bool:
+        return bool(self.calls.shoal_has_float16())
+
+    def __str__(self) -> str:
+        return f"C kernels, {self.level}"
+
+
+@dataclass(frozen=True)
+class NoLibrary:
+    """There is none, and why."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"plain torch: {self.reason}"
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """What the CPU says it can do, in Linux's words; elsewhere only what every such CPU has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(values.split())
+    return frozenset({"asimd"} if is_arm() else ())
+
+
+def is_arm() -> bool:
+    return platform.machine() in ("aarch64", "arm64")
+
+
+def usable_levels(features: frozenset[str]) -> list[str]:
+    """Best first."""
+    return [level for level, needed in NEEDS.items() if features.issuperset(needed)]
+
+
+def flags_for(level: str, features: frozenset[str]) -> tuple[str, ...]:
+    """Instruction sets as the compiler calls them."""
+    extras = [flag for name, flag in EXTRAS.get(level, {}).items() if name in features]
+    if level == "neon":
+        return (f"-march=armv8.2-a{''.join(extras)}",) if extras else ("-march=armv8-a",)
+    if level == "portable":
+        return ()
+    return (*(f"-m{name}" for name in NEEDS[level]), *extras)
+
+
+def find(level: str = "auto") -> Library | NoLibrary:
+    """The library of this level; auto: as the environment says, else the best this CPU has."""
+    if level == "auto":
+        level = os.environ.get(VARIABLE) or "auto"
+    pick(dict.fromkeys(LEVELS), level, "CPU kernels")
+    if level == "off":
+        return NoLibrary("switched off")
+    usable = usable_levels(cpu_features())
+    if level == "auto":
+        level = usable[0]
+    if level not in usable:
+        return NoLibrary(f"this CPU has no {level}; it has {', '.join(usable)}")
+    return _load(level, _compiler())
+
+
+def _compiler() -> str | None:
+    wanted = os.environ.get("CC", "").strip()
+    return next(filter(None, map(shutil.which, [wanted] if wanted else ["cc", "gcc", "clang"])), None)
+
+
+@cache
+def _load(level: str, compiler: str | None) -> Library | NoLibrary:
+    if sys.platform == "win32":
+        return NoLibrary("the C kernels are not built on Windows")
+    if compiler is None:
+        return NoLibrary("no C compiler was found; install gcc or clang, or set CC")
+    flags = flags_for(level, cpu_features())
+    try:
+        path = _compiled(compiler, flags)
+        return Library(_opened(path), level, flags, compiler, path)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        reason = f"{compiler} could not make the C kernels: {' '.join(detail.split())[:300]}"
+        log.warning("%s; plain torch is used, which is slower", reason)
+        return NoLibrary(reason)
+
+
+def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
+    version = _run([compiler, "--version"]).splitlines()[0]
+    is_gcc = "clang" not in version.lower()
+    # No -ffast-math: it would change how the whole process treats tiny numbers. gcc's first scheduler needs more
+    # registers than there are and spills what it should keep: a third of the speed.
+    all_flags = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", *flags]
+    all_flags += ["-fno-schedule-insns"] if is_gcc else []
+    made_from = [SOURCE.read_text(), version, platform.machine(), *sorted(cpu_features()), *all_flags]
+    name = hashlib.sha256("\n".join(made_from).encode()).hexdigest()[:24]
+    folder = cache_folder()
+    path = folder / f"kernels-{name}.so"
+    if not path.exists():
+        log.info("compiling the CPU kernels with %s", compiler)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".so")
+        os.close(handle)
+        try:
+            _make(compiler, all_flags, temporary)
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def _make(compiler: str, flags: list[str], target: str) -> None:
+    """With OpenMP, so that torch's threads do the work; without it where the compiler has none: one thread then."""
+    rest = [str(SOURCE), "-o", target, "-lm"]
+    try:
+        _run([compiler, *flags, "-fopenmp", *rest])
+    except subprocess.CalledProcessError:
+        _run([compiler, *flags, *rest])
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)
+    return done.stdout
+
+
+def cache_folder() -> Path:
+    """Ours alone: code is loaded from it. Where the home folder cannot be written, a folder for this process."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(base).expanduser() / "shoal"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    return Path(_own_folder())
+
+
+@cache
+def _own_folder() -> str:
+    import atexit
+
+    folder = tempfile.mkdtemp(prefix="shoal-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    calls = ctypes.CDLL(str(path))
+    for name, arguments in SIGNATURES.items():
+        function = getattr(calls, name)
+        function.argtypes = arguments
+        function.restype = ctypes.c_int if name in ANSWERS else None
+    return calls

@@ -1,0 +1,971 @@
+/* The CPU kernels: linear layers, ragged paged attention, norms, rotation with KV writes, SwiGLU, the likeliest token.
+ *
+ * Plain C with vectors of the compiler's own (gcc, clang), so one text serves NEON, AVX2, AVX-512 and machines without
+ * any of them: compile it with the flags of the machine. The meaning of every function is that of kernels/ref.py.
+ *
+ * Two rules hold throughout:
+ * - No result depends on the neighbours. Every sum runs in an order that its own row fixes, whatever the tile it is
+ *   computed in, the number of rows or of threads. So a request says the same whoever shares its pass.
+ * - Nothing outside a sequence's own tokens is read, so garbage in the rest of a KV block cannot come out.
+ *
+ * Activations are float32. Weights and KV are float32, bfloat16 or (where the compiler knows it) float16.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+/* ---------------------------------------------------------------- vectors */
+
+#if defined(__AVX512F__)
+enum { LANES = 16, DOT_COLUMNS = 6, MIX_VECTORS = 4 };
+#elif defined(__AVX2__)
+enum { LANES = 8, DOT_COLUMNS = 3, MIX_VECTORS = 2 };
+#else
+enum { LANES = 4, DOT_COLUMNS = 6, MIX_VECTORS = 4 };
+#endif
+enum { DOT_ROWS = 4, LINE = 16 }; /* LINE: floats in a cache line */
+
+typedef float floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+/* the same wherever they lie in memory */
+typedef floats loose_floats __attribute__((aligned(4), may_alias));
+typedef halves loose_halves __attribute__((aligned(2), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+#define API __attribute__((visibility("default")))
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+#ifdef __FLT16_MAX__
+#define HAS_FLOAT16 1
+typedef _Float16 narrow __attribute__((vector_size(LANES * 2)));
+typedef narrow loose_narrow __attribute__((aligned(2), may_alias));
+#else
+#define HAS_FLOAT16 0
+#endif
+
+INLINE size_t size_of(int type) { return type == FLOAT32 ? 4 : 2; }
+
+INLINE const void *at(const void *p, long i, int type) { return (const char *)p + i * (long)size_of(type); }
+
+INLINE floats load(const float *p) { return *(const loose_floats *)p; }
+INLINE void store(float *p, floats x) { *(loose_floats *)p = x; }
+INLINE floats all(float x) { return x - (floats){0}; }
+
+/* LANES values of a type, as float32 */
+INLINE floats load_as(const void *p, int type) {
+  if (type == FLOAT32) return load(p);
+  if (type == BFLOAT16) return (floats)(__builtin_convertvector(*(const loose_halves *)p, words) << 16);
+#if HAS_FLOAT16
+  return __builtin_convertvector(*(const loose_narrow *)p, floats);
+#else
+  return all(0);
+#endif
+}
+
+/* LINE values of a type, as float32 */
+INLINE void load_line(floats *out, const void *p, int type) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  if (type == BFLOAT16) { /* two instructions for eight values, where the general way takes six */
+    uint16x8_t a = vld1q_u16(p), b = vld1q_u16((const uint16_t *)p + 8);
+    out[0] = (floats)vshll_n_u16(vget_low_u16(a), 16), out[1] = (floats)vshll_high_n_u16(a, 16);
+    out[2] = (floats)vshll_n_u16(vget_low_u16(b), 16), out[3] = (floats)vshll_high_n_u16(b, 16);
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int n = 0; n < LINE / LANES; n++) out[n] = load_as(at(p, n * LANES, type), type);
+}
+
+INLINE float load_one(const void *p, int type) {
+  if (type == FLOAT32) return *(const float *)p;
+  if (type == BFLOAT16) {
+    uint32_t word = (uint32_t)*(const uint16_t *)p << 16;
+    float x;
+    memcpy(&x, &word, 4);
+    return x;
+  }
+#if HAS_FLOAT16
+  return (float)*(const _Float16 *)p;
+#else
+  return 0;
+#endif
+}
+
+/* to the nearest, ties to even; a NaN stays one */
+INLINE void store_as(void *p, floats x, int type) {
+  if (type == FLOAT32) {
+    store(p, x);
+  } else if (type == BFLOAT16) {
+    words bits = (words)x;
+    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    words broken = (words)(x != x);
+    *(loose_halves *)p = __builtin_convertvector((rounded & ~broken) | (broken & 0x7fc0), halves);
+  }
+#if HAS_FLOAT16
+  else {
+    *(loose_narrow *)p = __builtin_convertvector(x, narrow);
+  }
+#endif
+}
+
+INLINE void store_one(void *p, float x, int type) {
+  if (type == FLOAT32) {
+    *(float *)p = x;
+  } else if (type == BFLOAT16) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    *(uint16_t *)p = x != x ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+#if HAS_FLOAT16
+  else {
+    *(_Float16 *)p = (_Float16)x;
+  }
+#endif
+}
+
+/* all lanes, added in one fixed order: halves onto each other, then neighbours */
+INLINE float sum(floats x) {
+  float v[LANES];
+  store(v, x);
+  for (int width = LANES / 2; width >= 4; width /= 2)
+    for (int i = 0; i < width; i++) v[i] += v[i + width];
+  return (v[0] + v[1]) + (v[2] + v[3]);
+}
+
+/* sums of four vectors */
+INLINE void sum4(float *out, floats a, floats b, floats c, floats d) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  float32x4_t ab = vpaddq_f32((float32x4_t)a, (float32x4_t)b), cd = vpaddq_f32((float32x4_t)c, (float32x4_t)d);
+  vst1q_f32(out, vpaddq_f32(ab, cd));
+#else
+  out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
+#endif
+}
+
+INLINE float largest(floats x) {
+  float v[LANES], best;
+  store(v, x);
+  best = v[0];
+  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+INLINE floats choose(ints where, floats yes, floats no) {
+  return (floats)(((ints)yes & where) | ((ints)no & ~where));
+}
+
+/* e^x to about one unit in the last place; 0 below -87, so e^-infinity is 0; NaN stays NaN */
+INLINE floats exponential(floats x) {
+  ints tiny = x < all(-87.0f), huge = x > all(88.0f);
+  floats y = choose(tiny, all(-87.0f), choose(huge, all(88.0f), x));
+  floats shifted = y * all(1.44269504f) + all(12582912.0f); /* 1.5 x 2^23: the nearest integer, in the low bits */
+  floats n = shifted - all(12582912.0f);
+  floats r = y - n * all(0.693359375f) - n * all(-2.12194440e-4f);
+  floats p = all(1.9875691500e-4f);
+  p = p * r + all(1.3981999507e-3f);
+  p = p * r + all(8.3334519073e-3f);
+  p = p * r + all(4.1665795894e-2f);
+  p = p * r + all(1.6666665459e-1f);
+  p = p * r + all(5.0000001201e-1f);
+  p = p * r * r + r + all(1.0f);
+  floats power = (floats)(((ints)shifted + 127) << 23); /* what 2^23 adds above the low bits is shifted out */
+  return choose(tiny, all(0), p * power);
+}
+
+INLINE float exponential_one(float x) {
+  float v[LANES];
+  store(v, exponential(all(x)));
+  return v[0];
+}
+
+static float load_any(const void *p, long i, int type) {
+  if (type == FLOAT32) return ((const float *)p)[i];
+  return type == BFLOAT16 ? load_one(at(p, i, BFLOAT16), BFLOAT16) : load_one(at(p, i, FLOAT16), FLOAT16);
+}
+
+INLINE void widen(const char *from, int type, long n, float *to) {
+  long i = 0;
+  for (; i + LINE <= n; i += LINE) {
+    floats values[LINE / LANES];
+    __builtin_prefetch(from + i * 2 + 512);
+    load_line(values, from + i * 2, type);
+    for (int v = 0; v < LINE / LANES; v++) store(to + i + v * LANES, values[v]);
+  }
+  for (; i < n; i++) to[i] = load_one(from + i * 2, type);
+}
+
+/* n values as float32: where they are, or copied */
+static const float *widened(const void *from, int type, long n, float *to) {
+  if (type == FLOAT32) return from;
+  if (type == BFLOAT16) widen(from, BFLOAT16, n, to);
+  if (type == FLOAT16) widen(from, FLOAT16, n, to);
+  return to;
+}
+
+/* ---------------------------------------------------------------- dot products
+ *
+ * A tile of rows of x times rows of w, both along memory: out[i, j] = x_i . w_j. Each of the sums runs over k in
+ * LANES lanes from left to right, then the lanes are added, then what is left of k: the same for every tile size. */
+
+INLINE void dot_step(floats sums[][DOT_COLUMNS], const float *const *x, const float *const *w, long at_k, int rows,
+                     int columns) {
+  floats left[DOT_ROWS];
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++) left[i] = load(x[i] + at_k);
+#pragma GCC unroll 8
+  for (int j = 0; j < columns; j++) {
+    floats right = load(w[j] + at_k);
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) sums[i][j] += left[i] * right;
+  }
+}
+
+/* the lanes of one sum, and what is left of k from `rest` on */
+INLINE float dot_end(floats lanes, const float *x, const void *w, int type, long rest, long k) {
+  float found = sum(lanes);
+  for (; rest < k; rest++) found += x[rest] * load_one(at(w, rest, type), type);
+  return found;
+}
+
+INLINE void dots(const float *const *x, const float *const *w, long k, int rows, int columns, float *out,
+                 long out_stride, const char *soon, int pace) {
+  floats sums[DOT_ROWS][DOT_COLUMNS];
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; j++) sums[i][j] = all(0);
+  long at_k = 0;
+  for (; at_k + LINE <= k; at_k += LINE) {
+    for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon);
+#pragma GCC unroll 4
+    for (long n = 0; n < LINE; n += LANES) dot_step(sums, x, w, at_k + n, rows, columns);
+  }
+  for (; at_k + LANES <= k; at_k += LANES) dot_step(sums, x, w, at_k, rows, columns);
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++) {
+    float *to = out + i * out_stride;
+    int j = 0;
+#pragma GCC unroll 2
+    for (; j + 4 <= columns; j += 4) sum4(to + j, sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
+#pragma GCC unroll 4
+    for (; j < columns; j++) to[j] = sum(sums[i][j]);
+    for (; at_k < k && j > 0; j--) {
+      float rest = to[j - 1];
+      for (long n = at_k; n < k; n++) rest += x[i][n] * w[j - 1][n];
+      to[j - 1] = rest;
+    }
+  }
+}
+
+/* one function for every size, and a table of them */
+typedef void Dots(const float *const *, const float *const *, long, float *, long, const char *, int);
+#define DOTS(rows, columns)                                                                                        \
+  static void dots_##rows##_##columns(const float *const *x, const float *const *w, long k, float *out,            \
+                                      long out_stride, const char *soon, int pace) {                               \
+    dots(x, w, k, rows, columns, out, out_stride, soon, pace);                                                     \
+  }
+DOTS(1, 1) DOTS(2, 1) DOTS(3, 1) DOTS(4, 1)
+DOTS(1, DOT_COLUMNS) DOTS(2, DOT_COLUMNS) DOTS(3, DOT_COLUMNS) DOTS(4, DOT_COLUMNS)
+static Dots *const narrow_dots[] = {dots_1_1, dots_2_1, dots_3_1, dots_4_1};
+static Dots *const wide_dots[] = {dots_1_DOT_COLUMNS, dots_2_DOT_COLUMNS, dots_3_DOT_COLUMNS, dots_4_DOT_COLUMNS};
+
+/* any number of rows of x against `count` rows of w; meanwhile what lies at `soon` is fetched, if anything */
+static void dot_block(const float *x, long x_stride, long rows, const float *const *w, long count, long k, float *out,
+                      long out_stride, const char *soon) {
+  long tiles = (rows + DOT_ROWS - 1) / DOT_ROWS;
+  int pace = soon ? (int)((DOT_COLUMNS + tiles - 1) / tiles) : 0;
+  for (long j = 0; j < count;) {
+    int columns = count - j >= DOT_COLUMNS ? DOT_COLUMNS : 1;
+    for (long i = 0; i < rows; i += DOT_ROWS) {
+      int these = rows - i < DOT_ROWS ? (int)(rows - i) : DOT_ROWS;
+      const float *lines[DOT_ROWS];
+      for (int n = 0; n < these; n++) lines[n] = x + (i + n) * x_stride;
+      Dots *const *table = columns > 1 ? wide_dots : narrow_dots;
+      table[these - 1](lines, w + j, k, out + i * out_stride + j, out_stride, soon, columns > 1 ? pace : 0);
+      if (soon && columns > 1) soon += pace * 64 * (k / LINE);
+    }
+    j += columns;
+  }
+}
+
+/* ---------------------------------------------------------------- linear layers
+ *
+ * Weights lie as torch has them, [outputs, inputs], and come from memory once. A task is some rows of them.
+ * Up to DOT_ROWS rows of x: two long streams of weights, which is how memory gives most. More rows: weights in groups of
+ * DOT_COLUMNS, which stay in the first cache while all rows of x pass by and the next group is fetched; 16-bit weights
+ * are widened once per group. */
+
+enum { LINE_BLOCK = 64 };
+
+typedef struct {
+  const float *x;
+  const void *weight;
+  const void *bias;      /* or none */
+  const float *residual; /* or none; may be out */
+  float *out;
+  long rows, inputs, outputs;
+  int type; /* of weight and bias */
+} Linear;
+
+static void put(const Linear *t, long row, long column, float value) {
+  long place = row * t->outputs + column;
+  if (t->bias) value += load_any(t->bias, column, t->type);
+  if (t->residual) value += t->residual[place];
+  t->out[place] = value;
+}
+
+INLINE void two_streams(const Linear *t, int type, int rows, long first, long count) {
+  long k = t->inputs, half = count / 2;
+  for (long step = 0; step < count - half; step++) {
+    long columns[2] = {first + half + step, first + step}; /* an odd count leaves one row over in the first stream */
+    int streams = step < half ? 2 : 1;
+    const void *w[2] = {at(t->weight, columns[0] * k, type), at(t->weight, columns[1] * k, type)};
+    floats sums[DOT_ROWS][2];
+    for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = all(0);
+    long at_k = 0;
+    for (; at_k + LINE <= k; at_k += LINE) {
+      floats right[2][LINE / LANES];
+      load_line(right[0], at(w[0], at_k, type), type);
+      load_line(right[1], at(w[1], at_k, type), type);
+#pragma GCC unroll 4
+      for (int n = 0; n < LINE / LANES; n++)
+#pragma GCC unroll 4
+        for (int i = 0; i < rows; i++) {
+          floats left = load(t->x + i * k + at_k + n * LANES);
+          sums[i][0] += left * right[0][n];
+          sums[i][1] += left * right[1][n];
+        }
+    }
+    for (; at_k + LANES <= k; at_k += LANES)
+#pragma GCC unroll 4
+      for (int i = 0; i < rows; i++) {
+        floats left = load(t->x + i * k + at_k);
+        sums[i][0] += left * load_as(at(w[0], at_k, type), type);
+        sums[i][1] += left * load_as(at(w[1], at_k, type), type);
+      }
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; i++)
+      for (int n = 0; n < streams; n++)
+        put(t, i, columns[n], dot_end(sums[i][n], t->x + i * k, w[n], type, at_k, k));
+  }
+}
+
+/* one function for every type and number of rows */
+typedef void Streams(const Linear *, long, long);
+#define STREAMS(type, rows) \
+  static void streams_##type##_##rows(const Linear *t, long first, long count) { two_streams(t, type, rows, first, count); }
+STREAMS(FLOAT32, 1) STREAMS(FLOAT32, 2) STREAMS(FLOAT32, 3) STREAMS(FLOAT32, 4)
+STREAMS(BFLOAT16, 1) STREAMS(BFLOAT16, 2) STREAMS(BFLOAT16, 3) STREAMS(BFLOAT16, 4)
+STREAMS(FLOAT16, 1) STREAMS(FLOAT16, 2) STREAMS(FLOAT16, 3) STREAMS(FLOAT16, 4)
+static Streams *const streams[][DOT_ROWS] = {
+    {streams_FLOAT32_1, streams_FLOAT32_2, streams_FLOAT32_3, streams_FLOAT32_4},
+    {streams_BFLOAT16_1, streams_BFLOAT16_2, streams_BFLOAT16_3, streams_BFLOAT16_4},
+    {streams_FLOAT16_1, streams_FLOAT16_2, streams_FLOAT16_3, streams_FLOAT16_4},
+};
+
+static void many_rows(const Linear *t, long row, long rows, long first, long count, float *wide) {
+  long k = t->inputs;
+  for (long j = first; j < first + count;) {
+    int group = first + count - j >= DOT_COLUMNS ? DOT_COLUMNS : 1;
+    const float *w[DOT_COLUMNS];
+    float found[LINE_BLOCK * DOT_COLUMNS];
+    for (int n = 0; n < group; n++) w[n] = widened(at(t->weight, (j + n) * k, t->type), t->type, k, wide + n * k);
+    const char *soon = at(t->weight, (j + group) * k, t->type);
+    dot_block(t->x + row * k, k, rows, w, group, k, found, group, soon);
+    for (long i = 0; i < rows; i++)
+      for (int n = 0; n < group; n++) put(t, row + i, j + n, found[i * group + n]);
+    j += group;
+  }
+}
+
+API void shoal_linear(float *out, const float *x, const void *weight, int type, const void *bias,
+                      const float *residual, long rows, long inputs, long outputs, int threads) {
+  Linear t = {x, weight, bias, residual, out, rows, inputs, outputs, type};
+  int few = rows <= DOT_ROWS;
+  long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
+  long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 384 : 96;
+  width = width < 12 ? 12 : width > most ? most : width;
+  long tasks = (outputs + width - 1) / width;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    float *wide = few || type == FLOAT32 ? NULL : malloc(sizeof(float) * DOT_COLUMNS * inputs);
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < blocks * tasks; task++) {
+      long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
+      long these = rows - row < LINE_BLOCK ? rows - row : LINE_BLOCK;
+      long count = outputs - first < width ? outputs - first : width;
+      if (few)
+        streams[type][rows - 1](&t, first, count);
+      else
+        many_rows(&t, row, these, first, count, wide);
+    }
+    free(wide);
+  }
+}
+
+/* ---------------------------------------------------------------- linear layers with 8-bit weights
+ *
+ * Weights are 8-bit integers with one scale per output, laid out as those above; rows of x become 8-bit integers with one
+ * scale per row before the products. Sums of integers are exact, so their order does not matter. `inputs` is a multiple
+ * of INT8_PAD, filled up with zeros. */
+
+enum { INT8_PAD = 64 };
+
+#if defined(__ARM_FEATURE_DOTPROD)
+enum { INT8_STEP = 16 };
+typedef int8x16_t bytes;
+typedef int32x4_t counts;
+INLINE bytes load_bytes(const int8_t *p) { return vld1q_s8(p); }
+INLINE counts add_products(counts sums, bytes a, bytes b) { return vdotq_s32(sums, a, b); }
+INLINE int32_t sum_counts(counts x) { return vaddvq_s32(x); }
+#elif defined(__AVX512BW__)
+enum { INT8_STEP = 32 };
+typedef __m512i bytes;
+typedef __m512i counts;
+INLINE bytes load_bytes(const int8_t *p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE counts add_products(counts sums, bytes a, bytes b) { return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b)); }
+INLINE int32_t sum_counts(counts x) { return _mm512_reduce_add_epi32(x); }
+#elif defined(__AVX2__)
+enum { INT8_STEP = 16 };
+typedef __m256i bytes;
+typedef __m256i counts;
+INLINE bytes load_bytes(const int8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); }
+INLINE counts add_products(counts sums, bytes a, bytes b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+INLINE int32_t sum_counts(counts x) {
+  int32_t v[8], total = 0;
+  _mm256_storeu_si256((__m256i *)v, x);
+  for (int i = 0; i < 8; i++) total += v[i];
+  return total;
+}
+#else
+enum { INT8_STEP = 16 };
+typedef int16_t bytes __attribute__((vector_size(32)));
+typedef int32_t counts __attribute__((vector_size(64)));
+INLINE bytes load_bytes(const int8_t *p) {
+  bytes wide;
+  for (int i = 0; i < INT8_STEP; i++) wide[i] = p[i];
+  return wide;
+}
+INLINE counts add_products(counts sums, bytes a, bytes b) { return sums + __builtin_convertvector(a, counts) * __builtin_convertvector(b, counts); }
+INLINE int32_t sum_counts(counts x) {
+  int32_t total = 0;
+  for (int i = 0; i < 16; i++) total += x[i];
+  return total;
+}
+#endif
+
+typedef struct {
+  const int8_t *x, *weight;
+  const float *x_scales, *scales;
+  const void *bias;
+  const float *residual;
+  float *out;
+  long rows, inputs, outputs;
+  int bias_type;
+} Linear8;
+
+INLINE void dots8(const Linear8 *t, const int8_t *const *x, const int8_t *const *w, int rows, int columns, long row,
+                  const long *column, const char *soon, int pace) {
+  counts sums[DOT_ROWS][DOT_COLUMNS];
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; j++) sums[i][j] = (counts){0};
+  for (long k = 0; k < t->inputs; k += INT8_PAD) {
+    for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon);
+#pragma GCC unroll 4
+    for (int n = 0; n < INT8_PAD; n += INT8_STEP) {
+      bytes left[DOT_ROWS];
+#pragma GCC unroll 8
+      for (int i = 0; i < rows; i++) left[i] = load_bytes(x[i] + k + n);
+#pragma GCC unroll 8
+      for (int j = 0; j < columns; j++) {
+        bytes right = load_bytes(w[j] + k + n);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) sums[i][j] = add_products(sums[i][j], left[i], right);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; j++) {
+      long place = (row + i) * t->outputs + column[j];
+      float value = (float)sum_counts(sums[i][j]) * t->x_scales[row + i] * t->scales[column[j]];
+      if (t->bias) value += load_any(t->bias, column[j], t->bias_type);
+      if (t->residual) value += t->residual[place];
+      t->out[place] = value;
+    }
+}
+
+typedef void Dots8(const Linear8 *, const int8_t *const *, const int8_t *const *, long, const long *, const char *, int);
+#define DOTS8(rows, columns)                                                                                         \
+  static void dots8_##rows##_##columns(const Linear8 *t, const int8_t *const *x, const int8_t *const *w, long row,   \
+                                       const long *column, const char *soon, int pace) {                             \
+    dots8(t, x, w, rows, columns, row, column, soon, pace);                                                          \
+  }
+DOTS8(1, 1) DOTS8(2, 1) DOTS8(3, 1) DOTS8(4, 1)
+DOTS8(1, 2) DOTS8(2, 2) DOTS8(3, 2) DOTS8(4, 2)
+DOTS8(1, DOT_COLUMNS) DOTS8(2, DOT_COLUMNS) DOTS8(3, DOT_COLUMNS) DOTS8(4, DOT_COLUMNS)
+static Dots8 *const one_dots8[] = {dots8_1_1, dots8_2_1, dots8_3_1, dots8_4_1};
+static Dots8 *const two_dots8[] = {dots8_1_2, dots8_2_2, dots8_3_2, dots8_4_2};
+static Dots8 *const wide_dots8[] = {dots8_1_DOT_COLUMNS, dots8_2_DOT_COLUMNS, dots8_3_DOT_COLUMNS, dots8_4_DOT_COLUMNS};
+
+static void few_rows8(const Linear8 *t, long first, long count) {
+  const int8_t *x[DOT_ROWS], *w[2];
+  long half = count / 2;
+  for (long i = 0; i < t->rows; i++) x[i] = t->x + i * t->inputs;
+  for (long step = 0; step < count - half; step++) {
+    long column[2] = {first + half + step, first + step};
+    for (int n = 0; n < 2; n++) w[n] = t->weight + column[n] * t->inputs;
+    (step < half ? two_dots8 : one_dots8)[t->rows - 1](t, x, w, 0, column, NULL, 0);
+  }
+}
+
+static void many_rows8(const Linear8 *t, long row, long rows, long first, long count) {
+  int tiles = (int)((rows + DOT_ROWS - 1) / DOT_ROWS), pace = (DOT_COLUMNS + tiles - 1) / tiles;
+  for (long j = first; j < first + count;) {
+    int group = first + count - j >= DOT_COLUMNS ? DOT_COLUMNS : 1;
+    const int8_t *w[DOT_COLUMNS], *x[DOT_ROWS];
+    long column[DOT_COLUMNS];
+    for (int n = 0; n < group; n++) column[n] = j + n, w[n] = t->weight + (j + n) * t->inputs;
+    const char *soon = (const char *)w[0] + group * t->inputs;
+    for (long i = 0; i < rows; i += DOT_ROWS) {
+      int these = rows - i < DOT_ROWS ? (int)(rows - i) : DOT_ROWS;
+      for (int n = 0; n < these; n++) x[n] = t->x + (row + i + n) * t->inputs;
+      (group > 1 ? wide_dots8 : one_dots8)[these - 1](t, x, w, row + i, column, soon, group > 1 ? pace : 0);
+      soon += pace * t->inputs;
+    }
+    j += group;
+  }
+}
+
+/* the nearest of 255 steps between -largest and largest; returns the step */
+static float to_bytes(int8_t *to, const float *x, long n, long padded) {
+  float most = 0;
+  for (long i = 0; i < n; i++) {
+    float size = fabsf(x[i]);
+    most = size > most || size != size ? size : most; /* a NaN stays, and makes the row NaN */
+  }
+  float inverse = most > 0 ? 127.0f / most : 0;
+  for (long i = 0; i < n; i++) to[i] = (int8_t)(int32_t)rintf(x[i] * inverse);
+  memset(to + n, 0, padded - n);
+  return most / 127.0f;
+}
+
+/* 0: done. 1: no memory. `x` has `real` inputs. */
+API int shoal_linear8(float *out, const float *x, const int8_t *weight, const float *scales, const void *bias,
+                      int bias_type, const float *residual, long rows, long real, long inputs, long outputs,
+                      int threads) {
+  int8_t *small = malloc(rows * inputs);
+  float *steps = malloc(sizeof(float) * rows);
+  if (!small || !steps) {
+    free(small), free(steps);
+    return 1;
+  }
+  Linear8 t = {small, weight, steps, scales, bias, residual, out, rows, inputs, outputs, bias_type};
+  int few = rows <= DOT_ROWS;
+  long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
+  long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 768 : 192;
+  width = width < 12 ? 12 : width > most ? most : width;
+  long tasks = (outputs + width - 1) / width;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, x + r * real, real, inputs);
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < blocks * tasks; task++) {
+      long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
+      long these = rows - row < LINE_BLOCK ? rows - row : LINE_BLOCK;
+      long count = outputs - first < width ? outputs - first : width;
+      if (few)
+        few_rows8(&t, first, count);
+      else
+        many_rows8(&t, row, these, first, count);
+    }
+  }
+  free(small), free(steps);
+  return 0;
+}
+
+/* ---------------------------------------------------------------- attention
+ *
+ * The queries of a sequence times the query heads of a KV head are the rows of a block; keys and values are read in
+ * place, through the block table, in tiles of TILE tokens counted from the sequence's beginning, with a running softmax.
+ * Every PIECE tokens the softmax starts anew and its result is joined to what came before: so a long past can be shared
+ * among threads, or not, with the same result to the last bit. */
+
+enum { TILE = 64, PIECE = 512, MOST_ROWS = 32, MOST_DIM = 256 };
+
+typedef struct {
+  float *out;     /* [tokens, heads, dim] */
+  const float *q; /* rows of q_stride floats */
+  const void *keys, *values;
+  const int64_t *tables, *starts, *contexts;
+  long q_stride, table_width, sequences, heads, kv_heads, dim, block_size, window;
+  float scale;
+  int type; /* of keys and values */
+} Attention;
+
+/* a block of rows: `queries` queries from `first` on, times `count` query heads from `head` on */
+typedef struct {
+  long sequence, kv_head, head, count, first, queries, piece; /* piece: only this one; below 0: all */
+  float *partial;                                             /* where a piece goes */
+} Block;
+
+/* what rows have seen: the largest score, the sum of exponentials, values weighted by them */
+typedef struct {
+  float top[MOST_ROWS], mass[MOST_ROWS];
+  float *mixed;
+} Seen;
+
+INLINE void mix(float *const *to, const float *const *share, const float *rescale, const float *const *values,
+                long begin, long end, long place, int rows, int vectors) {
+  floats sums[DOT_ROWS][MIX_VECTORS];
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) sums[i][v] = load(to[i] + place + v * LANES) * all(rescale[i]);
+  for (long t = begin; t < end; t++) {
+    floats value[MIX_VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) value[v] = load(values[t] + place + v * LANES);
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+      for (int v = 0; v < vectors; v++) sums[i][v] += value[v] * all(share[i][t]);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) store(to[i] + place + v * LANES, sums[i][v]);
+}
+
+typedef void Mix(float *const *, const float *const *, const float *, const float *const *, long, long, long);
+#define MIX(rows)                                                                                                   \
+  static void mix_##rows(float *const *to, const float *const *share, const float *rescale,                         \
+                         const float *const *values, long begin, long end, long dim) {                              \
+    long place = 0;                                                                                                 \
+    for (; place + MIX_VECTORS * LANES <= dim; place += MIX_VECTORS * LANES)                                        \
+      mix(to, share, rescale, values, begin, end, place, rows, MIX_VECTORS);                                        \
+    for (; place < dim; place += LANES) mix(to, share, rescale, values, begin, end, place, rows, 1);                \
+  }
+MIX(1) MIX(2) MIX(3) MIX(4)
+static Mix *const mixes[] = {mix_1, mix_2, mix_3, mix_4};
+
+/* scores of one row become shares: what it may not see is 0; returns what former sums must be multiplied by */
+static float shares(float *scores, long from, long position, long window, float *top, float *mass) {
+  long last = position - from, first = window ? last - window + 1 : 0; /* it sees first..last of this tile */
+  for (long t = 0; t < first && t < TILE; t++) scores[t] = -INFINITY;
+  for (long t = last < -1 ? 0 : last + 1; t < TILE; t++) scores[t] = -INFINITY;
+  floats best = all(*top);
+  for (int t = 0; t < TILE; t += LANES) {
+    floats x = load(scores + t);
+    best = choose(x > best, x, best);
+  }
+  float now = largest(best), base = now == -INFINITY ? 0 : now;
+  floats total = all(0);
+  for (int t = 0; t < TILE; t += LANES) {
+    floats share = exponential(load(scores + t) - all(base));
+    store(scores + t, share);
+    total += share;
+  }
+  float rescale = exponential_one(*top - base);
+  *top = now;
+  *mass = *mass * rescale + sum(total);
+  return rescale;
+}
+
+static void attend_piece(const Attention *a, const Block *b, const float *q, long rows, long position,
+                         long oldest, long piece, Seen *seen) {
+  long newest = position + b->queries - 1, dim = a->dim;
+  long begin = piece * PIECE, end = begin + PIECE < newest + 1 ? begin + PIECE : newest + 1;
+  const int64_t *table = a->tables + b->sequence * a->table_width;
+  float scores[MOST_ROWS * TILE], wide[TILE * MOST_DIM];
+  for (long r = 0; r < rows; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0;
+  memset(seen->mixed, 0, sizeof(float) * rows * dim);
+  if (oldest > begin) begin = oldest / TILE * TILE;
+  for (long from = begin; from < end; from += TILE) {
+    long first = oldest > from ? oldest - from : 0, last = end - from < TILE ? end - from : TILE;
+    long places[TILE];
+    const float *lines[TILE];
+    for (long t = first; t < last; t++) {
+      long slot = table[(from + t) / a->block_size] * a->block_size + (from + t) % a->block_size;
+      places[t] = (slot * a->kv_heads + b->kv_head) * dim;
+      lines[t] = widened(at(a->keys, places[t], a->type), a->type, dim, wide + t * dim);
+    }
+    dot_block(q, dim, rows, lines + first, last - first, dim, scores + first, TILE, NULL);
+    float rescale[MOST_ROWS];
+    for (long r = 0; r < rows; r++)
+      rescale[r] = shares(scores + r * TILE, from, position + r / b->count, a->window, seen->top + r, seen->mass + r);
+    for (long t = first; t < last; t++)
+      lines[t] = widened(at(a->values, places[t], a->type), a->type, dim, wide + t * dim);
+    for (long r = 0; r < rows; r += DOT_ROWS) {
+      float *to[DOT_ROWS];
+      const float *share[DOT_ROWS];
+      int these = rows - r < DOT_ROWS ? (int)(rows - r) : DOT_ROWS;
+      for (int i = 0; i < these; i++) to[i] = seen->mixed + (r + i) * dim, share[i] = scores + (r + i) * TILE;
+      mixes[these - 1](to, share, rescale + r, lines, first, last, dim);
+    }
+  }
+}
+
+/* one row: what was seen before, and a later piece */
+static void join(float *top, float *mass, float *mixed, float later_top, float later_mass, const float *later, long dim) {
+  float best = later_top > *top ? later_top : *top, base = best == -INFINITY ? 0 : best;
+  float before = exponential_one(*top - base), after = exponential_one(later_top - base);
+  for (long i = 0; i < dim; i += LANES) store(mixed + i, load(mixed + i) * all(before) + load(later + i) * all(after));
+  *mass = *mass * before + later_mass * after;
+  *top = best;
+}
+
+static void finish(const Attention *a, const Block *b, long rows, const float *mass, const float *mixed) {
+  for (long r = 0; r < rows; r++) {
+    long token = a->starts[b->sequence] + b->first + r / b->count;
+    float *out = a->out + (token * a->heads + b->head + r % b->count) * a->dim;
+    for (long i = 0; i < a->dim; i += LANES) store(out + i, load(mixed + r * a->dim + i) / all(mass[r]));
+  }
+}
+
+/* oldest and newest position that somebody in the block sees, in pieces */
+static long first_position(const Attention *a, const Block *b) {
+  long queries = a->starts[b->sequence + 1] - a->starts[b->sequence];
+  return a->contexts[b->sequence] - queries + b->first;
+}
+
+static long oldest_of(const Attention *a, const Block *b) {
+  long position = first_position(a, b);
+  return a->window && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
+}
+
+static void attend(const Attention *a, const Block *b) {
+  float q[MOST_ROWS * MOST_DIM], mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
+  long rows = b->queries * b->count, dim = a->dim, position = first_position(a, b), oldest = oldest_of(a, b);
+  for (long r = 0; r < rows; r++) {
+    const float *from = a->q + (a->starts[b->sequence] + b->first + r / b->count) * a->q_stride + (b->head + r % b->count) * dim;
+    for (long i = 0; i < dim; i += LANES) store(q + r * dim + i, load(from + i) * all(a->scale));
+  }
+  if (b->piece >= 0) {
+    Seen seen = {.mixed = b->partial + 2 * rows};
+    attend_piece(a, b, q, rows, position, oldest, b->piece, &seen);
+    memcpy(b->partial, seen.top, sizeof(float) * rows);
+    memcpy(b->partial + rows, seen.mass, sizeof(float) * rows);
+    return;
+  }
+  Seen seen = {.mixed = mixed}, next = {.mixed = later};
+  long first = oldest / PIECE, last = (position + b->queries - 1) / PIECE;
+  attend_piece(a, b, q, rows, position, oldest, first, &seen);
+  for (long piece = first + 1; piece <= last; piece++) {
+    attend_piece(a, b, q, rows, position, oldest, piece, &next);
+    for (long r = 0; r < rows; r++)
+      join(seen.top + r, seen.mass + r, mixed + r * dim, next.top[r], next.mass[r], later + r * dim, dim);
+  }
+  finish(a, b, rows, seen.mass, mixed);
+}
+
+/* after all pieces of a block: join them, in order; `partial` of the first one is where they stand, one behind the other */
+static void join_pieces(const Attention *a, const Block *b, long pieces) {
+  long rows = b->queries * b->count, dim = a->dim, size = rows * (2 + dim);
+  float *seen = b->partial;
+  for (long n = 1; n < pieces; n++) {
+    const float *next = b->partial + n * size;
+    for (long r = 0; r < rows; r++)
+      join(seen + r, seen + rows + r, seen + (2 + 0) * rows + r * dim, next[r], next[rows + r], next + 2 * rows + r * dim, dim);
+  }
+  finish(a, b, rows, seen + rows, seen + 2 * rows);
+}
+
+/* The blocks of a pass, those with most work first: stretches of queries, then single queries, their past cut in pieces
+ * where it is long. Returns how many; with no `blocks` it only counts, and says how many floats partial results take. */
+static long cut(const Attention *a, Block *blocks, float *partial, long *floats_needed) {
+  long group = a->heads / a->kv_heads, count = group < MOST_ROWS ? group : MOST_ROWS, found = 0, used = 0;
+  for (int single = 0; single < 2; single++)
+    for (long s = 0; s < a->sequences; s++) {
+      long queries = a->starts[s + 1] - a->starts[s], step = MOST_ROWS / count;
+      if (queries < 1 || (queries == 1) != single) continue;
+      for (long last = queries; last > 0; last -= step)
+        for (long kv_head = 0; kv_head < a->kv_heads; kv_head++)
+          for (long head = 0; head < group; head += count) {
+            Block b = {.sequence = s, .kv_head = kv_head, .head = kv_head * group + head, .piece = -1};
+            b.count = group - head < count ? group - head : count;
+            b.first = last > step ? last - step : 0, b.queries = last - b.first;
+            long first = oldest_of(a, &b) / PIECE, pieces = first_position(a, &b) / PIECE - first + 1;
+            if (!single || pieces == 1) {
+              if (blocks) blocks[found] = b;
+              found++;
+              continue;
+            }
+            for (long n = 0; n < pieces; n++, found++, used += b.count * (2 + a->dim))
+              if (blocks) b.piece = first + n, b.partial = partial + used, blocks[found] = b;
+          }
+    }
+  *floats_needed = used;
+  return found;
+}
+
+/* 0: done. 1: no memory. */
+API int shoal_attention(float *out, const float *q, long q_stride, const void *keys, const void *values, int type,
+                        const int64_t *tables, long table_width, const int64_t *starts, const int64_t *contexts,
+                        long sequences, long heads, long kv_heads, long dim, long block_size, float scale, long window,
+                        int threads) {
+  Attention a = {out,         q,         keys,  values,   tables, starts,     contexts, q_stride,
+                 table_width, sequences, heads, kv_heads, dim,    block_size, window,   scale,  type};
+  long needed, count = cut(&a, NULL, NULL, &needed);
+  Block *blocks = malloc(sizeof(Block) * (count + 1));
+  float *partial = malloc(sizeof(float) * (needed + LANES));
+  if (!blocks || !partial) {
+    free(blocks), free(partial);
+    return 1;
+  }
+  cut(&a, blocks, partial, &needed);
+#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (long n = 0; n < count; n++) attend(&a, blocks + n);
+    if (needed)
+#pragma omp for schedule(dynamic, 1)
+      for (long n = 0; n < count; n++) {
+        const Block *b = blocks + n;
+        int starts_here = b->piece >= 0 && b->piece == oldest_of(&a, b) / PIECE;
+        if (starts_here) join_pieces(&a, b, first_position(&a, b) / PIECE - b->piece + 1);
+      }
+  }
+  free(blocks), free(partial);
+  return 0;
+}
+
+/* ---------------------------------------------------------------- row by row */
+
+enum { WORTH_THREADS = 1 << 15 }; /* values: fewer are done before a second thread has woken */
+
+static int team(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
+
+INLINE void norm_row(float *out, const float *x, const void *weight, int type, long n, float eps) {
+  floats squares = all(0);
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
+  float total = sum(squares);
+  for (; i < n; i++) total += x[i] * x[i];
+  float scale = 1.0f / sqrtf(total / (float)n + eps);
+  for (i = 0; i + LANES <= n; i += LANES)
+    store(out + i, load(x + i) * all(scale) * load_as(at(weight, i, type), type));
+  for (; i < n; i++) out[i] = x[i] * scale * load_one(at(weight, i, type), type);
+}
+
+static void norm(float *out, const float *x, const void *weight, int type, long n, float eps) {
+  if (type == FLOAT32) norm_row(out, x, weight, FLOAT32, n, eps);
+  if (type == BFLOAT16) norm_row(out, x, weight, BFLOAT16, n, eps);
+  if (type == FLOAT16) norm_row(out, x, weight, FLOAT16, n, eps);
+}
+
+API void shoal_rms_norm(float *out, const float *x, const void *weight, int type, long rows, long n, float eps,
+                        int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(threads, rows * n))
+  for (long r = 0; r < rows; r++) norm(out + r * n, x + r * n, weight, type, n, eps);
+}
+
+API void shoal_silu_mul(float *out, const float *gate_up, long rows, long n, int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(threads, rows * n))
+  for (long r = 0; r < rows; r++) {
+    const float *gate = gate_up + r * 2 * n, *up = gate + n;
+    float *to = out + r * n;
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) {
+      floats x = load(gate + i);
+      store(to + i, x / (all(1) + exponential(-x)) * load(up + i));
+    }
+    for (; i < n; i++) to[i] = gate[i] / (1 + exponential_one(-gate[i])) * up[i];
+  }
+}
+
+/* value i with value i + dim/2 */
+INLINE void turn(float *x, const float *cos, const float *sin, long dim) {
+  long half = dim / 2, i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    floats left = load(x + i), right = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    store(x + i, left * c - right * s);
+    store(x + half + i, right * c + left * s);
+  }
+  for (; i < half; i++) {
+    float left = x[i], right = x[half + i];
+    x[i] = left * cos[i] - right * sin[i], x[half + i] = right * cos[i] + left * sin[i];
+  }
+}
+
+static void narrow_to(void *to, const float *from, long n, int type) {
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    floats x = load(from + i);
+    if (type == FLOAT32) store((float *)to + i, x);
+    if (type == BFLOAT16) store_as((void *)at(to, i, BFLOAT16), x, BFLOAT16);
+    if (type == FLOAT16) store_as((void *)at(to, i, FLOAT16), x, FLOAT16);
+  }
+  for (; i < n; i++) store_one((void *)at(to, i, type), from[i], type);
+}
+
+/* Queries are turned in place; keys and values go into the cache. */
+API void shoal_rotate_store(float *qkv, long tokens, long heads, long kv_heads, long dim, const void *q_norm,
+                            const void *k_norm, int norm_type, float eps, const float *cos, const float *sin,
+                            long turn_stride, void *keys, void *values, int type, const int64_t *slots, int threads) {
+  long width = (heads + 2 * kv_heads) * dim, kv_size = kv_heads * dim;
+#pragma omp parallel for schedule(static) num_threads(team(threads, tokens * width))
+  for (long t = 0; t < tokens; t++) {
+    float *row = qkv + t * width;
+    for (long head = 0; head < heads + kv_heads; head++) {
+      const void *weight = head < heads ? q_norm : k_norm;
+      if (weight) norm(row + head * dim, row + head * dim, weight, norm_type, dim, eps);
+      turn(row + head * dim, cos + t * turn_stride, sin + t * turn_stride, dim);
+    }
+    if (slots[t] < 0) continue;
+    narrow_to((char *)keys + slots[t] * kv_size * (long)size_of(type), row + heads * dim, kv_size, type);
+    narrow_to((char *)values + slots[t] * kv_size * (long)size_of(type), row + heads * dim + kv_size, kv_size, type);
+  }
+}
+
+API void shoal_embed(float *out, const void *weight, int type, const int64_t *ids, long tokens, long n) {
+  for (long t = 0; t < tokens; t++) {
+    const char *from = at(weight, ids[t] * n, type);
+    for (long i = 0; i < n; i++) out[t * n + i] = load_one(at(from, i, type), type);
+  }
+}
+
+/* The first largest of each row, and its place; a row that holds a NaN has the best NaN. */
+API void shoal_argmax(int64_t *index, float *best, const float *scores, long rows, long n, int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(threads, rows * n))
+  for (long r = 0; r < rows; r++) {
+    const float *x = scores + r * n;
+    floats most = all(-INFINITY);
+    ints broken = {0};
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) {
+      floats here = load(x + i);
+      most = choose(here > most, here, most);
+      broken |= here != here;
+    }
+    float top = largest(most);
+    int bad = 0;
+    for (int lane = 0; lane < LANES; lane++) bad |= broken[lane];
+    for (; i < n; i++) {
+      top = x[i] > top ? x[i] : top;
+      bad |= x[i] != x[i];
+    }
+    for (i = 0; i < n - 1 && x[i] != top; i++) {
+    }
+    index[r] = i;
+    best[r] = bad ? NAN : top;
+  }
+}
+
+API int shoal_lanes(void) { return LANES; }
+API int shoal_has_float16(void) { return HAS_FLOAT16; }

@@ -1,0 +1,263 @@
+"""The C library: that it is found or its absence explained, and that neighbours, threads and pieces change no bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal import kernels
+from shoal.errors import ShoalError
+from shoal.kernels import Batch
+from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make
+from shoal.kernels.int8 import quantize
+from shoal.kernels.ref import RefOps
+from tests.kernels.ragged import Tables
+
+REF = RefOps()
+NATIVE = [pytest.param(ops, id=name) for name, ops in kernels.available() if isinstance(ops, NativeOps)]
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def threads() -> object:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("inputs", [172, 576])
+def test_a_row_is_the_same_whoever_is_beside_it(ops: NativeOps, dtype: torch.dtype, inputs: int) -> None:
+    """To the last bit: in every tile size, and across the border between few and many rows."""
+    x, weight, bias = torch.randn(140, inputs), torch.randn(50, inputs).to(dtype), torch.randn(50).to(dtype)
+    small = quantize(weight)
+    whole, whole8 = ops.linear(x, weight, bias), ops.linear(x, small, bias)
+    for first, end in ((0, 1), (3, 5), (7, 10), (20, 24), (30, 35), (11, 80), (70, 140)):
+        assert torch.equal(ops.linear(x[first:end], weight, bias), whole[first:end])
+        assert torch.equal(ops.linear(x[first:end], small, bias), whole8[first:end])
+
+
+def attend(ops: NativeOps, batch: Batch, q: torch.Tensor, cache: torch.Tensor, window: int) -> torch.Tensor:
+    return ops.attention(q, cache[0], cache[1], batch, 0.125, window)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("window", [0, 100, 700])
+def test_attention_is_the_same_in_any_company_and_cut(ops: NativeOps, dtype: torch.dtype, window: int) -> None:
+    """Alone or among others, as one stretch or token by token; contexts that end around the borders of pieces."""
+    lengths = [1, 63, 64, 65, 511, 512, 513, 1100]
+    tables = Tables(lengths, 16)
+    cache = torch.randn(2, tables.blocks, 16, 2, 64).to(dtype)
+    pieces = [(row, max(0, length - 70), min(70, length)) for row, length in enumerate(lengths)]
+    together = tables.batch(pieces)
+    q = torch.randn(together.starts[-1], 6, 64)
+    whole = attend(ops, together, q, cache, window)
+    wanted = REF.attention(q, cache[0].float(), cache[1].float(), together, 0.125, window)
+    torch.testing.assert_close(whole, wanted, atol=2e-5, rtol=2e-5)
+    for place, (row, before, new) in enumerate(pieces):
+        first = together.starts[place]
+        for skipped in {0, new // 3, new - 1}:
+            for count in {1, new - skipped}:
+                alone = tables.batch([(row, before + skipped, count)])
+                rows = slice(first + skipped, first + skipped + count)
+                assert torch.equal(attend(ops, alone, q[rows], cache, window), whole[rows]), (row, skipped, count)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_threads_change_no_bit(ops: NativeOps, threads: object) -> None:
+    tables = Tables([1300, 40, 700], 16)
+    batch = tables.batch([(0, 1299, 1), (1, 0, 40), (2, 699, 1)])
+    cache, q = torch.randn(2, tables.blocks, 16, 3, 64), torch.randn(42, 9, 64)
+    x, weight = torch.randn(33, 576), torch.randn(200, 576)
+    found = []
+    for count in (1, 2, 3):
+        threads(count)  # type: ignore[operator]
+        normed = ops.rms_norm(x, torch.ones(576), 1e-5)
+        found.append((ops.linear(x, weight, None), attend(ops, batch, q, cache, 0), normed, ops.silu_mul(x)))
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+@pytest.mark.parametrize("dim", [8, 16, 80, 96, 256])
+def test_every_head_size(ops: NativeOps, dim: int) -> None:
+    tables = Tables([130, 20], 16)
+    batch = tables.batch([(0, 129, 1), (1, 0, 20)])
+    cache, q = torch.randn(2, tables.blocks, 16, 2, dim), torch.randn(21, 8, dim)
+    wanted = REF.attention(q, cache[0], cache[1], batch, 0.125, 0)
+    torch.testing.assert_close(attend(ops, batch, q, cache, 0), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_many_heads_of_one_group(ops: NativeOps) -> None:
+    """More than a block of rows holds."""
+    tables = Tables([90, 5], 16)
+    batch = tables.batch([(0, 80, 10), (1, 4, 1)])
+    cache, q = torch.randn(2, tables.blocks, 16, 1, 32), torch.randn(11, 71, 32)
+    wanted = REF.attention(q, cache[0], cache[1], batch, 0.2, 0)
+    torch.testing.assert_close(ops.attention(q, cache[0], cache[1], batch, 0.2, 0), wanted, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_the_likeliest_token(ops: NativeOps) -> None:
+    scores = torch.randn(5, 1003)
+    scores[1, 1002] = 9.0
+    scores[2, 17] = scores[2, 40] = 9.0
+    scores[3, 500] = float("nan")
+    scores[4] = -torch.inf
+    best, index = ops.best(scores)
+    assert torch.equal(index[:3], scores[:3].argmax(-1))
+    assert int(index[2]) == 17
+    assert torch.equal(best[:3], scores[:3].amax(-1))
+    assert best[3].isnan()
+    assert best[4] == -torch.inf
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_embeddings_are_wide(ops: NativeOps, dtype: torch.dtype) -> None:
+    weight, ids = torch.randn(20, 33).to(dtype), torch.tensor([3, 0, 19, 3])
+    assert torch.equal(ops.embed(ids, weight), weight[ids].float())
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_extreme_values(ops: NativeOps) -> None:
+    """Nothing overflows on the way, and what is no number stays none."""
+    gate = torch.tensor([[1e30, -1e30, 100.0, -100.0, 0.0, float("nan")]])
+    found = ops.silu_mul(torch.cat((gate, torch.ones(1, 6)), -1))
+    torch.testing.assert_close(found[:, :5], torch.tensor([[1e30, 0.0, 100.0, 0.0, 0.0]]), atol=1e-5, rtol=1e-5)
+    assert found[0, 5].isnan()
+    tables = Tables([70], 16)
+    batch = tables.batch([(0, 69, 1)])
+    cache, q = torch.randn(2, tables.blocks, 16, 1, 64), torch.full((1, 1, 64), 1e4)
+    wanted = REF.attention(q, cache[0], cache[1], batch, 1.0, 0)
+    torch.testing.assert_close(ops.attention(q, cache[0], cache[1], batch, 1.0, 0), wanted, atol=1e-4, rtol=1e-4)
+    q[0, 0, 0] = float("nan")
+    assert ops.attention(q, cache[0], cache[1], batch, 1.0, 0).isnan().all()
+    x = torch.ones(2, 64)
+    x[1, 3] = float("nan")
+    for weight in (torch.randn(9, 64), quantize(torch.randn(9, 64))):
+        out = ops.linear(x, weight, None)
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
+
+
+def test_int8_weights_are_near() -> None:
+    weight = torch.randn(40, 100) * torch.rand(40, 1) * 3
+    weight[7] = 0
+    small = quantize(weight)
+    assert small.values.shape == (40, 128)
+    assert small.shape == (40, 100)
+    steps = weight.abs().amax(1, keepdim=True) / 127
+    assert ((small.full() - weight).abs() <= steps * 0.501).all()
+    assert torch.equal(small.rows(torch.tensor([3, 7])), small.full()[[3, 7]])
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 9, 70])
+def test_int8_products(ops: NativeOps, rows: int) -> None:
+    """Against the same weights in full; the inputs are rounded too, to 1/254 of each row's largest."""
+    x, small, bias = torch.randn(rows, 300), quantize(torch.randn(51, 300)), torch.randn(51)
+    residual = torch.randn(rows, 51)
+    wanted = REF.linear_add(x, small, bias, residual)
+    found = ops.linear_add(x, small, bias, residual.clone())
+    step = x.abs().amax(1, keepdim=True) / 127
+    assert ((found - wanted).abs() <= step * small.full().abs().sum(1) / 2).all()
+    assert (found - wanted).abs().mean() < 0.2
+
+
+def test_without_a_compiler_plain_torch_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    found = find()
+    assert isinstance(found, NoLibrary)
+    assert "no C compiler" in str(found)
+    assert type(make()) is CpuOps
+
+
+def test_a_compiler_that_fails_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n[ $1 = --version ] && echo bad 1.0 && exit\necho it is broken >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    found = find("portable")
+    assert isinstance(found, NoLibrary)
+    assert "it is broken" in found.reason
+    assert "plain torch is used" in caplog.text
+    assert not list((tmp_path / "cache" / "shoal").iterdir())
+
+
+def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(find("off")) == "plain torch: switched off"
+    monkeypatch.setenv("SHOAL_CPU_KERNELS", "off")
+    assert type(make()) is CpuOps
+    assert isinstance(make("portable"), NativeOps)  # asked for by name, the environment says nothing
+    other = "avx2" if compiled.is_arm() else "neon"
+    assert "this CPU has no" in str(find(other))
+    with pytest.raises(ShoalError, match="avx1024"):
+        find("avx1024")
+
+
+def test_flags_follow_the_cpu() -> None:
+    assert compiled.usable_levels(frozenset({"asimd"})) == ["neon", "portable"]
+    assert compiled.usable_levels(frozenset({"avx2", "fma", "f16c", "sse2"})) == ["avx2", "portable"]
+    assert compiled.usable_levels(frozenset()) == ["portable"]
+    everything = frozenset({*compiled.NEEDS["avx512"], "avx512_bf16"})
+    assert compiled.usable_levels(everything)[0] == "avx512"
+    assert "-mavx512bf16" in compiled.flags_for("avx512", everything)
+    assert compiled.flags_for("neon", frozenset({"asimd", "asimddp"})) == ("-march=armv8.2-a+dotprod",)
+    assert compiled.flags_for("neon", frozenset({"asimd"})) == ("-march=armv8-a",)
+    assert compiled.flags_for("portable", everything) == ()
+
+
+def test_the_library_is_compiled_once_and_then_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a compiler that counts its calls."""
+    real = compiled._compiler()
+    if real is None:
+        pytest.skip("no compiler here")
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\necho "$1" >> {tmp_path}/calls\nexec {real} -O0 "$@" -O0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    flags = compiled.flags_for("portable", frozenset())
+    first = compiled._compiled(str(compiler), flags)
+    assert first.parent == tmp_path / "cache" / "shoal"
+    assert first.parent.stat().st_mode & 0o077 == 0
+    assert compiled._compiled(str(compiler), flags) == first
+    assert (tmp_path / "calls").read_text().splitlines().count("-O3") == 1
+    assert list(first.parent.iterdir()) == [first]
+
+
+def test_a_cache_that_others_can_write_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Code is loaded from it."""
+    (tmp_path / "shoal").mkdir()
+    (tmp_path / "shoal").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = compiled.cache_folder()
+    assert folder != tmp_path / "shoal"
+    assert folder.stat().st_mode & 0o077 == 0
+    assert os.access(folder, os.W_OK)
+
+
+def test_denormals_survive_loading() -> None:
+    """A library linked with -ffast-math would flush them for the whole process."""
+    code = (
+        "import torch; from shoal.kernels.cpu import find; print(find());"
+        "assert float(torch.tensor(1e-30) * torch.tensor(1e-10)) > 0"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={**os.environ})
+
+
+def test_the_library_tells_what_it_is() -> None:
+    found = find()
+    if isinstance(found, Library):
+        assert found.level in str(found)
+        assert found.lanes in (4, 8, 16)
+        assert found.path.exists()
