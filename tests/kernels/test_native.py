@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from shoal import kernels
 from shoal.errors import ShoalError
-from shoal.kernels import Batch
+from shoal.kernels import Batch, composed
 from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make
 from shoal.kernels.int8 import quantize
 from shoal.kernels.ref import RefOps
@@ -261,3 +263,78 @@ def test_the_library_tells_what_it_is() -> None:
         assert found.level in str(found)
         assert found.lanes in (4, 8, 16)
         assert found.path.exists()
+
+
+def a_layer(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, normed: bool, biased: bool) -> kernels.Layer:
+    hidden, inner, kv = 48, 72, kv_heads * dim
+
+    def matrix(outputs: int, inputs: int) -> torch.Tensor:
+        return (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+
+    def bias(size: int) -> torch.Tensor | None:
+        return torch.randn(size).to(dtype) if biased else None
+
+    def norm(size: int) -> torch.Tensor:
+        return torch.rand(size).to(dtype)
+
+    return kernels.Layer(
+        attention_norm=norm(hidden),
+        qkv=matrix(heads * dim + 2 * kv, hidden),
+        qkv_bias=bias(heads * dim + 2 * kv),
+        q_norm=norm(dim) if normed else None,
+        k_norm=norm(dim) if normed else None,
+        out=matrix(hidden, heads * dim),
+        out_bias=bias(hidden),
+        mlp_norm=norm(hidden),
+        gate_up=matrix(2 * inner, hidden),
+        gate_up_bias=bias(2 * inner),
+        down=matrix(hidden, inner),
+        down_bias=bias(hidden),
+        eps=1e-5,
+        scale=dim**-0.5,
+        window=9 if biased else 0,
+    )
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("normed", "biased"), [(False, False), (True, True)])
+def test_all_layers_in_one_call(ops: NativeOps, dtype: torch.dtype, normed: bool, biased: bool) -> None:
+    """As one operation after the other, to the last bit; in 8 bits too; and near ref."""
+    layers = [a_layer(dtype, 4, 2, 32, normed, biased) for _ in range(3)]
+    small = [
+        replace(one, **{name: quantize(getattr(one, name)) for name in ("qkv", "out", "gate_up", "down")})
+        for one in layers
+    ]
+    tables = Tables([40, 9], 16)
+    angles = torch.randn(14, 16)
+    turn = (angles.cos(), angles.sin())
+    start = torch.randn(14, 48)
+    for these in (layers, small):
+        found = []
+        runs = [ops.layers, partial(composed.layers, ops)]
+        compared = these is layers and dtype == torch.float32
+        for run in [*runs, partial(composed.layers, REF)] if compared else runs:
+            torch.manual_seed(0)
+            data = torch.randn(3, 2, tables.blocks, 16, 2, 32).to(dtype)
+            kv = [(one[0], one[1]) for one in data]
+            batch = tables.batch([(0, 30, 10), (1, 5, 4)])
+            found.append((run(these, start.clone(), turn, batch, kv), data))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+        if compared:
+            torch.testing.assert_close(found[0][0], found[2][0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found[0][1], found[2][1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_what_c_cannot_do_is_done_in_parts(ops: NativeOps) -> None:
+    """An odd head size; and new layers or another cache after the first."""
+    for dim in (10, 32, 10):
+        layers = [a_layer(torch.float32, 2, 1, dim, False, False)]
+        tables = Tables([20], 16)
+        angles = torch.randn(20, dim // 2)
+        start, data = torch.randn(20, 48), torch.zeros(2, tables.blocks, 16, 1, dim)
+        arguments = ((angles.cos(), angles.sin()), tables.batch([(0, 0, 20)]), [(data[0], data[1])])
+        wanted = composed.layers(REF, layers, start.clone(), *arguments)
+        torch.testing.assert_close(ops.layers(layers, start.clone(), *arguments), wanted, atol=1e-4, rtol=1e-4)

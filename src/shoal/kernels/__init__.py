@@ -9,7 +9,7 @@ Owns the ragged Batch that every kernel reads and the Ops contract. Does not kno
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shoal.kernels.int8 import Weight
 
-__all__ = ["Batch", "Ops", "available", "pick"]
+__all__ = ["Batch", "Layer", "Ops", "available", "pick"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,29 @@ class Batch:
     def longest(self) -> int:
         """The longest context; 0 where only the device knows."""
         return max(self.contexts, default=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The parameters of a decoder's layer: attention, then a gated pair of products, each adding to the residual."""
+
+    attention_norm: Tensor
+    qkv: Weight
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    """Of each head's queries, with k_norm; None: they are not normed."""
+    k_norm: Tensor | None
+    out: Weight
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Weight
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+    eps: float
+    scale: float
+    window: int
+    """0: the whole past."""
 
 
 class Ops(Protocol):
@@ -91,6 +114,16 @@ class Ops(Protocol):
 
         window 0 sees the whole past; window w sees the last w positions, the query's own included.
         """
+
+    def layers(
+        self,
+        layers: Sequence[Layer],
+        residual: Tensor,
+        turn: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """All layers of a pass: residual [T, hidden], which is lost, → the same after them. Writes into kv."""
 
     def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """(largest value, its place) of each row [n, vocab]; a row with a NaN has the largest value NaN."""

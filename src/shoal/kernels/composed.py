@@ -3,9 +3,12 @@
 Knows the parts' meaning, not how a device computes them.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor, split
+
+from shoal.kernels import Batch, Layer, Ops
 
 
 class Parts(Protocol):
@@ -41,3 +44,26 @@ def rotate_and_store(
     q, k = parts.rotary(q, k, *turn)
     parts.store_kv(k, v, *cache, slots)
     return q
+
+
+def layers(
+    ops: Ops,
+    layers: Sequence[Layer],
+    residual: Tensor,
+    turn: tuple[Tensor, Tensor],
+    batch: Batch,
+    kv: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """As Ops says: the order of operations in a decoder's layer."""
+    for layer, cache in zip(layers, kv, strict=True):
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = (layer.q_norm, layer.k_norm, layer.eps)
+        x = ops.rms_norm(residual, layer.attention_norm, layer.eps)
+        q = ops.rotate_and_store(ops.linear(x, layer.qkv, layer.qkv_bias), norms, turn, cache, batch.slots)
+        mixed = ops.attention(q, *cache, batch, layer.scale, layer.window).flatten(1)
+        residual = ops.linear_add(mixed, layer.out, layer.out_bias, residual)
+        x = ops.rms_norm(residual, layer.mlp_norm, layer.eps)
+        inner = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
+        residual = ops.linear_add(inner, layer.down, layer.down_bias, residual)
+    return residual

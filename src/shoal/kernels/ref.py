@@ -4,11 +4,13 @@ Owns correctness, not speed: one sequence at a time, float32 inside, masks writt
 Does not know models or schedules.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
-from shoal.kernels import Batch, composed
+from shoal.kernels import Batch, Layer, composed
 from shoal.kernels.int8 import Weight
 from shoal.kernels.padded import padded_attention
 
@@ -19,6 +21,17 @@ class RefOps:
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
         return embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids)
+
+    def layers(
+        self,
+        layers: Sequence[Layer],
+        residual: Tensor,
+        turn: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """One operation after the other."""
+        return composed.layers(self, layers, residual, turn, batch, kv)
 
     def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Value and place."""

@@ -1,6 +1,6 @@
-"""Pieces that models are made of: linear, norm, rope table, and where a checkpoint's tensor goes.
+"""Pieces that models are made of: a matrix, the rope table, and where a checkpoint's tensor goes.
 
-Knows tensors and the kernels' Ops. Does not know families, files, sequences or block ids.
+Knows tensors. Does not know families, files, sequences or block ids.
 """
 
 import math
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.kernels import Ops
 from shoal.kernels.int8 import Int8Weight, Weight
 from shoal.models.spec import RopeSpec
 
@@ -36,34 +35,6 @@ def weight_of(params: Mapping[str, Tensor], name: str) -> Weight:
     if f"{name}.scales" not in params:
         return weight
     return Int8Weight(weight, params[f"{name}.scales"], int(params[f"{name}.inputs"]))
-
-
-class Linear:
-    """x → x Wᵀ + b."""
-
-    def __init__(self, params: Mapping[str, Tensor], name: str, ops: Ops) -> None:
-        self.weight = weight_of(params, name)
-        self.bias = params.get(f"{name}.bias")
-        self.ops = ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.weight, self.bias)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The same plus residual, which must not be used afterwards."""
-        return self.ops.linear_add(x, self.weight, self.bias, residual)
-
-
-class Norm:
-    """Root mean square norm."""
-
-    def __init__(self, params: Mapping[str, Tensor], name: str, eps: float, ops: Ops) -> None:
-        self.weight = params[f"{name}.weight"]
-        self.eps = eps
-        self.ops = ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class RopeTable:

@@ -1,7 +1,7 @@
 """Llama and its relatives: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3. They differ only in their ModelSpec.
 
-Owns the order of operations in a layer and how a checkpoint's tensors are fused. Does not know files, devices,
-requests or how attention finds its blocks.
+Owns what a layer is made of and how a checkpoint's tensors are fused. Does not know files, devices,
+requests, or in which order a layer is computed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,50 +9,31 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from shoal.kernels import Batch, Ops
-from shoal.models.layers import Linear, Norm, Place, RopeTable, weight_of
+from shoal.kernels import Batch, Layer, Ops
+from shoal.models.layers import Place, RopeTable, weight_of
 from shoal.models.spec import ModelSpec
 
 
-class Attention:
-    """Queries, keys and values in one product; keys and values go to the cache before anyone reads it.
-
-    The result is added to the residual stream.
-    """
-
-    def __init__(self, spec: ModelSpec, layer: int, params: Mapping[str, Tensor], ops: Ops) -> None:
-        name = f"layers.{layer}"
-        self.spec, self.ops = spec, ops
-        self.window = spec.windows[layer]
-        self.scale = spec.head_dim**-0.5
-        self.qkv = Linear(params, f"{name}.qkv", ops)
-        self.out = Linear(params, f"{name}.out", ops)
-        self.norms: tuple[Tensor, Tensor, float] | None = None  # of queries and keys, per head
-        if spec.qk_norm:
-            self.norms = (params[f"{name}.q_norm.weight"], params[f"{name}.k_norm.weight"], spec.norm_eps)
-
-    def __call__(
-        self, x: Tensor, residual: Tensor, turn: tuple[Tensor, Tensor], batch: Batch, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        q = self.ops.rotate_and_store(self.qkv(x), self.norms, turn, cache, batch.slots)
-        mixed = self.ops.attention(q, *cache, batch, self.scale, self.window)
-        return self.out.add(mixed.reshape(x.shape[0], self.spec.q_size), residual)
-
-
-class Layer:
-    """Attention, then the gated linear pair; the last product of each adds to the residual stream."""
-
-    def __init__(self, spec: ModelSpec, layer: int, params: Mapping[str, Tensor], ops: Ops) -> None:
-        name = f"layers.{layer}"
-        self.ops = ops
-        self.attention_norm = Norm(params, f"{name}.attention_norm", spec.norm_eps, ops)
-        self.attention = Attention(spec, layer, params, ops)
-        self.mlp_norm = Norm(params, f"{name}.mlp_norm", spec.norm_eps, ops)
-        self.gate_up = Linear(params, f"{name}.gate_up", ops)
-        self.down = Linear(params, f"{name}.down", ops)
-
-    def mlp(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.down.add(self.ops.silu_mul(self.gate_up(x)), residual)
+def layer_of(spec: ModelSpec, number: int, params: Mapping[str, Tensor]) -> Layer:
+    """Queries, keys and values in one product, gate and up in another."""
+    name = f"layers.{number}"
+    return Layer(
+        attention_norm=params[f"{name}.attention_norm.weight"],
+        qkv=weight_of(params, f"{name}.qkv"),
+        qkv_bias=params.get(f"{name}.qkv.bias"),
+        q_norm=params.get(f"{name}.q_norm.weight"),
+        k_norm=params.get(f"{name}.k_norm.weight"),
+        out=weight_of(params, f"{name}.out"),
+        out_bias=params.get(f"{name}.out.bias"),
+        mlp_norm=params[f"{name}.mlp_norm.weight"],
+        gate_up=weight_of(params, f"{name}.gate_up"),
+        gate_up_bias=params.get(f"{name}.gate_up.bias"),
+        down=weight_of(params, f"{name}.down"),
+        down_bias=params.get(f"{name}.down.bias"),
+        eps=spec.norm_eps,
+        scale=spec.head_dim**-0.5,
+        window=spec.windows[number],
+    )
 
 
 class LlamaModel:
@@ -65,8 +46,8 @@ class LlamaModel:
     def __init__(self, spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> None:
         self.spec, self.ops = spec, ops
         self.embedding = weight_of(params, "embedding")
-        self.layers = [Layer(spec, layer, params, ops) for layer in range(spec.layers)]
-        self.norm = Norm(params, "norm", spec.norm_eps, ops)
+        self.layers = [layer_of(spec, number, params) for number in range(spec.layers)]
+        self.norm = params["norm.weight"]
         self.head = self.embedding if spec.tie_embeddings else weight_of(params, "head")
         self.rope = RopeTable(spec.rope, spec.head_dim, params["norm.weight"].device)
 
@@ -78,14 +59,11 @@ class LlamaModel:
         """ids [T] → hidden [T, hidden], before the final norm. Writes this pass's keys and values into kv."""
         turn = self.rope.rows(batch.positions, batch.longest)
         residual = self.ops.embed(ids, self.embedding)
-        for layer, cache in zip(self.layers, kv, strict=True):
-            residual = layer.attention(layer.attention_norm(residual), residual, turn, batch, cache)
-            residual = layer.mlp(layer.mlp_norm(residual), residual)
-        return residual
+        return self.ops.layers(self.layers, residual, turn, batch, kv)
 
     def scores(self, hidden_rows: Tensor) -> Tensor:
         """Final norm and lm_head: rows of forward's result → [rows, vocab] in the model's type."""
-        return self.ops.linear(self.norm(hidden_rows), self.head, None)
+        return self.ops.linear(self.ops.rms_norm(hidden_rows, self.norm, self.spec.norm_eps), self.head, None)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """The same in float32."""

@@ -457,7 +457,9 @@ INLINE bytes load_bytes(const int8_t *p) {
   for (int i = 0; i < INT8_STEP; i++) wide[i] = p[i];
   return wide;
 }
-INLINE counts add_products(counts sums, bytes a, bytes b) { return sums + __builtin_convertvector(a, counts) * __builtin_convertvector(b, counts); }
+INLINE counts add_products(counts sums, bytes a, bytes b) {
+  return sums + __builtin_convertvector(a, counts) * __builtin_convertvector(b, counts);
+}
 INLINE int32_t sum_counts(counts x) {
   int32_t total = 0;
   for (int i = 0; i < 16; i++) total += x[i];
@@ -738,12 +740,13 @@ static void finish(const Attention *a, const Block *b, long rows, const float *m
   }
 }
 
-/* oldest and newest position that somebody in the block sees, in pieces */
+/* where the block's first query stands */
 static long first_position(const Attention *a, const Block *b) {
   long queries = a->starts[b->sequence + 1] - a->starts[b->sequence];
   return a->contexts[b->sequence] - queries + b->first;
 }
 
+/* the oldest position that any of its queries sees */
 static long oldest_of(const Attention *a, const Block *b) {
   long position = first_position(a, b);
   return a->window && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
@@ -753,7 +756,8 @@ static void attend(const Attention *a, const Block *b) {
   float q[MOST_ROWS * MOST_DIM], mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
   long rows = b->queries * b->count, dim = a->dim, position = first_position(a, b), oldest = oldest_of(a, b);
   for (long r = 0; r < rows; r++) {
-    const float *from = a->q + (a->starts[b->sequence] + b->first + r / b->count) * a->q_stride + (b->head + r % b->count) * dim;
+    long token = a->starts[b->sequence] + b->first + r / b->count;
+    const float *from = a->q + token * a->q_stride + (b->head + r % b->count) * dim;
     for (long i = 0; i < dim; i += LANES) store(q + r * dim + i, load(from + i) * all(a->scale));
   }
   if (b->piece >= 0) {
@@ -774,14 +778,16 @@ static void attend(const Attention *a, const Block *b) {
   finish(a, b, rows, seen.mass, mixed);
 }
 
-/* after all pieces of a block: join them, in order; `partial` of the first one is where they stand, one behind the other */
+/* after all pieces of a block: join them, in order; they stand one behind the other from the first one's `partial` on */
 static void join_pieces(const Attention *a, const Block *b, long pieces) {
   long rows = b->queries * b->count, dim = a->dim, size = rows * (2 + dim);
   float *seen = b->partial;
   for (long n = 1; n < pieces; n++) {
     const float *next = b->partial + n * size;
-    for (long r = 0; r < rows; r++)
-      join(seen + r, seen + rows + r, seen + (2 + 0) * rows + r * dim, next[r], next[rows + r], next + 2 * rows + r * dim, dim);
+    for (long r = 0; r < rows; r++) {
+      long line = 2 * rows + r * dim;
+      join(seen + r, seen + rows + r, seen + line, next[r], next[rows + r], next + line, dim);
+    }
   }
   finish(a, b, rows, seen + rows, seen + 2 * rows);
 }
@@ -965,6 +971,67 @@ API void shoal_argmax(int64_t *index, float *best, const float *scores, long row
     index[r] = i;
     best[r] = bad ? NAN : top;
   }
+}
+
+/* ---------------------------------------------------------------- all layers of a pass in one call
+ *
+ * The functions above in the order of a decoder's layer. The caller's structures are described in native.py. */
+
+enum { INT8 = 3 };
+
+typedef struct {
+  const void *weight, *bias;
+  const float *scales;          /* of INT8 */
+  long inputs, padded, outputs; /* padded: inputs of INT8, filled up */
+  int type, bias_type;
+} Matrix;
+
+typedef struct {
+  Matrix qkv, out, gate_up, down;
+  const void *attention_norm, *mlp_norm, *q_norm, *k_norm; /* the last two: or none */
+  void *keys, *values;
+  long heads, kv_heads, dim, window;
+  float eps, scale;
+  int norm_type, cache_type;
+} Layer;
+
+typedef struct {
+  float *residual, *normed, *qkv, *mixed, *gate_up, *inner; /* the first is changed, the others are room to work in */
+  const float *cos, *sin;
+  const int64_t *slots, *tables, *starts, *contexts;
+  long tokens, turn_stride, table_width, sequences, block_size;
+  int threads;
+} Pass;
+
+static int product(float *out, const float *x, const Matrix *m, const float *residual, const Pass *p) {
+  if (m->type == INT8)
+    return shoal_linear8(out, x, m->weight, m->scales, m->bias, m->bias_type, residual, p->tokens, m->inputs, m->padded,
+                         m->outputs, p->threads);
+  shoal_linear(out, x, m->weight, m->type, m->bias, residual, p->tokens, m->inputs, m->outputs, p->threads);
+  return 0;
+}
+
+static int layer(const Layer *l, const Pass *p) {
+  long q_stride = (l->heads + 2 * l->kv_heads) * l->dim;
+  shoal_rms_norm(p->normed, p->residual, l->attention_norm, l->norm_type, p->tokens, l->qkv.inputs, l->eps, p->threads);
+  int failed = product(p->qkv, p->normed, &l->qkv, NULL, p);
+  shoal_rotate_store(p->qkv, p->tokens, l->heads, l->kv_heads, l->dim, l->q_norm, l->k_norm, l->norm_type, l->eps,
+                     p->cos, p->sin, p->turn_stride, l->keys, l->values, l->cache_type, p->slots, p->threads);
+  failed |= shoal_attention(p->mixed, p->qkv, q_stride, l->keys, l->values, l->cache_type, p->tables, p->table_width,
+                            p->starts, p->contexts, p->sequences, l->heads, l->kv_heads, l->dim, p->block_size,
+                            l->scale, l->window, p->threads);
+  failed |= product(p->residual, p->mixed, &l->out, p->residual, p);
+  shoal_rms_norm(p->normed, p->residual, l->mlp_norm, l->norm_type, p->tokens, l->gate_up.inputs, l->eps, p->threads);
+  failed |= product(p->gate_up, p->normed, &l->gate_up, NULL, p);
+  shoal_silu_mul(p->inner, p->gate_up, p->tokens, l->down.inputs, p->threads);
+  return failed | product(p->residual, p->inner, &l->down, p->residual, p);
+}
+
+/* 0: done. 1: no memory. */
+API int shoal_layers(const Layer *layers, long count, const Pass *p) {
+  for (long n = 0; n < count; n++)
+    if (layer(layers + n, p)) return 1;
+  return 0;
 }
 
 API int shoal_lanes(void) { return LANES; }

@@ -6,18 +6,55 @@ meaning as ref within rounding; unlike plain torch, no result depends on who els
 Activations are float32 throughout, whatever type weights and KV have.
 """
 
+import ctypes
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.kernels import Batch
+from shoal.kernels import Batch, Layer
 from shoal.kernels.cpu.compiled import Library
 from shoal.kernels.cpu.plain import CpuOps
 from shoal.kernels.int8 import Int8Weight, Weight
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_DIM = 256
+INT8 = 3
+
+
+def _structure(name: str, fields: dict[str, Any]) -> Any:
+    """A C struct."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+
+
+def _several(names: str, kind: Any) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+# as in native.c, in the same order
+Matrix = _structure(
+    "Matrix",
+    _several("weight bias scales", _POINTER)
+    | _several("inputs padded outputs", _LONG)
+    | _several("type bias_type", _INT),
+)
+LayerStruct = _structure(
+    "LayerStruct",
+    _several("qkv out gate_up down", Matrix)
+    | _several("attention_norm mlp_norm q_norm k_norm keys values", _POINTER)
+    | _several("heads kv_heads dim window", _LONG)
+    | _several("eps scale", _FLOAT)
+    | _several("norm_type cache_type", _INT),
+)
+PassStruct = _structure(
+    "PassStruct",
+    _several("residual normed qkv mixed gate_up inner cos sin slots tables starts contexts", _POINTER)
+    | _several("tokens turn_stride table_width sequences block_size", _LONG)
+    | {"threads": _INT},
+)
 
 
 class NativeOps(CpuOps):
@@ -29,6 +66,8 @@ class NativeOps(CpuOps):
         self.calls = library.calls
         self.lanes = library.lanes
         self.types = dict(TYPES) if library.has_float16 else {t: n for t, n in TYPES.items() if t != torch.float16}
+        self._known: tuple[Sequence[Layer], tuple[Any, ...], Any] | None = None  # layers and places of their KV, for C
+        self._room = torch.empty(0)
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
@@ -204,6 +243,104 @@ class NativeOps(CpuOps):
         if failed:
             raise MemoryError("no memory for the partial results of attention")
         return out
+
+    def layers(
+        self,
+        layers: Sequence[Layer],
+        residual: Tensor,
+        turn: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """The whole pass in one call, where all of it can be computed in C."""
+        # pointers, not the cache itself: an engine that is gone must not be kept in memory
+        places = (kv[0][0].shape, kv[0][0].dtype, *(tensor.data_ptr() for pair in kv for tensor in pair))
+        if self._known is None or self._known[0] is not layers or self._known[1] != places:
+            self._known = (layers, places, self._structs(layers, kv))
+        structs = self._known[2]
+        fits = residual.dtype == torch.float32 and residual.is_contiguous() and turn[0].dtype == torch.float32
+        if structs is None or batch.width or not fits:
+            return super().layers(layers, residual, turn, batch, kv)
+        first, tokens = structs[0], len(residual)
+        sizes = {
+            "normed": residual.shape[1],
+            "qkv": first.qkv.outputs,
+            "mixed": first.out.inputs,
+            "gate_up": first.gate_up.outputs,
+            "inner": first.down.inputs,
+        }
+        needed = tokens * sum(sizes.values())
+        if self._room.numel() < needed:
+            self._room = torch.empty(needed)
+        cos, sin, tables = turn[0].contiguous(), turn[1].contiguous(), batch.block_tables.contiguous()
+        starts, contexts = self._lengths_of(batch)
+        room = PassStruct(
+            residual=residual.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            slots=batch.slots.data_ptr(),
+            tables=tables.data_ptr(),
+            starts=starts.data_ptr(),
+            contexts=contexts.data_ptr(),
+            tokens=tokens,
+            turn_stride=cos.shape[1],
+            table_width=tables.shape[1],
+            sequences=len(contexts),
+            block_size=batch.block_size,
+            threads=torch.get_num_threads(),
+        )
+        place = self._room.data_ptr()
+        for name, size in sizes.items():
+            setattr(room, name, place)
+            place += 4 * tokens * size
+        if self.calls.shoal_layers(structs, len(layers), ctypes.byref(room)):
+            raise MemoryError("no memory for a pass")
+        return residual
+
+    def _structs(self, layers: Sequence[Layer], kv: Sequence[tuple[Tensor, Tensor]]) -> Any:
+        """All layers as C reads them; None where plain torch must do some of it."""
+        keys = kv[0][0]
+        kv_heads, dim = keys.shape[2:]
+        if dim % self.lanes or dim > MOST_DIM or keys.dtype not in self.types:
+            return None
+        structs = (LayerStruct * len(layers))()
+        for struct, layer, (keys, values) in zip(structs, layers, kv, strict=True):
+            norms = [layer.attention_norm, layer.mlp_norm, *(n for n in (layer.q_norm, layer.k_norm) if n is not None)]
+            matrices = {
+                name: self._matrix(getattr(layer, name), getattr(layer, f"{name}_bias"))
+                for name in ("qkv", "out", "gate_up", "down")
+            }
+            known = all(norm.dtype == norms[0].dtype and norm.dtype in self.types for norm in norms)
+            if not known or not keys.is_contiguous() or not values.is_contiguous() or None in matrices.values():
+                return None
+            for name, matrix in matrices.items():
+                setattr(struct, name, matrix)
+            struct.attention_norm, struct.mlp_norm = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
+            struct.q_norm = None if layer.q_norm is None else layer.q_norm.data_ptr()
+            struct.k_norm = None if layer.k_norm is None else layer.k_norm.data_ptr()
+            struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+            struct.heads, struct.kv_heads, struct.dim = struct.out.inputs // dim, kv_heads, dim
+            struct.window, struct.eps, struct.scale = layer.window, layer.eps, layer.scale
+            struct.norm_type, struct.cache_type = self.types[norms[0].dtype], self.types[keys.dtype]
+        return structs
+
+    def _matrix(self, weight: Weight, bias: Tensor | None) -> Any:
+        """None: not of a type that C knows."""
+        if bias is not None and bias.dtype not in self.types:
+            return None
+        found = Matrix(bias=None if bias is None else bias.data_ptr())
+        found.bias_type = 0 if bias is None else self.types[bias.dtype]
+        found.outputs, found.inputs = weight.shape
+        if isinstance(weight, Int8Weight):
+            found.type, found.padded, found.scales = INT8, weight.values.shape[1], weight.scales.data_ptr()
+            found.weight = weight.values.data_ptr()
+            return found
+        if weight.dtype not in self.types or not weight.is_contiguous():
+            return None
+        if bias is not None and bias.dtype != weight.dtype:
+            return None
+        found.type, found.weight = self.types[weight.dtype], weight.data_ptr()
+        return found
 
     def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """(largest, its place) of each row."""

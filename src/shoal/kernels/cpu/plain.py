@@ -16,6 +16,7 @@ Several queries of one sequence (prefill, a chunk of it, a draft): one call per 
 import platform
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from shoal.kernels import Batch, composed
+from shoal.kernels import Batch, Layer, composed
 from shoal.kernels.int8 import Weight
 from shoal.kernels.padded import padded_attention
 
@@ -69,6 +70,17 @@ class CpuOps:
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
         return embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids)
+
+    def layers(
+        self,
+        layers: Sequence[Layer],
+        residual: Tensor,
+        turn: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """One operation after the other."""
+        return composed.layers(self, layers, residual, turn, batch, kv)
 
     def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Value and place."""

@@ -4,13 +4,14 @@ Owns how a ragged batch is cut into the calls of attention.py, and which kernel 
 everything here is ref.py; what was measured is in docs/performance.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from shoal.kernels import Batch
+from shoal.kernels import Batch, Layer, composed
 from shoal.kernels.int8 import Weight
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.triton import attention as kernels
@@ -50,6 +51,17 @@ class TritonOps:
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
         return embedding(ids, full(weight))
+
+    def layers(
+        self,
+        layers: Sequence[Layer],
+        residual: Tensor,
+        turn: tuple[Tensor, Tensor],
+        batch: Batch,
+        kv: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """One operation after the other."""
+        return composed.layers(self, layers, residual, turn, batch, kv)
 
     def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Value and place."""
