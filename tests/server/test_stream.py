@@ -1,6 +1,7 @@
 """Streamed answers: their events, their end, and what happens when something goes wrong on the way."""
 
 import asyncio
+import json
 from itertools import chain
 from typing import Any
 
@@ -71,6 +72,14 @@ def test_the_events_add_up_to_the_whole_answer(body: dict[str, Any]) -> None:
         if "return_token_ids" in body:
             assert list(chain(*(piece.get("token_ids", []) for piece in mine))) == choice["token_ids"]
             assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+
+
+def test_every_event_is_one_line_also_for_clients_that_split_at_all_line_ends() -> None:
+    text = "one\u2028two\u2029three\u0085four\u000bfive\u001csix é €"
+    answer = complete(front(saying(text)), prompt="x", stream=True, max_tokens=99)
+    lines = [line for line in answer.text.splitlines() if line]
+    assert all(line == "data: [DONE]" or json.loads(line.removeprefix("data: ")) for line in lines)
+    assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == text
 
 
 def test_a_chat_begins_with_its_role_and_ends_with_its_reason() -> None:

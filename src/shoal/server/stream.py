@@ -29,6 +29,19 @@ log = logging.getLogger(__name__)
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
+# line ends of Unicode that JSON lets stand: many clients split a stream by them and find half an event
+LINE_ENDS = ("\u0085", "\u2028", "\u2029")
+
+
+def on_one_line(events: bytes) -> bytes:
+    """The same events, such that only their own line feeds look like line ends.
+
+    >>> on_one_line('{"text":"a\u2028b"}'.encode())
+    b'{"text":"a\\\\u2028b"}'
+    """
+    for end in LINE_ENDS:
+        events = events.replace(end.encode(), b"\\u%04x" % ord(end))
+    return events
 
 
 class Transport(Protocol):
@@ -120,6 +133,8 @@ class Stream:
         pending = self.pending
         body = pending[0] if len(pending) == 1 else b"".join(pending)
         pending.clear()
+        if not body.isascii():
+            body = on_one_line(body)
         self.room = self.max_unsent_bytes
         self.sending_since_s = time.monotonic()
         await send({"type": "http.response.body", "body": body, "more_body": more})
