@@ -60,7 +60,7 @@ def run_accuracy(args: argparse.Namespace) -> int:
         if name not in SETTINGS:
             raise BadConfig(f"--types: {name!r} is unknown; known: {', '.join(SETTINGS)}")
     texts = read_texts(args.texts)
-    texts = texts[:: max(1, len(texts) * 90 // max(args.tokens, 1))]  # from everywhere in the file
+    texts = texts[:: max(1, len(texts) * 30 // max(args.tokens, 1))]  # from everywhere in the file
     rows: list[dict[str, Any]] = []
     for name in names:
         options = {**asdict(EngineConfig.from_args(args)), **SETTINGS[name], "model": args.model}
