@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -227,6 +227,22 @@ def resident_bytes(pid: int) -> int:
 # ---- streams, read by hand ----
 
 
+def lines_of(answer: httpx.Response) -> Iterator[str]:
+    """The lines of a stream. httpx's own would also end them at U+2028 and the like, which JSON leaves as they are."""
+    rest = b""
+    for piece in answer.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.decode() for line in lines)
+
+
+async def async_lines_of(answer: httpx.Response) -> AsyncIterator[str]:
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.decode()
+
+
 def events_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     """The JSON of each server-sent event up to [DONE], which must come."""
     for line in lines:
@@ -246,7 +262,7 @@ def long_stream(server: Server, max_tokens: int = 20_000, key: str | None = None
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
         assert answer.status_code == 200, answer.read()
-        events = events_of(answer.iter_lines())
+        events = events_of(lines_of(answer))
         seen = []
         while not any(choice.get("token_ids") for event in seen for choice in event["choices"]):
             seen.append(next(events))

@@ -16,7 +16,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.story_server.servers import RESTARTS, SMALL, Server, assert_error_shape, long_stream, running
+from tests.story_server.servers import (
+    RESTARTS,
+    SMALL,
+    Server,
+    assert_error_shape,
+    async_lines_of,
+    long_stream,
+    running,
+)
 
 POISON = 299  # a token id that stands in one prompt alone
 Ask = dict[str, Any]
@@ -44,7 +52,7 @@ async def answer(client: httpx.AsyncClient, url: str, ask: Ask) -> tuple[int, li
     async with client.stream("POST", f"{url}/v1/completions", json=ask) as got:
         if got.status_code != 200:
             return got.status_code, []
-        async for line in got.aiter_lines():
+        async for line in async_lines_of(got):
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
                 if "error" in event:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.story_server.servers import RESTARTS, SMALL, Server, family_of, resident_bytes, running
+from tests.story_server.servers import RESTARTS, SMALL, Server, async_lines_of, family_of, resident_bytes, running
 
 SOAK_S = float(os.environ.get("SOAK_S", "1200"))
 USERS = 40
@@ -93,7 +93,7 @@ class Soak:
                 await got.aread()
                 return self._judge(got, body)
             done = False
-            async for line in got.aiter_lines():
+            async for line in async_lines_of(got):
                 if line == "data: [DONE]":
                     done = True
                 elif line.startswith("data: ") and "error" in json.loads(line[6:]):
