@@ -151,6 +151,7 @@ def fronts_bytes(server: Server) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SOAK_S + 900)
 def test_a_long_day(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--max-num-seqs", "24", "--max-model-len", "2048", "--slow-client-timeout", "20", "--max-queue", "64")
     flags += ("--kv-memory", "2MiB", "--host-kv-memory", "8MiB", "--when-short", "auto")
