@@ -2,16 +2,13 @@
 
 import importlib
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 
 from shoal.errors import BadConfig
 from shoal.obs.spans import NoSpans, OtelSpans, Walk, open_spans, parts
+from tests.obs.collector import collector
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import ask, complete, front
 
@@ -127,31 +124,6 @@ def test_spans_reach_a_tracer_as_one_tree() -> None:
     assert all(span.parent.span_id == whole.context.span_id for span in found.values())
     assert found["prefill"].start_time == 13_000_000_000
     spans.close()
-
-
-@contextmanager
-def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
-    """A URL, and what was posted to it."""
-    seen: list[tuple[str, bytes]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            seen.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", seen
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @otel

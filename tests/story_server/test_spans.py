@@ -2,14 +2,12 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.obs.collector import collector
 from tests.story_server.servers import SMALL, long_stream, running
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
@@ -20,30 +18,10 @@ OFTEN = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds between two deliverie
 DEAD = "http://127.0.0.1:9"  # a port on which nobody listens
 
 
-@contextmanager
-def collector() -> Iterator[tuple[str, list[Any]]]:
-    """A URL, and the spans that were sent to it."""
-    spans: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            sent = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-            spans.extend(s for resource in sent.resource_spans for scope in resource.scope_spans for s in scope.spans)
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", spans
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def spans_in(posted: list[tuple[str, bytes]]) -> list[Any]:
+    """All that was sent, in order."""
+    sent = [ExportTraceServiceRequest.FromString(body) for _, body in posted]
+    return [s for one in sent for resource in one.resource_spans for scope in resource.scope_spans for s in scope.spans]
 
 
 def facts_of(span: Any) -> dict[str, Any]:
@@ -68,7 +46,7 @@ def assert_a_tree(whole: Any, parts: dict[str, Any]) -> None:
 
 def test_a_request_becomes_a_tree_below_its_callers_span(tiny_model: Path, tmp_path: Path) -> None:
     began_ns = time.time_ns()
-    with collector() as (url, spans):
+    with collector() as (url, posted):
         flags = ("--max-num-seqs", "1", "--otlp-endpoint", url)
         with running(tmp_path, tiny_model, *SMALL, *flags) as server:
             headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "x-request-id": "mine"}
@@ -90,6 +68,7 @@ def test_a_request_becomes_a_tree_below_its_callers_span(tiny_model: Path, tmp_p
             assert answers[0].status_code == 200
             server.wait_until_idle()
         assert server.process.returncode == 0, "and the last spans were sent before it ended"
+    spans = spans_in(posted)
     wholes = [span for span in spans if span.name == "/v1/completions"]
     assert len(wholes) == 2
     left, mine = sorted(wholes, key=lambda span: facts_of(span)["shoal.request_id"] == "mine")

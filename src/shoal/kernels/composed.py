@@ -1,4 +1,4 @@
-"""Fused operations as a sequence of their parts, for devices that gain nothing by fusing them.
+"""Fused operations as a sequence of their parts, up to a decoder's layer, for devices that gain nothing by fusing them.
 
 Knows the parts' meaning, not how a device computes them.
 """

@@ -1,4 +1,4 @@
-"""Ops through the C library: one call per operation for the whole ragged batch.
+"""Ops through the C library: one call for all layers of a pass, or, where torch does a part, one per operation.
 
 Owns what is handed to C, and when plain torch must stand in (other types, the padded rectangle, odd head sizes). Same
 meaning as ref within rounding; unlike plain torch, no result depends on who else is in the pass. Does not know models.
