@@ -84,7 +84,7 @@ def build(
     config: EngineConfig, clock: Clock | None = None, progress: bool = False, limits_of: LimitsOf | None = None
 ) -> Built:
     """Everything that serves one model in this process. `limits_of`: limits of each API key, else all have the same."""
-    return assemble(load(config, progress), config, clock, limits_of)
+    return assemble(load(config, progress), config, clock, limits_of, progress)
 
 
 def load(config: EngineConfig, progress: bool = False) -> Loaded:
@@ -105,12 +105,17 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
 
 
 def assemble(
-    loaded: Loaded, config: EngineConfig, clock: Clock | None = None, limits_of: LimitsOf | None = None
+    loaded: Loaded,
+    config: EngineConfig,
+    clock: Clock | None = None,
+    limits_of: LimitsOf | None = None,
+    progress: bool = False,
 ) -> Built:
     """An engine over a loaded model."""
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
+    config = config.settled(device)
     if device == "cuda":
-        take_memory(loaded, config)
+        take_memory(loaded, config, progress)
     blocks = kv_blocks(config, spec, dtype, device)
     limits = make_limits(config, spec, blocks * config.block_size)
     host = host_blocks(config, spec, dtype, blocks)
@@ -141,19 +146,19 @@ def make_executor(runner: Runner, config: EngineConfig) -> Executor:
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 
-        return CudaExecutor(runner, config.max_num_batched_tokens)
+        return CudaExecutor(runner, config.pass_tokens)
     return ThreadedExecutor(runner)
 
 
-def take_memory(loaded: Loaded, config: EngineConfig) -> None:
+def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
     """Compute the largest passes once, so that what is free afterwards is really free for the KV cache."""
     from shoal.runner.cuda import rehearse
 
-    tokens = config.max_num_batched_tokens
+    tokens = config.pass_tokens
     if config.prefill != "chunked" or config.batching != "continuous":  # a prompt is taken whole
         tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
-    log.info("rehearsing passes of %d tokens and %d requests", tokens, config.max_num_seqs)
-    rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.max_num_seqs)
+    log.info("rehearsing passes of %d tokens and %d requests", tokens, config.slots)
+    rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.slots, progress)
 
 
 def pick_device(name: str) -> str:
@@ -206,7 +211,7 @@ def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
     """How many blocks fit; no more than all slots could ever fill at once."""
     block_bytes = bytes_per_block(spec, config.block_size, dtype)
     longest = config.max_model_len or spec.max_position
-    useful = config.max_num_seqs * -(-longest // config.block_size)
+    useful = config.slots * -(-longest // config.block_size)
     if config.kv_memory is not None:
         blocks = config.kv_memory // block_bytes
     else:
@@ -247,7 +252,7 @@ def make_limits(config: EngineConfig, spec: ModelSpec, kv_tokens: int) -> Limits
             )
         log.info("the KV cache holds %d tokens, so sequences end there and not at %d", kv_tokens, longest)
         longest = kv_tokens
-    return Limits(longest, config.max_num_seqs, config.max_num_batched_tokens, spec.vocab_size)
+    return Limits(longest, config.slots, config.pass_tokens, spec.vocab_size)
 
 
 def make_batching(config: EngineConfig) -> Batching:
@@ -281,7 +286,7 @@ def make_rules(config: EngineConfig, limits_of: LimitsOf | None = None) -> Rules
 
 def make_order(config: EngineConfig, tiers: Tiers, steps: StepModel) -> Order:
     if config.order == "slo":
-        return Slo(tiers, steps, config.max_num_batched_tokens)
+        return Slo(tiers, steps, config.pass_tokens)
     if config.order == "priority":
         return Priority(config.priority_age)
     if config.order == "sjf":
@@ -291,7 +296,7 @@ def make_order(config: EngineConfig, tiers: Tiers, steps: StepModel) -> Order:
 
 def make_preempt(config: EngineConfig, steps: StepModel, copies: CopyTimes) -> Preempt:
     if config.when_short == "auto":
-        return Auto(steps, copies, config.max_num_batched_tokens)
+        return Auto(steps, copies, config.pass_tokens)
     return pick(PREEMPT, config.when_short, "when_short")()
 
 

@@ -8,7 +8,7 @@ import argparse
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,9 @@ IMPOSSIBLE: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
 
 SERVED_QUEUE = 1024  # max_queue of a server, unless told otherwise: it does not choose who comes
 LONGEST_WAIT_S = 1e8  # three years
+# what a pass holds, unless told otherwise
+SLOTS = {"cpu": 64, "cuda": 256}
+PASS_TOKENS = {"cpu": 512, "cuda": 8192}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -141,8 +144,8 @@ class EngineConfig(Options):
     device: str = option("auto", "auto, cpu or cuda", group="model")
     chat_template: str | None = option(None, "file with a chat template instead of the model's own", group="model")
     max_model_len: int | None = option(None, "most tokens of one sequence; default: the model's own", parse=int)
-    max_num_seqs: int = option(64, "most requests in one pass", parse=int)
-    max_num_batched_tokens: int = option(512, "most tokens in one pass", parse=int)
+    max_num_seqs: int | None = option(None, "most requests in one pass; default: 64, on a GPU 256", parse=int)
+    max_num_batched_tokens: int | None = option(None, "most tokens in one pass; default: 512, on a GPU 8192", parse=int)
     block_size: int = option(16, "tokens in one KV block", parse=int, group="memory")
     kv_memory: int | None = option(
         None,
@@ -256,9 +259,12 @@ class EngineConfig(Options):
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_preemptions"):
+        for name in ("block_size", "max_preemptions"):
             self._at_least(name, 1)
-        for name in ("max_model_len", "kv_memory", "threads", "depth", "key_max_concurrent", "key_tokens_per_minute"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "threads", "depth"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+        for name in ("key_max_concurrent", "key_tokens_per_minute"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         for name in ("chunk_tokens", "lane_tokens", "headroom_tokens"):
@@ -285,14 +291,31 @@ class EngineConfig(Options):
             if all(getattr(self, name) in values for name, values in impossible.items()):
                 pair = " with ".join(f"{name}={getattr(self, name)}" for name in impossible)
                 raise ImpossiblePair(f"{pair}: {reason}")
-        if self.batching in ("static", "dynamic") and self.group_size > self.max_num_seqs:
+        if self.batching in ("static", "dynamic") and self.group_size > self.slots:
             raise ImpossiblePair(
-                f"group_size {self.group_size} is more than max_num_seqs {self.max_num_seqs}; such a group never fills"
+                f"group_size {self.group_size} is more than max_num_seqs {self.slots}; such a group never fills"
             )
         if self.kv_share is not None and not 0 < self.kv_share <= 1:
             raise BadConfig(f"kv_share must be above 0 and at most 1, not {self.kv_share}")
         if not 0 <= self.watermark < 1:
             raise BadConfig(f"watermark must be at least 0 and below 1, not {self.watermark}")
+
+    @property
+    def slots(self) -> int:
+        """Most requests in one pass, on a CPU unless the config was settled for another device."""
+        return self.max_num_seqs or SLOTS["cpu"]
+
+    @property
+    def pass_tokens(self) -> int:
+        """Most tokens in one pass, likewise."""
+        return self.max_num_batched_tokens or PASS_TOKENS["cpu"]
+
+    def settled(self, device: str) -> "EngineConfig":
+        """With this device's numbers where none were given."""
+        slots = self.max_num_seqs or SLOTS[device]
+        return replace(
+            self, max_num_seqs=slots, max_num_batched_tokens=self.max_num_batched_tokens or PASS_TOKENS[device]
+        )
 
     def read_tiers(self) -> Tiers:
         """What requests are promised; nothing, unless tiers are given or the order needs some."""

@@ -104,8 +104,8 @@ def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) ->
     """An engine that computes nothing, for measuring fronts."""
     from shoal.build import make_scheduler
 
-    limits = Limits(paced["kv_tokens"], engine.max_num_seqs, engine.max_num_batched_tokens, vocab_size=1000)
-    scheduler = make_scheduler(engine, limits, -(-paced["kv_tokens"] // engine.block_size) + engine.max_num_seqs)
+    limits = Limits(paced["kv_tokens"], engine.slots, engine.pass_tokens, vocab_size=1000)
+    scheduler = make_scheduler(engine, limits, -(-paced["kv_tokens"] // engine.block_size) + engine.slots)
     executor = PacedExecutor(paced["tick_s"], tokens=list(range(50, 100)))
     loop = EngineLoop(Engine(scheduler), executor, InboxClock(socket), depth=1)
     info = EngineInfo(0, limits.max_model_len, limits.vocab_size, paced["kv_tokens"], "none", "paced")

@@ -3,11 +3,16 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from shoal.core.params import SamplingParams
+from shoal.core.plan import RowStart
 from shoal.kernels import Batch
 from shoal.kernels.ref import RefOps
+from shoal.kernels.wants import WANTS, Filters
+from shoal.runner.sampler import Sampler
 from tests.kernels.ragged import Tables
 
 pytestmark = [
@@ -110,6 +115,68 @@ def test_the_likeliest_token(dtype: torch.dtype, vocab: int) -> None:
     assert best.isfinite().tolist() == [True] * 4 + [False] * 2 + [True] * 3
     assert last.tolist()[:2] == [firsts[3], firsts[1]]
     assert last[5] == -5
+
+
+def wants_of_all_kinds(sampler: Sampler, source: random.Random) -> None:
+    for row in range(len(sampler.rows.seed)):
+        params = SamplingParams(
+            temperature=source.choice([0.0, 0.01, 0.3, 1.0, 2.0]),
+            top_k=source.choice([None, 1, 5, 50, 2000, 10**6]),
+            top_p=source.choice([1.0, 1.0, 1e-6, 0.3, 0.9, 0.999]),
+            min_p=source.choice([0.0, 0.0, 0.05, 1.0]),
+        )
+        seed = source.randrange(2**63)
+        sampler.start(RowStart(row, 0, (1, 2), 2, params, seed, source.randrange(4), frozenset(), (0,), False))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
+@pytest.mark.parametrize(("lines", "vocab"), [(1, 7), (60, 4096), (200, 32003), (40, 151936)])
+def test_draws_are_the_samplers(dtype: torch.dtype, spread: float, lines: int, vocab: int) -> None:
+    """Every mix of temperature and filters; all lines at once, then each graph's kinds of filters alone."""
+    from shoal.kernels.triton.draw import draw
+
+    source = random.Random(vocab + int(100 * spread))
+    torch.manual_seed(vocab)
+    scores = (spread * torch.randn(lines, vocab, device="cuda")).to(dtype)
+    scores[0, 3] = float("-inf")
+    sampler = Sampler(lines, vocab, "cuda")
+    wants_of_all_kinds(sampler, source)
+    rows, positions = np.arange(lines), np.array([source.randrange(10**5) for _ in range(lines)])
+    wanted, best, _ = sampler.sample(scores.float(), rows, positions)
+    table = np.zeros((WANTS, lines + 3), dtype=np.int32)
+    sampler.tell(table, rows, positions)
+    wants = torch.from_numpy(table).cuda()
+    padded = torch.cat([scores, torch.zeros(3, vocab, device="cuda", dtype=dtype)])
+    tokens = torch.full((lines + 3,), -1, dtype=torch.int32, device="cuda")
+    found, last = torch.zeros(lines + 3, device="cuda"), torch.full((lines,), -1, device="cuda")
+    filters = sampler.filters(rows) or Filters(True, True)
+    draw(padded, wants, last, tokens, found, filters)
+    assert tokens[:lines].tolist() == wanted.tolist() == last.tolist()
+    assert torch.equal(found[:lines], best)
+
+
+def test_a_line_without_numbers_spoils_no_other() -> None:
+    from shoal.kernels.triton.draw import draw
+
+    scores = torch.randn(3, 5000, device="cuda").to(torch.bfloat16)
+    sampler = Sampler(3, 5000, "cuda")
+    wants_of_all_kinds(sampler, random.Random(4))
+    rows = np.arange(3)
+    sampler.rows.temperature[:], sampler.rows.top_k[:], sampler.rows.top_p[:] = 1.0, 40, 0.9
+    wanted = sampler.sample(scores.float(), rows, rows)[0].tolist()
+    table = np.zeros((WANTS, 3), dtype=np.int32)
+    sampler.tell(table, rows, rows)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        spoilt = scores.clone()
+        spoilt[1] = bad
+        spoilt[1, 7] = float("nan")
+        last, tokens = torch.full((3,), -1, device="cuda"), torch.full((3,), -1, dtype=torch.int32, device="cuda")
+        best = torch.zeros(3, device="cuda")
+        draw(spoilt, torch.from_numpy(table).cuda(), last, tokens, best, Filters(True, True))
+        assert [tokens.tolist()[0], tokens.tolist()[2]] == [wanted[0], wanted[2]]
+        assert best.isfinite().tolist() == [True, False, True]
+        assert 0 <= int(tokens[1]) < 5000
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -133,7 +133,7 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
             run_throughput(built.loop, lengths, prompts, progress=False, name="profile ", after_pass=profiler.step)
         profiler.stop()
         profiled = f"\n\n{args.profile}: {PASSES} passes\n{profiler.table()}"
-    least = floor(lengths, built.spec, built.dtype, config.max_num_seqs, machine)
+    least = floor(lengths, built.spec, built.dtype, built.config.slots, machine)
     built.loop.close()
     figures = throughput_figures(best, least, machine, built.files.name, str(built.dtype).removeprefix("torch."))
     if args.json == "-":

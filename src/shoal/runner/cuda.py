@@ -5,7 +5,7 @@
 
 Block tables and last tokens of all rows live on the device; a pass is described by small tables that kernels read
 there, so one graph serves any lengths. Long passes are not recorded: their launches hide behind their own work.
-Where all rows just take the likeliest token, the head's graph chooses it; everything else goes to the Sampler.
+The head's graph takes the likeliest token or draws one; rows that ask for more than a draw go to the Sampler.
 The padded layout is computed as on any device. Knows rows, not requests.
 """
 
@@ -19,6 +19,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from shoal.core.params import SamplingParams
 from shoal.core.plan import SCRIPTED_END, Ints, RowStart, StepPlan, StepResult
@@ -27,16 +28,21 @@ from shoal.core.request import Logprobs
 from shoal.kernels import Batch
 from shoal.kernels.triton import Cut
 from shoal.kernels.triton.attention import LONG, queries_per_block
+from shoal.kernels.triton.draw import draw
 from shoal.kernels.triton.step import add_blocks, likeliest, place_tokens
+from shoal.kernels.wants import WANTS, Filters
 from shoal.models import Model
 from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
 from shoal.runner.inputs import PassInputs, put
 from shoal.runner.kvstore import KVStore
 from shoal.runner.runner import PromptLogprobs, Runner, failed
-from shoal.runner.step import NOBODY, Room, changes, count_blocks, fill, lay_out, padded
+from shoal.runner.step import Room, changes, count_blocks, fill, lay_out, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
 REHEARSED = (1, 4, 16, 64)  # batches that are computed by different kernels
+GREEDY = SamplingParams(temperature=0.0)
+FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
+ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # what takes the most memory
 PROMPTS = 32  # blocks of queries that a graph has room for beyond those its tokens fill
 
 
@@ -88,7 +94,9 @@ class CudaExecutor:
         largest = Room(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
         with torch.cuda.stream(self.stream), torch.inference_mode():
             self.block_tables = torch.zeros(runner.tables.blocks.shape, dtype=torch.int32, device=self.device)
-            self._buffer = torch.zeros(self._lines + largest.size, dtype=torch.int32, device=self.device)
+            self._first = WANTS * self._lines  # number of the buffer's tables; before them, what each line wants
+            self._buffer = torch.zeros(self._first + largest.size, dtype=torch.int32, device=self.device)
+            self._wants = self._buffer[: self._first].view(WANTS, self._lines)
             shape = (self._lines, spec.hidden_size)
             self._chosen = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
             self._said = torch.zeros(2 * self._lines, dtype=torch.int32, device=self.device)
@@ -147,14 +155,12 @@ class CudaExecutor:
     def _send(self, plan: StepPlan, room: Room) -> Tensor:
         """Everything about the pass in one copy; the block tables are brought up to date."""
         new = changes(plan)
-        first = self._lines
-        until = first + room.size
+        until = self._first + room.size
         host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
         array = host.numpy()
-        chosen = plan.rows[plan.samples]
-        array[: len(chosen)] = chosen
-        array[len(chosen) : first] = NOBODY
-        fill(lay_out(array, room, first), plan, self.queries)
+        wants = array[: self._first].reshape(WANTS, self._lines)
+        self.sampler.tell(wants, plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples])
+        fill(lay_out(array, room, self._first), plan, self.queries)
         array[until:] = new.reshape(-1)
         if len(host) <= len(self._buffer):
             buffer = self._buffer[: len(host)]
@@ -169,7 +175,7 @@ class CudaExecutor:
 
     def _body(self, buffer: Tensor, room: Room) -> Tensor:
         """All layers; the hidden values of those that choose a token are set aside."""
-        tables = lay_out(buffer, room, self._lines)
+        tables = lay_out(buffer, room, self._first)
         known, rows, at = tables.tokens
         last, size = self.runner.tables.last_token, self.kv.block_size
         ids, positions, slots = place_tokens(known, rows, at, last, self.block_tables, size)
@@ -201,12 +207,7 @@ class CudaExecutor:
             said: Tensor | None = None
             logprobs: list[tuple[int, Logprobs]] = []
             if len(rows):
-                size = size_for(LINES, len(rows))
-                if masks is None and size is not None and size <= self._lines and self.sampler.greedy(rows):
-                    self.graphs.run(("head", size), partial(self._head, size))
-                else:
-                    size = len(rows)
-                    logprobs = self._draw(rows, positions, masks)
+                size, logprobs = self._choose(rows, positions, masks)
                 said = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
                 said.copy_(self._said[: 2 * size], non_blocking=True)
             about_prompts: PromptLogprobs = ()
@@ -215,21 +216,40 @@ class CudaExecutor:
                 about_prompts = self.runner.prompt_logprobs(plan, begun.hidden, starts.tolist())
             self._waiting.append(Waiting(begun, _now(), rows, positions, masks, said, logprobs, about_prompts))
 
-    def _head(self, lines: int) -> None:
-        """The likeliest token of every line."""
-        scores = self.model.scores(self._chosen[:lines])
-        best = self._said[lines : 2 * lines].view(torch.float32)
-        likeliest(scores, self._buffer[:lines], self.runner.tables.last_token, self._said[:lines], best)
+    def _choose(self, rows: Ints, positions: Ints, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]]]:
+        """Tokens and best scores for the host, so many of each; those that ask for more are chosen once more."""
+        count, asking = len(rows), self.sampler.asking(rows, masks)
+        size = size_for(LINES, count)
+        if size is None or size > self._lines or asking.all():
+            size, asking = count, np.ones(count, dtype=np.bool_)
+        else:
+            filters = self.sampler.filters(rows[~asking])
+            self.graphs.run(("head", size, filters), partial(self._head, size, filters))
+        if not asking.any():
+            return size, []
+        return size, self._sample(size, np.flatnonzero(asking), rows, positions, masks)
 
-    def _draw(self, rows: Ints, positions: Ints, masks: LateMasks | None) -> list[tuple[int, Logprobs]]:
-        """Whatever the rows ask for."""
-        count = len(rows)
-        logits = self.model.logits(self._chosen[:count])
-        tokens, best, logprobs = self.sampler.sample(logits, rows, positions, masks)
-        self.runner.tables.last_token[put(rows, self.device)] = tokens
-        self._said[:count] = tokens
-        self._said[count : 2 * count].view(torch.float32).copy_(best)
-        return logprobs
+    def _head(self, lines: int, filters: Filters | None) -> None:
+        """A token for every line; without filters the likeliest."""
+        scores = self.model.scores(self._chosen[:lines])
+        said, best = self._said[:lines], self._said[lines : 2 * lines].view(torch.float32)
+        last_token = self.runner.tables.last_token
+        if filters is None:
+            likeliest(scores, self._wants[0], last_token, said, best)
+        else:
+            draw(scores, self._wants, last_token, said, best, filters)
+
+    def _sample(
+        self, size: int, places: Ints, rows: Ints, positions: Ints, masks: LateMasks | None
+    ) -> list[tuple[int, Logprobs]]:
+        """Whatever the rows at these places ask for."""
+        where = put(places, self.device)
+        logits = self.model.logits(self._chosen[where])
+        tokens, best, logprobs = self.sampler.sample(logits, rows[places], positions[places], masks)
+        self.runner.tables.last_token[put(rows[places], self.device)] = tokens
+        self._said[where] = tokens.to(torch.int32)
+        self._said[size : 2 * size].view(torch.float32)[where] = best
+        return [(int(places[place]), one) for place, one in logprobs]
 
     # ---- result ---------------------------------------------------------------------------------------------------
 
@@ -282,7 +302,9 @@ def _now() -> torch.cuda.Event:
     return event
 
 
-def rehearse(model: Model, dtype: torch.dtype, block_size: int, tokens: int, lines: int) -> None:
+def rehearse(
+    model: Model, dtype: torch.dtype, block_size: int, tokens: int, lines: int, progress: bool = False
+) -> None:
     """Compute the largest passes there may be, and one of each kind, over a KV cache of a single block.
 
     So the memory that passes need is taken before anybody measures what is left, and kernels are compiled before
@@ -291,18 +313,19 @@ def rehearse(model: Model, dtype: torch.dtype, block_size: int, tokens: int, lin
     store = KVStore(model.spec, 1, block_size, dtype, "cuda")
     model.reserve_positions(tokens)  # before there are threads that would do it
 
-    def compute(rows: int, count: int, temperature: float) -> None:
+    def compute(rows: int, count: int, params: SamplingParams) -> None:
         executor = CudaExecutor(Runner(model, store, rows, count, "cuda"), rows * count)
-        executor.forward(_made_up(rows, count, SamplingParams(temperature=temperature), block_size))
+        executor.forward(_made_up(rows, count, params, block_size))
         executor.sample(None)
         executor.result()
         executor.close()
 
     batches = sorted({*(count for count in REHEARSED if count < lines), lines})
+    works = [(1, tokens, ALL), (lines, 1, ALL), (lines, 1, FILTERED)]
+    works += [(count, 1, GREEDY) for count in batches]
     with ThreadPoolExecutor(thread_name_prefix="rehearse") as pool:
-        begun = [pool.submit(compute, 1, tokens, 1.0), pool.submit(compute, lines, 1, 1.0)]
-        begun += [pool.submit(compute, count, 1, 0.0) for count in batches]
-        for one in begun:
+        begun = [pool.submit(compute, *work) for work in works]
+        for one in tqdm(begun, desc="kernels", unit="pass", disable=not progress, leave=False):
             one.result()
 
 

@@ -13,6 +13,8 @@ import torch
 
 log = logging.getLogger(__name__)
 
+TOLD = 16  # graphs between two lines of the log
+
 # a graph computes its whole size, so sizes are dense where a pass is short
 LINES = (*range(1, 9), *range(10, 17, 2), *range(24, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))
 TOKENS = (*range(16, 129, 16), *range(192, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
@@ -46,6 +48,10 @@ class Graphs:
                 return
             graph = self._graphs[key] = self._record(work)
             log.debug("recorded graph %d: %s", len(self._graphs), key)
+            if len(self._graphs) % TOLD == 0:
+                log.info(
+                    "%d CUDA graphs recorded; each size of batch is recorded when it comes again", len(self._graphs)
+                )
         graph.replay()
 
     def _record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:

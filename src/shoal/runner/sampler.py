@@ -18,6 +18,7 @@ from shoal.core.plan import Flags, Ints, RowStart
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Ops
+from shoal.kernels.wants import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P, Filters
 from shoal.runner.draws import draw_keys, gumbel
 from shoal.runner.inputs import put
 
@@ -131,11 +132,32 @@ class Sampler:
         self.rows.start(start)
         self.counts.start(start)
 
-    def greedy(self, rows: Ints) -> bool:
-        """Whether these rows all take the likeliest token of unchanged scores, and ask for nothing else."""
+    def asking(self, rows: Ints, masks: LateMasks | None) -> Flags:
+        """Which rows ask for more than a draw from the model's own scores."""
         state = self.rows
-        more = state.changes_scores[rows] | (state.temperature[rows] > 0) | (state.logprobs[rows] >= 0)
-        return not more.any()
+        more = state.changes_scores[rows] | (state.logprobs[rows] >= 0)
+        return more if masks is None else more | np.isin(rows, masks.rows)
+
+    def filters(self, rows: Ints) -> Filters | None:
+        """What drawing these rows takes; None: they all take the likeliest token."""
+        state = self.rows
+        drawn = rows[state.temperature[rows] > 0]
+        if not drawn.size:
+            return None
+        return Filters(bool((state.top_k[drawn] > 0).any()), bool((state.top_p[drawn] < 1).any()))
+
+    def tell(self, wants: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", rows: Ints, positions: Ints) -> None:
+        """Write down what a kernel needs to draw for these rows, one column each; nobody's columns have row -1."""
+        count, state = len(rows), self.rows
+        wants[ROW, :count], wants[ROW, count:] = rows, -1
+        temperature = state.temperature[rows]
+        if not temperature.any():
+            return  # then nothing else is read
+        wants[KEY : SECOND_KEY + 1, :count] = draw_keys(state.seed[rows], state.sample[rows], positions).T
+        for column, values in ((TEMPERATURE, temperature), (MIN_P, state.min_p[rows]), (TOP_P, state.top_p[rows])):
+            wants[column, :count] = values.view(np.int32)
+        wants[TOP_K, :count] = state.top_k[rows]
+        wants[TEMPERATURE, count:] = 0
 
     def sample(
         self, logits: Tensor, rows: Ints, positions: Ints, masks: LateMasks | None = None

@@ -76,7 +76,10 @@ def _best_of_piece(scores, bests, places, s_row, size, PIECE: tl.constexpr, OVER
 
 
 @triton.jit
-def _best_of_line(bests, places, rows, last_token, out, best_out, count, ROOM: tl.constexpr, OVERLAP: tl.constexpr):
+def _best_of_line(
+    bests, places, rows, last_token, out, best_out, count, ROOM: tl.constexpr, TELLS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
     settle(OVERLAP)
     line = tl.program_id(0)
     p = tl.arange(0, ROOM)
@@ -84,19 +87,38 @@ def _best_of_line(bests, places, rows, last_token, out, best_out, count, ROOM: t
     top, piece = tl.max(best, 0, return_indices=True)
     token = tl.load(places + line * count + piece)
     tl.store(out + line, token)
-    tl.store(best_out + line, top)
+    if TELLS:
+        tl.store(best_out + line, top)
     row = tl.load(rows + line)
     if row >= 0:
         tl.store(last_token + row, token.to(tl.int64))
 
 
-def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
-    """The first of the highest scores of every line: its token into `out` (int32), its score into `best` (float32),
-    and the token into last_token at the line's row, unless that is below 0. A line with NaN has the best infinity."""
+def best_of_pieces(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """(score, place) of the first of the highest in every PIECE of a line; infinity where there is NaN."""
     lines, size = scores.shape
     pieces = triton.cdiv(size, PIECE)
     bests = torch.empty((lines, pieces), dtype=torch.float32, device=scores.device)
     places = torch.empty((lines, pieces), dtype=torch.int32, device=scores.device)
-    stride, room = scores.stride(0), triton.next_power_of_2(pieces)
+    stride = scores.stride(0)
     _best_of_piece[(lines, pieces)](scores, bests, places, stride, size, PIECE=PIECE, num_warps=4, **overlap())
-    _best_of_line[(lines,)](bests, places, rows, last_token, out, best, pieces, ROOM=room, num_warps=1, **overlap())
+    return bests, places
+
+
+def best_of_line(
+    bests: Tensor, places: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor | None = None
+) -> None:
+    """The place of the highest of each line's pieces into `out`, and into last_token at the line's row, unless that is
+    below 0; its score into `best`, if given."""
+    lines, pieces = bests.shape
+    _best_of_line[(lines,)](
+        bests, places, rows, last_token, out, bests if best is None else best, pieces,
+        ROOM=triton.next_power_of_2(pieces), TELLS=best is not None, num_warps=1, **overlap(),
+    )  # fmt: skip
+
+
+def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
+    """The first of the highest scores of every line: its token into `out` (int32), its score into `best` (float32),
+    and the token into last_token at the line's row, unless that is below 0. A line with NaN has the best infinity."""
+    bests, places = best_of_pieces(scores)
+    best_of_line(bests, places, rows, last_token, out, best)

@@ -1,0 +1,177 @@
+"""One token for every line of scores: temperature, top_k, top_p and min_p, without sorting and without the host.
+
+A filter keeps the tokens whose score is at least some bound, so equal scores are kept or lost together. The bound is
+searched among the bit patterns of the scores' own type, in the order of their values: each round asks 16 bounds at
+once how many tokens, or how much of the mass, reach them, and the highest that still has enough gives four bits more.
+
+    best of pieces, of line ─► rounds for top_k ─► rounds for top_p ─► best of pieces with noise, of line
+
+Noise is that of runner/draws.py: a function of a line's two keys and of the token. A line of temperature 0 takes the
+likeliest. Sums run in an order of their own line alone. The plain meaning is runner/sampler.py. Knows tensors only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from shoal.kernels.triton.launch import overlap, settle
+from shoal.kernels.triton.step import PIECE, best_of_line, best_of_pieces
+from shoal.kernels.wants import Filters
+
+BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}  # of a float32 that values of a type can differ in
+TILE = 512
+
+
+@triton.jit
+def _key(score, BITS: tl.constexpr):
+    """Whole numbers in the order of the scores."""
+    score = tl.where(score == 0, 0.0, score)  # -0 is as likely as 0
+    bits = score.to(tl.uint32, bitcast=True)
+    bits = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000) >> (32 - BITS)
+    return bits.to(tl.int64) if BITS == 32 else bits.to(tl.int32)
+
+
+@triton.jit
+def _want(wants, w_row, line):
+    """(temperature, min_p, top_k, top_p) of a line, as kernels/wants.py orders them."""
+    temperature = tl.load(wants + 3 * w_row + line).to(tl.float32, bitcast=True)
+    min_p = tl.load(wants + 4 * w_row + line).to(tl.float32, bitcast=True)
+    top_p = tl.load(wants + 6 * w_row + line).to(tl.float32, bitcast=True)
+    return temperature, min_p, tl.load(wants + 5 * w_row + line), top_p
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _narrow(
+    scores, bests, tops, wants, w_row, lows, sums, s_row, size, pieces, shift,
+    BY_MASS: tl.constexpr, BITS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """How many tokens, or how much mass, of one piece reach each of the 16 bounds of this round."""
+    settle(OVERLAP)
+    line, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, _, top_k, top_p = _want(wants, w_row, line)
+    wanted = (top_p < 1) if BY_MASS else (top_k > 0)
+    if (temperature > 0) & wanted:
+        least = tl.load(lows + 2 * line)  # of top_k: 0 as long as nothing is known
+        low = least
+        if BY_MASS:
+            low = tl.load(lows + 2 * line + 1)
+        j = tl.arange(0, 16)
+        bounds = low + (j.to(low.dtype) << shift)
+        total = tl.zeros([TILE, 16], tl.float32)
+        if _key(tl.load(bests + line * pieces + piece), BITS) >= low:
+            top = tl.load(tops + line)
+            for first in range(0, PIECE, TILE):
+                i = piece * PIECE + first + tl.arange(0, TILE)
+                score = tl.load(scores + line * s_row + i, mask=i < size, other=float("-inf")).to(tl.float32)
+                key = _key(score, BITS)
+                weight = tl.where(i < size, 1.0, 0.0)
+                if BY_MASS:
+                    weight = tl.exp(tl.div_rn(score - top, temperature))
+                    weight = tl.where((i < size) & (key >= least), weight, 0.0)
+                total += tl.where(key[:, None] >= bounds[None, :], weight[:, None], 0.0)
+        tl.store(sums + (line * pieces + piece) * 16 + j, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _choose(
+    wants, w_row, lows, sums, masses, size, pieces, shift,
+    BY_MASS: tl.constexpr, BITS: tl.constexpr, ROOM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The highest of the 16 bounds that enough tokens, or enough of the mass, reach."""
+    settle(OVERLAP)
+    line = tl.program_id(0).to(tl.int64)
+    temperature, _, top_k, top_p = _want(wants, w_row, line)
+    wanted = (top_p < 1) if BY_MASS else (top_k > 0)
+    if (temperature > 0) & wanted:
+        p, j = tl.arange(0, ROOM), tl.arange(0, 16)
+        part = tl.load(sums + (line * pieces + p)[:, None] * 16 + j[None, :], mask=(p < pieces)[:, None], other=0.0)
+        reach = tl.sum(part, 0)
+        at = lows + 2 * line
+        if BY_MASS:
+            at += 1
+            if shift == BITS - 4:  # the first round: everything reaches its lowest bound
+                tl.store(masses + line, tl.max(reach, 0))
+                enough = reach >= top_p * tl.max(reach, 0)
+            else:
+                enough = reach >= top_p * tl.load(masses + line)
+        else:
+            enough = reach >= tl.minimum(top_k, size).to(tl.float32)
+        digit = tl.max(tl.where(enough, j, 0), 0).to(lows.dtype.element_ty)
+        tl.store(at, tl.load(at) + (digit << shift))
+
+
+@triton.jit
+def _scramble(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _noise(first, second, ids):
+    """As runner/draws.py says. The logarithm must be exact near 1, where the noise of the winners comes from."""
+    mixed = _scramble(ids.to(tl.uint32) * 0x9E3779B1 + first)
+    mixed = _scramble(mixed ^ second)
+    uniform = ((mixed >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    return -libdevice.log(-libdevice.log(uniform))
+
+
+@triton.jit
+def _noisy_piece(
+    scores, tops, wants, w_row, lows, bests, places, s_row, size, pieces,
+    BITS: tl.constexpr, PIECE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The best of one piece, with noise, among those that the filters leave; nothing changes where none is drawn."""
+    settle(OVERLAP)
+    line, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, min_p, _, _ = _want(wants, w_row, line)
+    if temperature > 0:
+        i = piece * PIECE + tl.arange(0, PIECE)
+        score = tl.load(scores + line * s_row + i, mask=i < size, other=float("-inf")).to(tl.float32)
+        top = tl.load(tops + line)
+        scaled = tl.div_rn(score - top, temperature)
+        key = _key(score, BITS)
+        keep = (key >= tl.load(lows + 2 * line)) & (key >= tl.load(lows + 2 * line + 1))  # 0: no such filter
+        keep = keep & (scaled >= libdevice.log(min_p))
+        keep = (keep | (score == top)) & (i < size)
+        first = tl.load(wants + w_row + line).to(tl.uint32, bitcast=True)
+        second = tl.load(wants + 2 * w_row + line).to(tl.uint32, bitcast=True)
+        noisy = tl.where(keep, scaled + _noise(first, second, i), float("-inf"))
+        best, place = tl.max(noisy, 0, return_indices=True)
+        tl.store(bests + line * pieces + piece, best)
+        tl.store(places + line * pieces + piece, piece * PIECE + place)
+
+
+def draw(scores: Tensor, wants: Tensor, last_token: Tensor, out: Tensor, best: Tensor, filters: Filters) -> None:
+    """A token of every line into `out` (int32), its line's highest score into `best` (float32), and the token into
+    last_token at the line's row, unless that is below 0. `wants` is the table of
+    kernels/wants.py. A line with NaN has the best infinity."""
+    lines, size = scores.shape
+    pieces = triton.cdiv(size, PIECE)
+    bits = BITS[scores.dtype]
+    device, s_row, w_row = scores.device, scores.stride(0), wants.stride(0)
+    bests, places = best_of_pieces(scores)
+    best_of_line(bests, places, wants[0], last_token, out, best)
+    lows = torch.zeros((lines, 2), dtype=torch.int64 if bits == 32 else torch.int32, device=device)  # bounds so far
+    sums = torch.empty((lines, pieces, 16), dtype=torch.float32, device=device)
+    masses = torch.empty(lines, dtype=torch.float32, device=device)
+    room = triton.next_power_of_2(pieces)
+    grid = (lines, pieces)
+    searches = [by_mass for by_mass, wanted in ((False, filters.top_k), (True, filters.top_p)) if wanted]
+    for by_mass in searches:
+        for shift in range(bits - 4, -4, -4):
+            _narrow[grid](
+                scores, bests, best, wants, w_row, lows, sums, s_row, size, pieces, shift, BY_MASS=by_mass, BITS=bits,
+                PIECE=PIECE, TILE=TILE, num_warps=4, **overlap(),
+            )  # fmt: skip
+            _choose[(lines,)](
+                wants, w_row, lows, sums, masses, size, pieces, shift, BY_MASS=by_mass, BITS=bits, ROOM=room,
+                num_warps=4, **overlap(),
+            )  # fmt: skip
+    _noisy_piece[grid](
+        scores, best, wants, w_row, lows, bests, places, s_row, size, pieces, BITS=bits, PIECE=PIECE, num_warps=4,
+        **overlap(),
+    )  # fmt: skip
+    best_of_line(bests, places, wants[0], last_token, out)
