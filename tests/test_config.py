@@ -164,6 +164,6 @@ def test_a_preset_with_other_settings_can_be_compared() -> None:
 def test_what_a_pass_holds_depends_on_the_device_unless_told() -> None:
     config = EngineConfig()
     assert (config.settled("cpu").slots, config.settled("cpu").pass_tokens) == (64, 512)
-    assert (config.settled("cuda").slots, config.settled("cuda").pass_tokens) == (256, 8192)
+    assert (config.settled("cuda").slots, config.settled("cuda").pass_tokens) == (512, 2048)
     told = EngineConfig(max_num_seqs=3, max_num_batched_tokens=70)
     assert told.settled("cuda") == told

@@ -89,8 +89,8 @@ IMPOSSIBLE: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
 SERVED_QUEUE = 1024  # max_queue of a server, unless told otherwise: it does not choose who comes
 LONGEST_WAIT_S = 1e8  # three years
 # what a pass holds, unless told otherwise
-SLOTS = {"cpu": 64, "cuda": 256}
-PASS_TOKENS = {"cpu": 512, "cuda": 8192}
+SLOTS = {"cpu": 64, "cuda": 512}
+PASS_TOKENS = {"cpu": 512, "cuda": 2048}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -144,8 +144,8 @@ class EngineConfig(Options):
     device: str = option("auto", "auto, cpu or cuda", group="model")
     chat_template: str | None = option(None, "file with a chat template instead of the model's own", group="model")
     max_model_len: int | None = option(None, "most tokens of one sequence; default: the model's own", parse=int)
-    max_num_seqs: int | None = option(None, "most requests in one pass; default: 64, on a GPU 256", parse=int)
-    max_num_batched_tokens: int | None = option(None, "most tokens in one pass; default: 512, on a GPU 8192", parse=int)
+    max_num_seqs: int | None = option(None, "most requests in one pass; default: 64, on a GPU 512", parse=int)
+    max_num_batched_tokens: int | None = option(None, "most tokens in one pass; default: 512, on a GPU 2048", parse=int)
     block_size: int = option(16, "tokens in one KV block", parse=int, group="memory")
     kv_memory: int | None = option(
         None,

@@ -1,8 +1,9 @@
 """One token for every line of scores: temperature, top_k, top_p and min_p, without sorting and without the host.
 
 A filter keeps the tokens whose score is at least some bound, so equal scores are kept or lost together. The bound is
-searched among the bit patterns of the scores' own type, in the order of their values: each round asks 16 bounds at
-once how many tokens, or how much of the mass, reach them, and the highest that still has enough gives four bits more.
+searched among the bit patterns of the scores' own type, in the order of their values: each round asks four bounds at
+once how many tokens, or how much of the mass, reach them, and the highest that still has enough gives two bits more.
+Pieces whose best is below what is known already are not read again.
 
     best of pieces, of line ─► rounds for top_k ─► rounds for top_p ─► best of pieces with noise, of line
 
@@ -21,7 +22,7 @@ from shoal.kernels.triton.step import PIECE, best_of_line, best_of_pieces
 from shoal.kernels.wants import Filters
 
 BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}  # of a float32 that values of a type can differ in
-TILE = 512
+TILE = 1024
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def _narrow(
     scores, bests, tops, wants, w_row, lows, sums, s_row, size, pieces, shift,
     BY_MASS: tl.constexpr, BITS: tl.constexpr, PIECE: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens, or how much mass, of one piece reach each of the 16 bounds of this round."""
+    """How many tokens, or how much mass, of one piece reach each of the four bounds of this round."""
     settle(OVERLAP)
     line, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, _, top_k, top_p = _want(wants, w_row, line)
@@ -57,21 +58,30 @@ def _narrow(
         low = least
         if BY_MASS:
             low = tl.load(lows + 2 * line + 1)
-        j = tl.arange(0, 16)
-        bounds = low + (j.to(low.dtype) << shift)
-        total = tl.zeros([TILE, 16], tl.float32)
+        step = tl.full([], 1, low.dtype) << shift
+        first = tl.zeros([TILE], tl.float32)
+        second = tl.zeros([TILE], tl.float32)
+        third = tl.zeros([TILE], tl.float32)
+        fourth = tl.zeros([TILE], tl.float32)
         if _key(tl.load(bests + line * pieces + piece), BITS) >= low:
             top = tl.load(tops + line)
-            for first in range(0, PIECE, TILE):
-                i = piece * PIECE + first + tl.arange(0, TILE)
+            for start in range(0, PIECE, TILE):
+                i = piece * PIECE + start + tl.arange(0, TILE)
                 score = tl.load(scores + line * s_row + i, mask=i < size, other=float("-inf")).to(tl.float32)
                 key = _key(score, BITS)
                 weight = tl.where(i < size, 1.0, 0.0)
                 if BY_MASS:
                     weight = tl.exp(tl.div_rn(score - top, temperature))
                     weight = tl.where((i < size) & (key >= least), weight, 0.0)
-                total += tl.where(key[:, None] >= bounds[None, :], weight[:, None], 0.0)
-        tl.store(sums + (line * pieces + piece) * 16 + j, tl.sum(total, 0))
+                first += tl.where(key >= low, weight, 0.0)
+                second += tl.where(key >= low + step, weight, 0.0)
+                third += tl.where(key >= low + 2 * step, weight, 0.0)
+                fourth += tl.where(key >= low + 3 * step, weight, 0.0)
+        at = sums + (line * pieces + piece) * 4
+        tl.store(at, tl.sum(first, 0))
+        tl.store(at + 1, tl.sum(second, 0))
+        tl.store(at + 2, tl.sum(third, 0))
+        tl.store(at + 3, tl.sum(fourth, 0))
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -79,19 +89,19 @@ def _choose(
     wants, w_row, lows, sums, masses, size, pieces, shift,
     BY_MASS: tl.constexpr, BITS: tl.constexpr, ROOM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The highest of the 16 bounds that enough tokens, or enough of the mass, reach."""
+    """The highest of the four bounds that enough tokens, or enough of the mass, reach."""
     settle(OVERLAP)
     line = tl.program_id(0).to(tl.int64)
     temperature, _, top_k, top_p = _want(wants, w_row, line)
     wanted = (top_p < 1) if BY_MASS else (top_k > 0)
     if (temperature > 0) & wanted:
-        p, j = tl.arange(0, ROOM), tl.arange(0, 16)
-        part = tl.load(sums + (line * pieces + p)[:, None] * 16 + j[None, :], mask=(p < pieces)[:, None], other=0.0)
+        p, j = tl.arange(0, ROOM), tl.arange(0, 4)
+        part = tl.load(sums + (line * pieces + p)[:, None] * 4 + j[None, :], mask=(p < pieces)[:, None], other=0.0)
         reach = tl.sum(part, 0)
         at = lows + 2 * line
         if BY_MASS:
             at += 1
-            if shift == BITS - 4:  # the first round: everything reaches its lowest bound
+            if shift == BITS - 2:  # the first round: everything reaches its lowest bound
                 tl.store(masses + line, tl.max(reach, 0))
                 enough = reach >= top_p * tl.max(reach, 0)
             else:
@@ -139,6 +149,7 @@ def _noisy_piece(
         first = tl.load(wants + w_row + line).to(tl.uint32, bitcast=True)
         second = tl.load(wants + 2 * w_row + line).to(tl.uint32, bitcast=True)
         noisy = tl.where(keep, scaled + _noise(first, second, i), float("-inf"))
+        noisy = tl.where(noisy != noisy, float("-inf"), noisy)  # else a place beyond the scores might win
         best, place = tl.max(noisy, 0, return_indices=True)
         tl.store(bests + line * pieces + piece, best)
         tl.store(places + line * pieces + piece, piece * PIECE + place)
@@ -155,13 +166,13 @@ def draw(scores: Tensor, wants: Tensor, last_token: Tensor, out: Tensor, best: T
     bests, places = best_of_pieces(scores)
     best_of_line(bests, places, wants[0], last_token, out, best)
     lows = torch.zeros((lines, 2), dtype=torch.int64 if bits == 32 else torch.int32, device=device)  # bounds so far
-    sums = torch.empty((lines, pieces, 16), dtype=torch.float32, device=device)
+    sums = torch.empty((lines, pieces, 4), dtype=torch.float32, device=device)
     masses = torch.empty(lines, dtype=torch.float32, device=device)
     room = triton.next_power_of_2(pieces)
     grid = (lines, pieces)
     searches = [by_mass for by_mass, wanted in ((False, filters.top_k), (True, filters.top_p)) if wanted]
     for by_mass in searches:
-        for shift in range(bits - 4, -4, -4):
+        for shift in range(bits - 2, -2, -2):
             _narrow[grid](
                 scores, bests, best, wants, w_row, lows, sums, s_row, size, pieces, shift, BY_MASS=by_mass, BITS=bits,
                 PIECE=PIECE, TILE=TILE, num_warps=4, **overlap(),
