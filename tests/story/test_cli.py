@@ -196,6 +196,18 @@ def test_help_shows_an_example(capsys: Capture, command: list[str]) -> None:
     assert "--block-size" in out
 
 
+def test_a_reader_that_has_left_is_no_error_to_talk_about() -> None:
+    """As in `shoal top | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "shoal", "key", "somebody"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == 141
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
 def test_help_of_the_whole_names_the_commands(capsys: Capture) -> None:
     assert code_of(["--help"]) == 0
     out = capsys.readouterr().out

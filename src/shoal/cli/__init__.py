@@ -5,6 +5,7 @@ Owns flags, printing and exit codes. Every command has --help with an example an
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,13 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         level = getattr(args, "log_level", "warning").upper()
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
         run: Command = args.run
-        return run(args)
+        code = run(args)
+        sys.stdout.flush()  # here, where a reader that has left is no surprise
+        return code
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as in `shoal top | head`; the interpreter must not try to write the rest at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # what a shell shows for a program that the same mishap ends
 
 
 def make_parser() -> argparse.ArgumentParser:
