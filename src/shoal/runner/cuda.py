@@ -10,7 +10,7 @@ The padded layout is computed as on any device. Knows rows, not requests.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -313,26 +313,28 @@ def rehearse(
     store = KVStore(model.spec, 1, block_size, dtype, "cuda")
     model.reserve_positions(tokens)  # before there are threads that would do it
 
-    def compute(rows: int, count: int, params: SamplingParams) -> None:
+    def compute(rows: int, count: int, params: Sequence[SamplingParams]) -> None:
         executor = CudaExecutor(Runner(model, store, rows, count, "cuda"), rows * count)
         executor.forward(_made_up(rows, count, params, block_size))
         executor.sample(None)
         executor.result()
         executor.close()
 
-    batches = sorted({*(count for count in REHEARSED if count < lines), lines})
-    works = [(1, tokens, ALL), (lines, 1, ALL), (lines, 1, FILTERED)]
-    works += [(count, 1, GREEDY) for count in batches]
+    works = [(1, tokens, [ALL]), (lines, 1, [FILTERED, ALL])]
+    works += [(count, 1, [GREEDY]) for count in sorted({min(count, lines) for count in REHEARSED})]
     with ThreadPoolExecutor(thread_name_prefix="rehearse") as pool:
         begun = [pool.submit(compute, *work) for work in works]
         for one in tqdm(begun, desc="kernels", unit="pass", disable=not progress, leave=False):
             one.result()
 
 
-def _made_up(rows: int, count: int, params: SamplingParams, block_size: int) -> StepPlan:
-    """The first `count` positions of so many rows, all in block 0."""
+def _made_up(rows: int, count: int, params: Sequence[SamplingParams], block_size: int) -> StepPlan:
+    """The first `count` positions of so many rows, all in block 0; the last params are those of all further rows."""
     blocks = (0,) * -(-count // block_size)
-    starting = [RowStart(row, 0, (0,) * count, count, params, 0, 0, frozenset(), blocks, False) for row in range(rows)]
+    starting = [
+        RowStart(row, 0, (0,) * count, count, params[min(row, len(params) - 1)], 0, 0, frozenset(), blocks, False)
+        for row in range(rows)
+    ]
     zeros, ones = np.zeros(rows, dtype=np.int64), np.ones(rows, dtype=np.int64)
     tokens = np.zeros(rows * count, dtype=np.int64)
     grown = np.empty((0, 3), dtype=np.int64)
