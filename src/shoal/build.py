@@ -124,7 +124,7 @@ def assemble(
     runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
     # a pass too many for each answer costs a CPU more than it gains: planning takes no time beside computing there
     depth = config.depth or (2 if device == "cuda" else 1)
-    executor = make_executor(runner, config)
+    executor = make_executor(runner, config, progress)
     loop = EngineLoop(Engine(scheduler), executor, clock or WallClock(), depth=depth, check=config.check)
     return Built(
         config=config,
@@ -141,12 +141,14 @@ def assemble(
     )
 
 
-def make_executor(runner: Runner, config: EngineConfig) -> Executor:
+def make_executor(runner: Runner, config: EngineConfig, progress: bool = False) -> Executor:
     """Passes on a thread of their own; on a GPU, which needs none, on a stream."""
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 
-        return CudaExecutor(runner, config.pass_tokens)
+        executor = CudaExecutor(runner, config.pass_tokens)
+        executor.prepare(config.slots, progress)
+        return executor
     return ThreadedExecutor(runner)
 
 

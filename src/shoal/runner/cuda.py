@@ -105,6 +105,21 @@ class CudaExecutor:
         self._begun: Begun | None = None
         self._waiting: deque[Waiting] = deque()
 
+    def prepare(self, most: int, progress: bool = False) -> None:
+        """Record the graphs of all decodes of up to `most` rows, for nobody, and before anybody waits for one.
+
+        The others (beside prompts, with a long past, with filters) are too many: they are recorded when they come.
+        """
+        sizes = [size for size in LINES if size <= min(most, self._lines)]
+        with self._here():
+            for size in tqdm(sizes, desc="graphs", unit="graph", disable=not progress, leave=False):
+                room = Room(size, size, 0, size)
+                work = partial(self._body, self._send(NOTHING, room), room)
+                for _ in range(2):  # as it is, then recorded
+                    self.graphs.run(room, work)
+                    self.graphs.run(("head", size, None), partial(self._head, size, None))
+        self.stream.synchronize()
+
     @contextmanager
     def _here(self) -> Iterator[None]:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
@@ -293,6 +308,10 @@ class CudaExecutor:
         self.stream.synchronize()
         self.runner.copier.close()
         self.graphs.clear()
+
+
+_NONE = np.empty(0, dtype=np.int64)
+NOTHING = StepPlan(0, (), np.empty((0, 3), dtype=np.int64), _NONE, _NONE, _NONE, _NONE, _NONE > 0, _NONE)
 
 
 def _now() -> torch.cuda.Event:
