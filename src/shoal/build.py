@@ -23,6 +23,8 @@ from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.kernels.cpu import make as make_cpu_kernels
+from shoal.kernels.cpu.threads import choose_threads
 from shoal.kv.manager import KVManager
 from shoal.models import Model, make_model
 from shoal.models.spec import ModelSpec, spec_from_config
@@ -89,9 +91,12 @@ def build(
 
 def load(config: EngineConfig, progress: bool = False) -> Loaded:
     """The model: files, tokenizer and weights."""
+    device = pick_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = pick_device(config.device)
+    elif device == "cpu":
+        threads = choose_threads(make_cpu_kernels(config.cpu_kernels))
+        log.info("computing with %d threads", threads)
     if config.quantization != "none" and device != "cpu":
         raise BadConfig(f"quantization {config.quantization} is for CPUs; leave it out on a GPU, or use --device cpu")
     files = find_model(config.model)

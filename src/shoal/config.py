@@ -233,7 +233,9 @@ class EngineConfig(Options):
     depth: int | None = option(
         None, "passes in flight: 2 plans the next while one computes; default: 2 on a GPU, 1 on a CPU", parse=int
     )
-    threads: int | None = option(None, "CPU threads for torch; default: torch's own choice", parse=int)
+    threads: int | None = option(
+        None, "CPU threads; default: the CPUs or cores that may be used, whichever is faster", parse=int
+    )
     cpu_kernels: str = option(
         "auto",
         "instruction set of the C kernels on a CPU; off: plain torch; auto: the best there is",

@@ -16,7 +16,7 @@ def add_doctor(commands: Any) -> None:
         run_doctor,
     )
     parser.add_argument("--cpu-kernels", default="auto", help="of this instruction set (default: auto)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: as an engine would choose)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -1,0 +1,85 @@
+"""How many threads a CPU computes with: what the machine lets us use, and among what could be best, what is.
+
+    all logical CPUs we may run on ─┐
+    one thread for each core  ──────┼─► those no larger than the share of time that a container gives us ─► the fastest
+    the share of time itself ───────┘
+
+Where that leaves one number, nothing is measured: another program that is busy right now must not decide for hours.
+Knows Linux's files about CPUs; elsewhere torch's own choice stays. Does not know models.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from shoal.kernels.cpu.plain import CpuOps
+
+ROWS = (1, 16)  # tokens of a pass with one request, and with some
+WORTH = 0.95  # fewer threads must take at most this share of the time
+TOPOLOGY = Path("/sys/devices/system/cpu")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def possible_threads(cpus: Sequence[int], siblings: Callable[[int], str | None], quota: float | None) -> list[int]:
+    """Numbers of threads that could be best, most first.
+
+    >>> possible_threads([0, 1, 2, 3], lambda cpu: str(cpu % 2), None)  # two cores of two threads each
+    [4, 2]
+    >>> possible_threads([0, 1, 2, 3], str, 2.5)  # four cores, but time for two and a half
+    [3]
+    """
+    groups = {siblings(cpu) or str(cpu) for cpu in cpus}
+    most = len(cpus) if quota is None else max(1, min(len(cpus), -int(-quota // 1)))
+    return sorted({min(most, len(cpus)), min(most, len(groups))}, reverse=True)
+
+
+def choose_threads(ops: CpuOps) -> int:
+    """Sets torch's number of threads, and says it; OMP_NUM_THREADS is obeyed."""
+    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
+        return torch.get_num_threads()
+    possible = possible_threads(sorted(os.sched_getaffinity(0)), _siblings, _quota())
+    best = possible[0]
+    if len(possible) > 1:
+        times = {count: _seconds(ops, count) for count in possible}
+        for count in possible[1:]:
+            if times[count] < WORTH * times[best]:
+                best = count
+    torch.set_num_threads(best)
+    return best
+
+
+def _siblings(cpu: int) -> str | None:
+    """The logical CPUs of the same core."""
+    try:
+        return (TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return None
+
+
+def _quota() -> float | None:
+    """CPUs' worth of time that a container may use."""
+    try:
+        quota, period = QUOTA.read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def _seconds(ops: CpuOps, threads: int) -> float:
+    """Of some linear layers, 64 MiB of weights in all, for few tokens and for more."""
+    torch.set_num_threads(threads)
+    weights = [torch.full((4096, 2048), 0.5, dtype=torch.bfloat16) for _ in range(4)]
+    total = 0.0
+    for rows in ROWS:
+        x = torch.full((rows, 2048), 0.5)
+        taken = []
+        for _ in range(4):
+            begun = time.perf_counter()
+            for weight in weights:
+                ops.linear(x, weight, None)
+            taken.append(time.perf_counter() - begun)
+        total += min(taken)
+    return total
