@@ -1,4 +1,4 @@
-/* The CPU kernels: linear layers, ragged paged attention, norms, rotation with KV writes, SwiGLU, the likeliest token.
+/* The CPU kernels: linear layers, ragged paged attention, norms, rotation with KV writes, SwiGLU, choosing tokens.
  *
  * Plain C with vectors of the compiler's own (gcc, clang), so one text serves NEON, AVX2, AVX-512 and machines without
  * any of them: compile it with the flags of the machine. The meaning of every function is that of kernels/ref.py.
@@ -1036,3 +1036,336 @@ API int shoal_layers(const Layer *layers, long count, const Pass *p) {
 
 API int shoal_lanes(void) { return LANES; }
 API int shoal_has_float16(void) { return HAS_FLOAT16; }
+
+/* ---------------------------------------------------------------- choosing tokens
+ *
+ * For every line of scores: bias, penalties, forbidden ends and a grammar's mask; the likeliest token, or a draw after
+ * temperature, top_k, top_p and min_p. The meaning is that of runner/sampler.py, the noise that of runner/draws.py.
+ *
+ * A token is drawn as the largest of score + noise, so most tokens need no noise: those whose score is so far below the
+ * largest sum found so far that no noise brings them there. The noise itself is worked out for the few that are left, with
+ * logarithms in double precision rounded to float32 where torch rounds: the same on every machine, and within a unit in
+ * the last place of what a float32 logarithm gives elsewhere. Nothing is sorted: a filter is a least score, found by
+ * counting what lies above it in ever finer buckets. */
+
+typedef struct {
+  /* of every row of the sampler's tables */
+  const float *temperature, *top_p, *min_p;
+  const int64_t *top_k, *seed, *sample, *first_free_end;
+  const int64_t *bias_first, *bias_count, *ends_first, *ends_count; /* stretches of the lists below */
+  const int64_t *line;                                              /* of what was seen and said, or -1 */
+  const float *repetition, *frequency, *presence;
+  /* of all rows together */
+  const int64_t *bias_ids, *ends_ids;
+  const float *bias_amounts;
+  /* [lines, vocabulary] */
+  uint8_t *seen; /* in the prompt or the output */
+  float *said;   /* how often in the output */
+} Sampling;
+
+typedef struct {
+  const Sampling *state;
+  const float *scores;
+  const int64_t *rows, *positions; /* of each line of scores */
+  const int64_t *mask_of;          /* of each line: which of the masks, or -1; none: no line has one */
+  const uint32_t *masks;           /* a bit for each token that is allowed */
+  int64_t *tokens;
+  float *best;
+  long n;
+} Choice;
+
+enum { BUCKETS = 2048, STRETCH = 64 };
+static const float MOST_NOISE = 16.64f; /* no token gets more: -log(-log(1 - 2^-24)) is 16.6355 */
+
+INLINE int any(ints where) {
+  uint64_t parts[LANES / 2], found = 0;
+  memcpy(parts, &where, sizeof parts);
+  for (int i = 0; i < LANES / 2; i++) found |= parts[i];
+  return found != 0;
+}
+
+/* a + b x c, rounded twice, as torch does */
+INLINE float add_rounded(float a, float b, float c) {
+  float product = b * c;
+  __asm__("" : "+m"(product)); /* else the compiler makes one operation of it, which rounds once */
+  return a + product;
+}
+
+static uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+static uint64_t draw_key(int64_t seed, int64_t sample, int64_t position) {
+  const uint64_t golden = 0x9E3779B97F4A7C15u;
+  uint64_t key = mix64((uint64_t)seed + golden) ^ (uint64_t)sample;
+  key = mix64(key + golden) ^ (uint64_t)position;
+  return mix64(key + golden);
+}
+
+INLINE words scramble(words x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+/* 23 random bits for each of LANES ids */
+INLINE words random_bits(words ids, uint64_t key) {
+  words mixed = scramble(ids * 0x9E3779B1u + (uint32_t)key);
+  return scramble(mixed ^ (uint32_t)(key >> 32)) >> 9;
+}
+
+static float noise_of(uint32_t bits) {
+  float uniform = ((float)bits + 0.5f) * 0x1p-23f;
+  float inner = (float)-log((double)uniform);
+  return (float)-log((double)inner);
+}
+
+/* No noise of these bits is larger, and none smaller by more than 0.07 where it matters: -log(u) is at least 1 - u, and
+ * the bits of a float, read as a number, are a lower bound of its logarithm. */
+INLINE floats noise_bound(words bits) {
+  floats rest = all(8388607.5f) - __builtin_convertvector((ints)bits, floats); /* (1 - u) x 2^23 */
+  return all(150.0f * 0.69314718f + 1e-3f) - __builtin_convertvector((ints)rest, floats) * all(0.69314718f * 0x1p-23f);
+}
+
+typedef struct {
+  float top, temperature, least; /* the best score; the least score that stays, after temperature and below the best */
+  uint64_t key;
+  float sum; /* score and noise of the token chosen so far */
+  long token;
+} Draw;
+
+INLINE void try_one(Draw *d, const float *x, long id, uint32_t bits) {
+  float scaled = (x[id] - d->top) / d->temperature;
+  if (!(scaled >= d->least)) return;
+  float sum = scaled + noise_of(bits);
+  if (sum > d->sum || (sum == d->sum && id < d->token)) d->sum = sum, d->token = id;
+}
+
+/* what a score must be above the best (it is below: negative) to have a chance; rounding may let in a few more */
+INLINE float gate(const Draw *d) {
+  float lowest = d->sum - MOST_NOISE > d->least ? d->sum - MOST_NOISE : d->least;
+  return d->temperature * (lowest - 1e-5f * fabsf(lowest) - 1e-5f);
+}
+
+static void draw_one(Draw *d, const float *x, long n, long likeliest) {
+  words lanes;
+  for (int i = 0; i < LANES; i++) lanes[i] = i;
+  d->sum = -INFINITY, d->token = likeliest;
+  try_one(d, x, likeliest, random_bits(lanes - lanes + (uint32_t)likeliest, d->key)[0]);
+  float enough = gate(d);
+  long i = 0;
+  for (; i + STRETCH <= n; i += STRETCH) {
+    ints hopeful = {0};
+#pragma GCC unroll 16
+    for (int j = 0; j < STRETCH; j += LANES) hopeful |= load(x + i + j) - all(d->top) >= all(enough);
+    if (!any(hopeful)) continue;
+    for (int j = 0; j < STRETCH; j += LANES) {
+      floats above = load(x + i + j) - all(d->top);
+      if (!any(above >= all(enough))) continue;
+      words bits = random_bits(lanes + (uint32_t)(i + j), d->key);
+      ints chance = above / all(d->temperature) + noise_bound(bits) >= all(d->sum);
+      if (!any(chance)) continue;
+      for (int lane = 0; lane < LANES; lane++)
+        if (chance[lane]) try_one(d, x, i + j + lane, bits[lane]);
+      enough = gate(d);
+    }
+  }
+  for (; i < n; i++)
+    if (x[i] - d->top >= enough) try_one(d, x, i, random_bits(lanes - lanes + (uint32_t)i, d->key)[0]);
+}
+
+/* The smallest of the values with less than `limit` strictly above it, counted by weights (none: each counts one). The
+ * values are not above 0; both lists are lost. */
+static float smallest_within(float *values, float *weights, long count, double limit, double *buckets) {
+  static const int shifts[] = {20, 10, 0};
+  double above = 0;
+  uint32_t key = 0;
+  for (int level = 0; level < 3; level++) {
+    int shift = shifts[level];
+    uint32_t within = level ? 1023 : BUCKETS - 1, first = BUCKETS, last = 0, chosen;
+    memset(buckets, 0, sizeof(double) * (within + 1));
+    for (long i = 0; i < count; i++) {
+      uint32_t bits;
+      memcpy(&bits, values + i, 4);
+      uint32_t bucket = (bits & 0x7fffffff) >> shift & within; /* without the sign: larger is less likely */
+      buckets[bucket] += weights ? weights[i] : 1;
+      first = bucket < first ? bucket : first, last = bucket > last ? bucket : last;
+    }
+    chosen = first;
+    double sum = above;
+    for (uint32_t bucket = first; bucket <= last && sum < limit; bucket++) {
+      if (!(buckets[bucket] > 0)) continue;
+      chosen = bucket, above = sum;
+      sum += buckets[bucket];
+    }
+    key |= chosen << shift;
+    long kept = 0;
+    for (long i = 0; i < count; i++) {
+      uint32_t bits;
+      memcpy(&bits, values + i, 4);
+      if (((bits & 0x7fffffff) >> shift & within) != chosen) continue;
+      values[kept] = values[i];
+      if (weights) weights[kept] = weights[i];
+      kept++;
+    }
+    count = kept;
+  }
+  float found;
+  memcpy(&found, &key, 4);
+  return -found;
+}
+
+/* those of the values that are at least `cut`, in order; forbidden ones never are */
+static long those_from(float *to, const float *from, long n, float cut) {
+  long count = 0, i = 0;
+  cut = cut > -3e38f ? cut : -3e38f;
+  for (; i + LANES <= n; i += LANES) {
+    if (!any(load(from + i) >= all(cut))) continue;
+    for (int lane = 0; lane < LANES; lane++)
+      if (from[i + lane] >= cut) to[count++] = from[i + lane];
+  }
+  for (; i < n; i++)
+    if (from[i] >= cut) to[count++] = from[i];
+  return count;
+}
+
+/* powers of e, and their sum */
+static double weigh(float *to, const float *values, long n) {
+  double total = 0;
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    floats weights = exponential(load(values + i));
+    store(to + i, weights);
+    total += sum(weights);
+  }
+  for (; i < n; i++) total += to[i] = exponential_one(values[i]);
+  return total;
+}
+
+/* The least score that top_k and top_p leave. Room: three times the vocabulary, and the buckets. */
+static float ranked(const Draw *d, const float *x, long n, long k, float p, float *room, double *buckets) {
+  float *scaled = room, *values = room + n, *weights = room + 2 * n, least = -INFINITY;
+  long i = 0, stretches = 0, count = 0;
+  for (; i + STRETCH <= n; i += STRETCH) {
+    floats most = all(-INFINITY);
+#pragma GCC unroll 16
+    for (int j = 0; j < STRETCH; j += LANES) {
+      floats here = (load(x + i + j) - all(d->top)) / all(d->temperature);
+      store(scaled + i + j, here);
+      most = choose(here > most, here, most);
+    }
+    weights[stretches++] = largest(most);
+  }
+  for (; i < n; i++) scaled[i] = (x[i] - d->top) / d->temperature;
+  double mass = 0;
+  int cut_by_rank = k > 0 && k < n;
+  if (cut_by_rank) {
+    /* k stretches have a value as large as the k-th largest of their largest ones: so have at least k values */
+    float cut = k <= stretches ? smallest_within(weights, NULL, stretches, (double)k, buckets) : -INFINITY;
+    count = those_from(values, scaled, n, cut);
+    least = smallest_within(values, NULL, count, (double)k, buckets);
+  }
+  if (p >= 1) return least;
+  if (cut_by_rank) {
+    count = those_from(values, scaled, n, least);
+    mass = weigh(weights, values, count);
+  } else {
+    mass = weigh(weights, scaled, n);
+    /* n tokens of this likelihood hold less than top_p leaves out: so it is below what stays */
+    count = those_from(values, scaled, n, (float)log((1 - (double)p) * mass / (double)n) - 1e-3f);
+    weigh(weights, values, count);
+  }
+  float within = smallest_within(values, weights, count, (double)p * mass, buckets);
+  return within > least ? within : least;
+}
+
+static void punish(const Sampling *s, long row, float *x, long n) {
+  const uint8_t *seen = s->seen + s->line[row] * n;
+  const float *said = s->said + s->line[row] * n;
+  float repetition = s->repetition[row], frequency = s->frequency[row], presence = s->presence[row];
+  for (long first = 0; first < n; first += 8) {
+    long end = first + 8 < n ? first + 8 : n;
+    uint64_t several = 0;
+    memcpy(&several, seen + first, end - first);
+    if (!several) continue;
+    for (long i = first; i < end; i++) {
+      if (!seen[i]) continue;
+      float value = x[i] > 0 ? x[i] / repetition : x[i] * repetition;
+      value = add_rounded(value, -frequency, said[i]);
+      x[i] = value - (said[i] > 0 ? presence : 0);
+    }
+  }
+}
+
+static void allow_only(const uint32_t *mask, float *x, long n) {
+  for (long first = 0; first < n; first += 32) {
+    uint32_t allowed = mask[first / 32];
+    if (allowed == 0xffffffffu) continue;
+    long end = first + 32 < n ? first + 32 : n;
+    for (long i = first; i < end; i++)
+      if (!(allowed >> (i - first) & 1)) x[i] = -INFINITY;
+  }
+}
+
+/* the line's scores with everything that changes them: in `room`, or where they are if nothing does */
+static const float *changed(const Choice *c, long line, float *room) {
+  const Sampling *s = c->state;
+  const float *x = c->scores + line * c->n;
+  long row = c->rows[line], mask = c->mask_of ? c->mask_of[line] : -1;
+  long ends = mask < 0 && c->positions[line] < s->first_free_end[row] ? s->ends_count[row] : 0;
+  if (!s->bias_count[row] && s->line[row] < 0 && !ends && mask < 0) return x;
+  memcpy(room, x, sizeof(float) * c->n);
+  if (s->line[row] >= 0) punish(s, row, room, c->n);
+  for (long i = s->bias_first[row]; i < s->bias_first[row] + s->bias_count[row]; i++)
+    room[s->bias_ids[i]] += s->bias_amounts[i];
+  for (long i = s->ends_first[row]; i < s->ends_first[row] + ends; i++) room[s->ends_ids[i]] = -INFINITY;
+  if (mask >= 0) allow_only(c->masks + mask * ((c->n + 31) / 32), room, c->n);
+  return room;
+}
+
+static void choose_one(const Choice *c, long line, float *room) {
+  const Sampling *s = c->state;
+  long row = c->rows[line], n = c->n;
+  double *buckets = (double *)room;
+  room += 2 * BUCKETS;
+  const float *x = changed(c, line, room);
+  room += n;
+  int64_t token;
+  float best;
+  shoal_argmax(&token, &best, x, 1, n, 1);
+  if (s->temperature[row] > 0 && isfinite(best)) {
+    float least = s->min_p[row] > 0 ? (float)log((double)s->min_p[row]) : -INFINITY;
+    Draw d = {best, s->temperature[row], least, 0, 0, 0};
+    d.key = draw_key(s->seed[row], s->sample[row], c->positions[line]);
+    long k = s->top_k[row];
+    if (k > 0 || s->top_p[row] < 1) {
+      float within = ranked(&d, x, n, k, s->top_p[row], room, buckets);
+      d.least = within > least ? within : least;
+    }
+    draw_one(&d, x, n, token);
+    token = d.token;
+  }
+  c->tokens[line] = token, c->best[line] = best;
+  if (s->line[row] >= 0) {
+    s->seen[s->line[row] * n + token] = 1;
+    s->said[s->line[row] * n + token] += 1;
+  }
+}
+
+/* floats that every thread needs to work in */
+API long shoal_draw_room(long n) { return 2 * BUCKETS + (4 * n + LINE - 1) / LINE * LINE; }
+
+API void shoal_draw(const Choice *c, long lines, float *room, int threads) {
+  long size = shoal_draw_room(c->n);
+  int several = lines < threads ? (int)lines : threads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team(several, lines * c->n))
+  for (long line = 0; line < lines; line++) {
+    int thread = 0;
+#ifdef _OPENMP
+    thread = omp_get_thread_num();
+#endif
+    choose_one(c, line, room + thread * size);
+  }
+}
