@@ -21,7 +21,7 @@ from shoal.engine.loop import EngineLoop
 HOST = ("plan", "commit", "inputs", "around the layers", "around the head", "sampling", "result")
 COMPUTING = ("layers", "head", "draw")
 REST = "threads, the rest"
-C_CALLS = {"shoal_layers": "layers", "shoal_embed": "layers", "shoal_draw": "draw", "shoal_argmax": "draw"}
+C_CALLS = {"shoal_layers": "layers", "shoal_embed": "layers", "shoal_embed8": "layers", "shoal_draw": "draw"}
 
 
 class Watch:

@@ -946,31 +946,11 @@ API void shoal_embed(float *out, const void *weight, int type, const int64_t *id
   }
 }
 
-/* The first largest of each row, and its place; a row that holds a NaN has the best NaN. */
-API void shoal_argmax(int64_t *index, float *best, const float *scores, long rows, long n, int threads) {
-#pragma omp parallel for schedule(static) num_threads(team(threads, rows * n))
-  for (long r = 0; r < rows; r++) {
-    const float *x = scores + r * n;
-    floats most = all(-INFINITY);
-    ints broken = {0};
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) {
-      floats here = load(x + i);
-      most = choose(here > most, here, most);
-      broken |= here != here;
-    }
-    float top = largest(most);
-    int bad = 0;
-    for (int lane = 0; lane < LANES; lane++) bad |= broken[lane];
-    for (; i < n; i++) {
-      top = x[i] > top ? x[i] : top;
-      bad |= x[i] != x[i];
-    }
-    for (i = 0; i < n - 1 && x[i] != top; i++) {
-    }
-    index[r] = i;
-    best[r] = bad ? NAN : top;
-  }
+/* of bytes, with a scale for each row of weight */
+API void shoal_embed8(float *out, const int8_t *weight, const float *scales, const int64_t *ids, long tokens, long n,
+                      long padded) {
+  for (long t = 0; t < tokens; t++)
+    for (long i = 0; i < n; i++) out[t * n + i] = (float)weight[ids[t] * padded + i] * scales[ids[t]];
 }
 
 /* ---------------------------------------------------------------- all layers of a pass in one call
@@ -1075,6 +1055,7 @@ typedef struct {
 } Choice;
 
 enum { BUCKETS = 2048, STRETCH = 64 };
+typedef uint32_t loose_word __attribute__((may_alias));
 static const float MOST_NOISE = 16.64f; /* no token gets more: -log(-log(1 - 2^-24)) is 16.6355 */
 
 INLINE int any(ints where) {
@@ -1129,86 +1110,134 @@ INLINE floats noise_bound(words bits) {
   return all(150.0f * 0.69314718f + 1e-3f) - __builtin_convertvector((ints)rest, floats) * all(0.69314718f * 0x1p-23f);
 }
 
+/* the largest of the scores, or NaN where one of them is none */
+static float largest_of(const float *x, long n) {
+  floats most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+  ints broken = {0};
+  long i = 0;
+  for (; i + 4 * LANES <= n; i += 4 * LANES)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      floats here = load(x + i + j * LANES);
+      most[j] = choose(here > most[j], here, most[j]);
+      broken |= here != here;
+    }
+  for (int j = 1; j < 4; j++) most[0] = choose(most[j] > most[0], most[j], most[0]);
+  float top = largest(most[0]);
+  int bad = any(broken);
+  for (; i < n; i++) {
+    top = x[i] > top ? x[i] : top;
+    bad |= x[i] != x[i];
+  }
+  return bad ? NAN : top;
+}
+
+/* where the value stands first; the last place if nowhere */
+static long place_of(float value, const float *x, long n) {
+  long i = 0;
+  for (; i + STRETCH <= n; i += STRETCH) {
+    ints found = {0};
+#pragma GCC unroll 16
+    for (int j = 0; j < STRETCH; j += LANES) found |= load(x + i + j) == all(value);
+    if (any(found)) break;
+  }
+  while (i < n - 1 && x[i] != value) i++;
+  return i;
+}
+
+/* The first largest of each row, and its place; a row that holds a NaN has the best NaN. */
+API void shoal_argmax(int64_t *index, float *best, const float *scores, long rows, long n, int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(threads, rows * n))
+  for (long r = 0; r < rows; r++) {
+    best[r] = largest_of(scores + r * n, n);
+    index[r] = place_of(best[r], scores + r * n, n);
+  }
+}
+
 typedef struct {
-  float top, temperature, least; /* the best score; the least score that stays, after temperature and below the best */
+  float top, temperature; /* the best score; both as they are for scaled(), */
+  float rate;             /* … and about 1 / temperature, where it need not be exact */
+  float least;            /* the least scaled score that stays */
   uint64_t key;
   float sum; /* score and noise of the token chosen so far */
   long token;
 } Draw;
 
+INLINE float scaled(const Draw *d, float x) { return (x - d->top) / d->temperature; }
+
+/* Scores so far below the best have scaled scores below `least`, whatever is rounded; it lets in a few more. A division
+ * takes as long as ten other steps, so only those let in are scaled. */
+INLINE float gate(const Draw *d, float least) { return d->temperature * (least - 1e-5f * fabsf(least) - 1e-5f); }
+
+/* ids of the next LANES tokens */
+INLINE words ids_from(long first) {
+  words ids;
+  for (int i = 0; i < LANES; i++) ids[i] = (uint32_t)first + i;
+  return ids;
+}
+
 INLINE void try_one(Draw *d, const float *x, long id, uint32_t bits) {
-  float scaled = (x[id] - d->top) / d->temperature;
-  if (!(scaled >= d->least)) return;
-  float sum = scaled + noise_of(bits);
+  float value = scaled(d, x[id]);
+  if (!(value >= d->least)) return;
+  float sum = value + noise_of(bits);
   if (sum > d->sum || (sum == d->sum && id < d->token)) d->sum = sum, d->token = id;
 }
 
-/* what a score must be above the best (it is below: negative) to have a chance; rounding may let in a few more */
-INLINE float gate(const Draw *d) {
-  float lowest = d->sum - MOST_NOISE > d->least ? d->sum - MOST_NOISE : d->least;
-  return d->temperature * (lowest - 1e-5f * fabsf(lowest) - 1e-5f);
+INLINE float hope(const Draw *d) {
+  float lowest = d->sum - MOST_NOISE;
+  return gate(d, lowest > d->least ? lowest : d->least);
 }
 
 static void draw_one(Draw *d, const float *x, long n, long likeliest) {
-  words lanes;
-  for (int i = 0; i < LANES; i++) lanes[i] = i;
+  const words lanes = ids_from(0);
   d->sum = -INFINITY, d->token = likeliest;
-  try_one(d, x, likeliest, random_bits(lanes - lanes + (uint32_t)likeliest, d->key)[0]);
-  float enough = gate(d);
+  try_one(d, x, likeliest, random_bits(ids_from(likeliest), d->key)[0]);
+  float enough = hope(d);
   long i = 0;
-  for (; i + STRETCH <= n; i += STRETCH) {
-    ints hopeful = {0};
-#pragma GCC unroll 16
-    for (int j = 0; j < STRETCH; j += LANES) hopeful |= load(x + i + j) - all(d->top) >= all(enough);
-    if (!any(hopeful)) continue;
-    for (int j = 0; j < STRETCH; j += LANES) {
-      floats above = load(x + i + j) - all(d->top);
-      if (!any(above >= all(enough))) continue;
-      words bits = random_bits(lanes + (uint32_t)(i + j), d->key);
-      ints chance = above / all(d->temperature) + noise_bound(bits) >= all(d->sum);
-      if (!any(chance)) continue;
-      for (int lane = 0; lane < LANES; lane++)
-        if (chance[lane]) try_one(d, x, i + j + lane, bits[lane]);
-      enough = gate(d);
-    }
+  for (; i + LANES <= n; i += LANES) {
+    floats above = load(x + i) - all(d->top);
+    if (!any(above >= all(enough))) continue;
+    words bits = random_bits(lanes + (uint32_t)i, d->key);
+    ints chance = above * all(d->rate) + noise_bound(bits) >= all(d->sum);
+    if (!any(chance)) continue;
+    for (int lane = 0; lane < LANES; lane++)
+      if (chance[lane]) try_one(d, x, i + lane, bits[lane]);
+    enough = hope(d);
   }
   for (; i < n; i++)
-    if (x[i] - d->top >= enough) try_one(d, x, i, random_bits(lanes - lanes + (uint32_t)i, d->key)[0]);
+    if (x[i] - d->top >= enough) try_one(d, x, i, random_bits(ids_from(i), d->key)[0]);
 }
 
 /* The smallest of the values with less than `limit` strictly above it, counted by weights (none: each counts one). The
- * values are not above 0; both lists are lost. */
+ * values are not above 0; both lists are lost. Bucket by bucket of the values' upper bits, then of the next, then of the
+ * last: without their sign the bits of a larger value are the smaller number. */
 static float smallest_within(float *values, float *weights, long count, double limit, double *buckets) {
-  static const int shifts[] = {20, 10, 0};
+  static const struct {
+    int shift, last;
+  } levels[] = {{20, BUCKETS - 1}, {10, 1023}, {0, 1023}};
   double above = 0;
   uint32_t key = 0;
   for (int level = 0; level < 3; level++) {
-    int shift = shifts[level];
-    uint32_t within = level ? 1023 : BUCKETS - 1, first = BUCKETS, last = 0, chosen;
-    memset(buckets, 0, sizeof(double) * (within + 1));
-    for (long i = 0; i < count; i++) {
-      uint32_t bits;
-      memcpy(&bits, values + i, 4);
-      uint32_t bucket = (bits & 0x7fffffff) >> shift & within; /* without the sign: larger is less likely */
-      buckets[bucket] += weights ? weights[i] : 1;
-      first = bucket < first ? bucket : first, last = bucket > last ? bucket : last;
-    }
-    chosen = first;
-    double sum = above;
-    for (uint32_t bucket = first; bucket <= last && sum < limit; bucket++) {
+    int shift = levels[level].shift, last = levels[level].last, chosen = last;
+    loose_word *bits = (loose_word *)values;
+    memset(buckets, 0, sizeof(double) * (last + 1));
+    if (weights)
+      for (long i = 0; i < count; i++) buckets[bits[i] >> shift & last] += weights[i];
+    else
+      for (long i = 0; i < count; i++) buckets[bits[i] >> shift & last] += 1;
+    double total = above;
+    for (int bucket = 0; bucket <= last && total < limit; bucket++) {
       if (!(buckets[bucket] > 0)) continue;
-      chosen = bucket, above = sum;
-      sum += buckets[bucket];
+      chosen = bucket, above = total;
+      total += buckets[bucket];
     }
-    key |= chosen << shift;
+    key |= (uint32_t)chosen << shift;
     long kept = 0;
-    for (long i = 0; i < count; i++) {
-      uint32_t bits;
-      memcpy(&bits, values + i, 4);
-      if (((bits & 0x7fffffff) >> shift & within) != chosen) continue;
-      values[kept] = values[i];
+    for (long i = 0; i < count; i++) { /* no branch: it would be wrong half of the time */
+      long here = (int)(bits[i] >> shift & last) == chosen;
+      bits[kept] = bits[i];
       if (weights) weights[kept] = weights[i];
-      kept++;
+      kept += here;
     }
     count = kept;
   }
@@ -1217,64 +1246,86 @@ static float smallest_within(float *values, float *weights, long count, double l
   return -found;
 }
 
-/* those of the values that are at least `cut`, in order; forbidden ones never are */
-static long those_from(float *to, const float *from, long n, float cut) {
-  long count = 0, i = 0;
+/* the scaled scores that are at least `cut`, in order, as they are without their sign; forbidden ones never are */
+static long those_from(float *to, const Draw *d, const float *x, long n, float cut) {
   cut = cut > -3e38f ? cut : -3e38f;
+  float enough = gate(d, cut);
+  long count = 0, i = 0;
   for (; i + LANES <= n; i += LANES) {
-    if (!any(load(from + i) >= all(cut))) continue;
-    for (int lane = 0; lane < LANES; lane++)
-      if (from[i + lane] >= cut) to[count++] = from[i + lane];
+    if (!any(load(x + i) - all(d->top) >= all(enough))) continue;
+    float here[LANES];
+    store(here, (load(x + i) - all(d->top)) / all(d->temperature));
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++) {
+      to[count] = -here[lane];
+      count += here[lane] >= cut;
+    }
   }
-  for (; i < n; i++)
-    if (from[i] >= cut) to[count++] = from[i];
+  for (; i < n; i++) {
+    to[count] = -scaled(d, x[i]);
+    count += -to[count] >= cut;
+  }
   return count;
 }
 
-/* powers of e, and their sum */
+/* powers of e of the values' negatives, and their sum */
 static double weigh(float *to, const float *values, long n) {
   double total = 0;
-  long i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    floats weights = exponential(load(values + i));
+  for (long i = 0; i < n; i += LANES) { /* past the end there is room */
+    floats weights = exponential(-load(values + i));
     store(to + i, weights);
-    total += sum(weights);
+    for (int lane = 0; lane < LANES && i + lane < n; lane++) total += weights[lane];
   }
-  for (; i < n; i++) total += to[i] = exponential_one(values[i]);
   return total;
 }
 
-/* The least score that top_k and top_p leave. Room: three times the vocabulary, and the buckets. */
-static float ranked(const Draw *d, const float *x, long n, long k, float p, float *room, double *buckets) {
-  float *scaled = room, *values = room + n, *weights = room + 2 * n, least = -INFINITY;
-  long i = 0, stretches = 0, count = 0;
+/* the sum of the powers of e of all scaled scores */
+static double mass_of(const Draw *d, const float *x, long n) {
+  double total = 0;
+  long i = 0;
   for (; i + STRETCH <= n; i += STRETCH) {
-    floats most = all(-INFINITY);
+    floats part = all(0);
 #pragma GCC unroll 16
-    for (int j = 0; j < STRETCH; j += LANES) {
-      floats here = (load(x + i + j) - all(d->top)) / all(d->temperature);
-      store(scaled + i + j, here);
+    for (int j = 0; j < STRETCH; j += LANES) part += exponential((load(x + i + j) - all(d->top)) * all(d->rate));
+    total += sum(part);
+  }
+  for (; i < n; i++) total += exponential_one((x[i] - d->top) * d->rate);
+  return total;
+}
+
+/* A score that at least k tokens reach, and not many more: there are k stretches of the vocabulary whose largest score is
+ * at least the k-th largest of these. Room: a float for each stretch. */
+static float reached_by(long k, const Draw *d, const float *x, long n, float *room, double *buckets) {
+  long count = n / STRETCH;
+  if (k > count) return -INFINITY;
+  for (long stretch = 0; stretch < count; stretch++) {
+    floats most = load(x + stretch * STRETCH);
+#pragma GCC unroll 16
+    for (int j = LANES; j < STRETCH; j += LANES) {
+      floats here = load(x + stretch * STRETCH + j);
       most = choose(here > most, here, most);
     }
-    weights[stretches++] = largest(most);
+    room[stretch] = -scaled(d, largest(most));
   }
-  for (; i < n; i++) scaled[i] = (x[i] - d->top) / d->temperature;
-  double mass = 0;
-  int cut_by_rank = k > 0 && k < n;
-  if (cut_by_rank) {
-    /* k stretches have a value as large as the k-th largest of their largest ones: so have at least k values */
-    float cut = k <= stretches ? smallest_within(weights, NULL, stretches, (double)k, buckets) : -INFINITY;
-    count = those_from(values, scaled, n, cut);
+  return smallest_within(room, NULL, count, (double)k, buckets);
+}
+
+/* The least scaled score that top_k and top_p leave. Room: twice the vocabulary and two vectors, and the buckets. */
+static float ranked(const Draw *d, const float *x, long n, long k, float p, float *room, double *buckets) {
+  float *values = room, *weights = room + n + LANES, least = -INFINITY;
+  double mass;
+  long count;
+  if (k > 0 && k < n) {
+    count = those_from(values, d, x, n, reached_by(k, d, x, n, weights, buckets));
     least = smallest_within(values, NULL, count, (double)k, buckets);
-  }
-  if (p >= 1) return least;
-  if (cut_by_rank) {
-    count = those_from(values, scaled, n, least);
+    if (p >= 1) return least;
+    count = those_from(values, d, x, n, least);
     mass = weigh(weights, values, count);
   } else {
-    mass = weigh(weights, scaled, n);
+    if (p >= 1) return least;
+    mass = mass_of(d, x, n);
     /* n tokens of this likelihood hold less than top_p leaves out: so it is below what stays */
-    count = those_from(values, scaled, n, (float)log((1 - (double)p) * mass / (double)n) - 1e-3f);
+    count = those_from(values, d, x, n, (float)log((1 - (double)p) * mass / (double)n) - 1e-3f);
     weigh(weights, values, count);
   }
   float within = smallest_within(values, weights, count, (double)p * mass, buckets);
@@ -1332,12 +1383,12 @@ static void choose_one(const Choice *c, long line, float *room) {
   room += 2 * BUCKETS;
   const float *x = changed(c, line, room);
   room += n;
-  int64_t token;
-  float best;
-  shoal_argmax(&token, &best, x, 1, n, 1);
+  float best = largest_of(x, n);
+  long token = isfinite(best) ? place_of(best, x, n) : 0;
   if (s->temperature[row] > 0 && isfinite(best)) {
     float least = s->min_p[row] > 0 ? (float)log((double)s->min_p[row]) : -INFINITY;
-    Draw d = {best, s->temperature[row], least, 0, 0, 0};
+    Draw d = {.top = best, .temperature = s->temperature[row], .least = least};
+    d.rate = 1 / (d.temperature > 1e-30f ? d.temperature : 1e-30f); /* below, all but the best are infinitely far away */
     d.key = draw_key(s->seed[row], s->sample[row], c->positions[line]);
     long k = s->top_k[row];
     if (k > 0 || s->top_p[row] < 1) {
@@ -1355,7 +1406,7 @@ static void choose_one(const Choice *c, long line, float *room) {
 }
 
 /* floats that every thread needs to work in */
-API long shoal_draw_room(long n) { return 2 * BUCKETS + (4 * n + LINE - 1) / LINE * LINE; }
+API long shoal_draw_room(long n) { return 2 * BUCKETS + (3 * n + 3 * LINE - 1) / LINE * LINE; }
 
 API void shoal_draw(const Choice *c, long lines, float *room, int threads) {
   long size = shoal_draw_room(c->n);

@@ -103,12 +103,25 @@ class NativeOps(CpuOps):
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in float32."""
         if isinstance(weight, Int8Weight):
-            return weight.rows(ids)
+            return self._embed8(ids, weight)
         if weight.dtype not in self.types:
             return super().embed(ids, weight).float()
         out = torch.empty(len(ids), weight.shape[1])
         kind = self.types[weight.dtype]
         self.calls.shoal_embed(out.data_ptr(), weight.data_ptr(), kind, ids.data_ptr(), len(ids), weight.shape[1])
+        return out
+
+    def _embed8(self, ids: Tensor, weight: Int8Weight) -> Tensor:
+        out = torch.empty(len(ids), weight.inputs)
+        self.calls.shoal_embed8(
+            out.data_ptr(),
+            weight.values.data_ptr(),
+            weight.scales.data_ptr(),
+            ids.data_ptr(),
+            len(ids),
+            weight.inputs,
+            weight.values.shape[1],
+        )
         return out
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
