@@ -23,8 +23,6 @@ from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
-from shoal.kernels.cpu import make as make_cpu_kernels
-from shoal.kernels.cpu.threads import choose_threads
 from shoal.kv.manager import KVManager
 from shoal.models import Model, make_model
 from shoal.models.spec import ModelSpec, spec_from_config
@@ -32,6 +30,7 @@ from shoal.runner.kvstore import KVStore, bytes_per_block
 from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype, to_int8
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
+from shoal.runner.threads import choose_threads
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
 from shoal.sched.budget import Fixed, Promise
@@ -95,7 +94,7 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
     if config.threads:
         torch.set_num_threads(config.threads)
     elif device == "cpu":
-        threads = choose_threads(make_cpu_kernels(config.cpu_kernels))
+        threads = choose_threads(config.cpu_kernels)
         log.info("computing with %d threads", threads)
     if config.quantization != "none" and device != "cpu":
         raise BadConfig(f"quantization {config.quantization} is for CPUs; leave it out on a GPU, or use --device cpu")

@@ -125,6 +125,8 @@ def test_the_likeliest_token(ops: NativeOps) -> None:
 def test_embeddings_are_wide(ops: NativeOps, dtype: torch.dtype) -> None:
     weight, ids = torch.randn(20, 33).to(dtype), torch.tensor([3, 0, 19, 3])
     assert torch.equal(ops.embed(ids, weight), weight[ids].float())
+    small = quantize(weight)
+    assert torch.equal(ops.embed(ids, small), small.full()[ids])
 
 
 @pytest.mark.parametrize("ops", NATIVE)

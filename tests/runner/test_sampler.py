@@ -1,4 +1,7 @@
-"""The sampler on crafted logits, against transformers' own processors and against the arithmetic of the definitions."""
+"""The sampler on crafted logits, against transformers' own processors and against the arithmetic of the definitions.
+
+Everything runs twice: as torch, and as the C kernels where they can be compiled. The end compares the two.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from shoal import SamplingParams
-from shoal.core.plan import RowStart
+from shoal import SamplingParams, kernels
+from shoal.core.plan import Ints, RowStart
 from shoal.core.ports import LateMasks
+from shoal.kernels import Ops
+from shoal.kernels.cpu import NativeOps
+from shoal.runner.changes import Edits
+from shoal.runner.draws import draw_keys, gumbel
 from shoal.runner.runner import FORBIDDEN, NOT_FINITE, failed
 from shoal.runner.sampler import Sampler, logprobs_of
 
@@ -41,8 +48,22 @@ def start(row: int, params: SamplingParams, tokens: Sequence[int] = (0,), **more
     return RowStart(**{**values, **more})
 
 
+WAYS: dict[str, Ops] = {name: ops for name, ops in kernels.available() if name != "ref"}
+NATIVE = [name for name, ops in WAYS.items() if isinstance(ops, NativeOps)]
+BOTH = ["cpu", *NATIVE[:1]]
+ops_now = WAYS["cpu"]
+
+
+@pytest.fixture(autouse=True, params=BOTH)
+def way(request: pytest.FixtureRequest) -> str:
+    """Which kernels the samplers of a test use."""
+    global ops_now
+    ops_now = WAYS[request.param]
+    return str(request.param)
+
+
 def sampler(vocab: int = VOCAB, rows: int = 64) -> Sampler:
-    return Sampler(rows, vocab, "cpu")
+    return Sampler(rows, vocab, "cpu", ops_now)
 
 
 def draws(logits: Tensor, params: SamplingParams, count: int, seed: int = 0, **more: Any) -> list[int]:
@@ -163,6 +184,19 @@ def test_equal_scores_are_drawn_alike_beside_any_neighbour() -> None:
         alone, _, _ = made.sample(logits.unsqueeze(0), np.array([0]), at)
         beside, _, _ = made.sample(logits.repeat(2, 1), np.array([0, 1]), np.repeat(at, 2))
         assert alone[0] == beside[0]
+
+
+def test_the_mass_of_a_top_k_set_is_that_of_all_tokens_in_it_beside_any_neighbour() -> None:
+    """A hundred tokens tie for the second place: the first has a fortieth of the mass, so top_p leaves them all."""
+    logits = torch.zeros(101)
+    logits[50] = 1.0
+    made = sampler(101)
+    made.start(start(0, SamplingParams(temperature=1.0, top_k=2, top_p=0.5)))
+    made.start(start(1, SamplingParams(temperature=1.0, top_k=100)))
+    alone = [int(made.sample(logits.unsqueeze(0), np.array([0]), np.array([at]))[0]) for at in range(60)]
+    beside = [int(made.sample(logits.repeat(2, 1), np.arange(2), np.full(2, at))[0][0]) for at in range(60)]
+    assert alone == beside
+    assert len(set(alone)) > 20
 
 
 def test_greedy_is_the_argmax_whatever_else_is_set() -> None:
@@ -487,6 +521,7 @@ def test_a_row_that_may_say_nothing_is_told_from_damaged_weights(values: dict[st
     assert failed(best[[0, 2]], rows[[0, 2]], masks) == []
 
 
+@pytest.mark.parametrize("way", ["cpu"], indirect=True)
 def test_few_allowed_tokens_need_no_second_look() -> None:
     """top_k over a vocabulary of which a grammar leaves three tokens: the rest is forbidden, not unseen."""
     made = sampler(5000)
@@ -503,3 +538,142 @@ def test_few_allowed_tokens_need_no_second_look() -> None:
     tokens, _, _ = made.sample(crafted(5000).unsqueeze(0), np.array([0]), np.array([1]), masks)
     assert tokens[0] in (1, 2, 3)
     assert looks == [51]
+
+
+# ---- lists of edits -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["cpu"], indirect=True)
+def test_lists_stay_whole_while_rows_come_and_go() -> None:
+    numbers = np.random.default_rng(0)
+    edits, want = Edits(9), {row: [] for row in range(9)}
+    for _ in range(400):
+        row = int(numbers.integers(9))
+        want[row] = [(int(token), float(token % 7)) for token in numbers.integers(1000, size=numbers.integers(30))]
+        edits.set(row, want[row])
+        rows = numbers.permutation(9)[: numbers.integers(1, 10)]
+        places, at = edits.find(rows, edits.count[rows])
+        found = list(zip(places.tolist(), edits.ids[at].tolist(), edits.amounts[at].tolist(), strict=True))
+        assert found == [(place, *one) for place, row in enumerate(rows.tolist()) for one in want[row]]
+    assert len(edits.ids) < 2000, "lists that nobody uses are not thrown away"
+
+
+# ---- C and torch ----------------------------------------------------------------------------------------------------
+
+DRAWN = [one for one in FILTERS if one.get("top_k") != 10_000] + [
+    {"temperature": 0.8, "top_p": 0.95},
+    {"top_p": 0.999},
+    {"top_k": 700},
+    {"top_k": 3000, "top_p": 0.99},
+    {"temperature": 100.0, "top_p": 0.9},
+    {"temperature": 1e-40, "top_k": 4},
+]
+
+
+def sums_of(logits: Tensor, params: SamplingParams, seeds: Ints, positions: Ints) -> Tensor:
+    """Score and noise of every token in double precision, filters apart."""
+    keys = torch.from_numpy(draw_keys(seeds, np.zeros_like(seeds), positions))
+    above = logits.double() - logits.double().amax(-1, keepdim=True)
+    noise = gumbel(keys, torch.arange(logits.shape[1], dtype=torch.int32)).double()
+    return above / float(params.temperature or 1.0) + noise
+
+
+@pytest.mark.parametrize("way", NATIVE, indirect=True)
+@pytest.mark.parametrize("values", DRAWN, ids=str)
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0])
+def test_c_draws_what_torch_draws(values: dict[str, Any], spread: float, way: str) -> None:
+    """Many lines of many shapes. They may differ only where two sums are as close as a logarithm's last bits."""
+    params, count, vocab = SamplingParams(**{"temperature": 1.0, **values}), 300, 3001
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(5)) * spread
+    logits[::3] = logits[::3].to(torch.bfloat16).float()  # ties
+    logits[1::5, 100:] = -torch.inf
+    positions, seeds = np.arange(count) * 7 + 1, np.arange(count) - 50
+    found = []
+    for ops in (WAYS[way], WAYS["cpu"]):
+        made = Sampler(count, vocab, "cpu", ops)
+        for row in range(count):
+            made.start(start(row, params, seed=int(seeds[row])))
+        found.append(made.sample(logits, np.arange(count), positions)[:2])
+    (tokens, best), (wanted, wanted_best) = found
+    assert torch.equal(best, wanted_best)
+    sums = sums_of(logits, params, seeds, positions)
+    for line in torch.nonzero(tokens != wanted).flatten().tolist():
+        one, other = sums[line, tokens[line]], sums[line, wanted[line]]
+        assert abs(float(one - other)) < 5e-6, f"line {line}: {tokens[line]} and {wanted[line]} are not that close"
+    assert int((tokens != wanted).sum()) <= 1
+
+
+@pytest.mark.parametrize("way", NATIVE, indirect=True)
+def test_c_changes_scores_as_torch_does(way: str) -> None:
+    """Everything at once, over many passes in which rows end and others take their place; to the last bit."""
+    numbers, vocab, rows = np.random.default_rng(1), 517, 16
+    made = [Sampler(rows, vocab, "cpu", ops) for ops in (WAYS[way], WAYS["cpu"])]
+
+    def begin(row: int, at: int) -> None:
+        chance = numbers.integers(2, size=6)
+        params = SamplingParams(
+            temperature=float(chance[0]),
+            top_p=[1.0, 0.9][chance[1]],
+            repetition_penalty=[1.0, 1.3][chance[2]],
+            frequency_penalty=[0.0, 0.37][chance[3]],
+            presence_penalty=[0.0, -0.41][chance[4]],
+            logit_bias={int(t): float(numbers.normal()) for t in numbers.integers(vocab, size=5)}
+            if chance[5]
+            else None,
+            min_tokens=int(numbers.integers(4)),
+        )
+        tokens = numbers.integers(vocab, size=at).tolist()
+        ends = frozenset(numbers.integers(vocab, size=200).tolist()) | {-2, vocab + 5}  # ids that no score has
+        for one in made:
+            one.start(start(row, params, tokens, prompt_len=max(1, at - 4), seed=row, stop_ids=ends))
+
+    for row in range(rows):
+        begin(row, 30)
+    for at in range(30, 70):
+        begin(int(numbers.integers(rows)), at)
+        present = numbers.permutation(rows)[:11]
+        logits = torch.from_numpy(numbers.normal(size=(11, vocab)).astype(np.float32)) * 2
+        chosen = sorted(numbers.permutation(11)[:3].tolist())
+        allowed = {int(present[place]): numbers.integers(vocab, size=60).tolist() for place in chosen}
+        masks = late(allowed, vocab) if at % 2 else None
+        got, want = (one.sample(logits, present, np.full(11, at), masks)[:2] for one in made)
+        assert torch.equal(got[1], want[1]), "the best scores differ"
+        assert torch.equal(got[0], want[0])
+    assert torch.equal(made[0].changes.said, made[1].changes.said)
+    assert torch.equal(made[0].changes.seen, made[1].changes.seen)
+    assert int(made[0].changes.said.sum()) > 100
+
+
+@pytest.mark.parametrize("way", NATIVE, indirect=True)
+def test_threads_and_neighbours_change_no_draw_in_c(way: str) -> None:
+    vocab, count = 49_152, 7
+    logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(2)) * 2
+    made = sampler(vocab)
+    for row in range(count):
+        made.start(start(row, mixed(2 * row), seed=row))
+    for row in np.flatnonzero(made.changes.line[:count] >= 0):  # counts would go on from draw to draw
+        made.start(start(int(row), SamplingParams(temperature=1.0, top_p=0.8), seed=int(row)))
+    before, positions = torch.get_num_threads(), np.full(count, 3)
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(made.sample(logits, np.arange(count), positions)[0].tolist())
+            found.append([int(made.sample(logits[i : i + 1], np.array([i]), positions[:1])[0]) for i in range(count)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("way", NATIVE, indirect=True)
+@pytest.mark.parametrize("vocab", [1, 2, 5, 31, 63, 64, 65, 130])
+def test_small_vocabularies_in_c(vocab: int, way: str) -> None:
+    """Shorter than a vector, or a little longer than a stretch of them."""
+    logits = crafted(vocab)
+    for values in ({}, {"top_k": 2}, {"top_p": 0.7}, {"top_k": vocab, "top_p": 0.5}, {"min_p": 0.3}):
+        params = SamplingParams(temperature=1.0, **values)
+        global ops_now
+        ops_now = WAYS[way]
+        in_c = draws(logits, params, 200)
+        ops_now = WAYS["cpu"]
+        assert in_c == draws(logits, params, 200)

@@ -342,7 +342,18 @@ def test_bench_profile(model: Path, tmp_path: Path, workload: str, capsys: Captu
     assert main(argv) == 0
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event}
     assert {"plan", "commit", "forward", "sample", "wait for tokens"} <= names
-    assert "kernel" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    for phase in ("plan", "commit", "inputs", "layers (computing)", "head (computing)", "host work"):
+        assert phase in table
+
+
+def test_bench_with_sampling(model: Path, workload: str, capsys: Capture) -> None:
+    argv = ["bench", "throughput", "--workload", workload, "--model", str(model), "--json", "-", *SMALL]
+    assert main([*argv, "--sampling", '{"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5}']) == 0
+    check_figures(json.loads(capsys.readouterr().out))
+    for wrong in ("{", "[]", "5", '{"temprature": 1}', '{"temperature": -1}'):
+        assert main([*argv, "--sampling", wrong]) == 2
+        one_line(capsys.readouterr().err)
 
 
 def test_bench_latency(model: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -15,9 +15,8 @@ import torch
 
 from shoal.bench.floor import measure
 from shoal.kernels import pick
-from shoal.kernels.cpu import Library, find, has_bfloat16_products, make
+from shoal.kernels.cpu import Library, find, has_bfloat16_products
 from shoal.kernels.cpu.compiled import EXTRAS, NEEDS, cpu_features
-from shoal.kernels.cpu.threads import choose_threads
 from shoal.kernels.int8 import quantize
 
 WORTH_TELLING = {name for needed in NEEDS.values() for name in needed} | {
@@ -31,8 +30,6 @@ def examine(level: str = "auto", threads: int | None = None) -> dict[str, Any]:
     """Everything, for machines."""
     if threads:
         torch.set_num_threads(threads)
-    else:
-        choose_threads(make(level))
     usable = torch.cuda.is_available()
     found = find(level)
     report: dict[str, Any] = {

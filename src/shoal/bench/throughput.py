@@ -5,10 +5,11 @@ Is handed a loop; knows how to fill it and what to count. The times are from the
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
+from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
 from shoal.engine.loop import EngineLoop
@@ -46,16 +47,17 @@ def run_throughput(
     prompts: Sequence[list[int]],
     progress: bool = True,
     name: str = "",
-    after_pass: Callable[[], None] = lambda: None,
+    after_pass: Callable[[PassEvents], None] = lambda events: None,
+    params: SamplingParams | None = None,
 ) -> Throughput:
-    """Submit everything, turn until idle, count."""
+    """Submit everything, turn until idle, count. Params: how tokens are chosen (greedily), lengths apart."""
     outputs = sum(one.output for one in lengths)
     passes = computed = recomputed = preemptions = scheduled = 0
     peak = 0.0
     begun = time.perf_counter()
     for number, (one, prompt) in enumerate(zip(lengths, prompts, strict=True)):
-        params = SamplingParams(temperature=0.0, max_tokens=one.output, ignore_eos=True)
-        loop.submit(Request(f"{name}{number}", prompt, params, seed=number))
+        own = replace(params or SamplingParams(temperature=0.0), max_tokens=one.output, ignore_eos=True).resolved({})
+        loop.submit(Request(f"{name}{number}", prompt, own, seed=number))
     with tqdm(total=outputs, unit="tok", disable=not progress) as bar:
         while not loop.idle:
             events = loop.turn()
@@ -69,7 +71,7 @@ def run_throughput(
             scheduled += len(events.scheduled_ids)
             peak = max(peak, events.blocks_held / max(events.blocks_total, 1))
             bar.update(len(events.tokens))
-            after_pass()
+            after_pass(events)
     seconds = time.perf_counter() - begun
     return Throughput(
         requests=len(lengths),

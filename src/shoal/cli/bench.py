@@ -3,7 +3,9 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,14 @@ from shoal.cli.latency import add_latency
 from shoal.cli.policies import add_policies
 from shoal.cli.scheduler import add_scheduler
 from shoal.config import EngineConfig, add_flags
+from shoal.core.params import SamplingParams
 from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
+    from shoal.build import Built
     from shoal.engine.loop import EngineLoop
+
+SAMPLING_EXAMPLE = '{"temperature": 0.8, "top_p": 0.95}'
 
 
 def add_bench(commands: Any) -> None:
@@ -42,7 +48,16 @@ def add_bench(commands: Any) -> None:
     parser.add_argument("--runs", type=int, default=1, help="repeat and report the best (default: 1)")
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file; - prints them")
     parser.add_argument(
-        "--profile", metavar="TRACE.json", help="run once more and write a Chrome trace of 20 passes in its middle"
+        "--sampling",
+        metavar="JSON",
+        default='{"temperature": 0}',
+        help='how tokens are chosen, as in {"temperature": 0.8, "top_p": 0.95} (default: greedily)',
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="TRACE.json",
+        help="run once more and write a Chrome trace of 20 passes in its middle; "
+        "on a CPU run a third time and print where the time of a pass goes",
     )
     add_flags(parser)
     add_latency(kinds)
@@ -115,27 +130,21 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
     given = {"prefix_caching": False, **vars(args)}  # random prompts share nothing: do not pay for looking
     config = EngineConfig.from_args(argparse.Namespace(**given))
     lengths = read_lengths(args.workload)[: args.requests]
+    params = read_sampling(args.sampling)
     built = build(config, progress=sys.stderr.isatty())
     prompts = random_prompts(lengths, built.spec.vocab_size)
-    run_throughput(built.loop, lengths[:1], prompts[:1], progress=False, name="warm-up ")
-    runs = [
-        run_throughput(built.loop, lengths, prompts, progress=sys.stderr.isatty(), name=f"run {number} ")
-        for number in range(args.runs)
-    ]
+    run = partial(run_throughput, built.loop, params=params)
+    run(lengths[:1], prompts[:1], progress=False, name="warm-up ")
+    runs = [run(lengths, prompts, progress=sys.stderr.isatty(), name=f"run {number} ") for number in range(args.runs)]
     best = min(runs, key=lambda run: run.seconds)
     machine = measure(built.dtype, built.device, built.spec.parameters * built.dtype.itemsize)
-    profiled = ""
+    profiled, phases = "", None
     if args.profile:
-        from shoal.bench.profile import PASSES, PassProfiler, named
-
-        profiler = PassProfiler(args.profile, max(1, (best.passes - PASSES) // 2))
-        with named(built.loop):
-            run_throughput(built.loop, lengths, prompts, progress=False, name="profile ", after_pass=profiler.step)
-        profiler.stop()
-        profiled = f"\n\n{args.profile}: {PASSES} passes\n{profiler.table()}"
+        profiled, phases = run_profile(built, run, (lengths, prompts), best.passes, args.profile)
     least = floor(lengths, built.spec, built.dtype, built.config.slots, machine)
     built.loop.close()
     figures = throughput_figures(best, least, machine, built.files.name, str(built.dtype).removeprefix("torch."))
+    figures |= {"sampling": args.sampling} | ({"profile": phases} if phases else {})
     if args.json == "-":
         print(json.dumps(figures))
         return 0
@@ -143,3 +152,34 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
         Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
     print(throughput_table(figures) + profiled)
     return 0
+
+
+def read_sampling(text: str) -> SamplingParams:
+    """The flag's JSON; lengths are the workload's."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise BadConfig(f"--sampling is not JSON: {error}; write it as {SAMPLING_EXAMPLE}") from error
+    if not isinstance(values, dict):
+        raise BadConfig(f"--sampling must be an object of names and values, not {text}; write it as {SAMPLING_EXAMPLE}")
+    return SamplingParams.from_mapping(values)
+
+
+def run_profile(
+    built: "Built", run: Callable[..., Any], work: tuple[Any, Any], passes: int, path: str
+) -> tuple[str, dict[str, Any] | None]:
+    """One more run with a trace; on a CPU another, undisturbed, by phase. What to print, and the phases as figures."""
+    from shoal.bench.phases import PassPhases, watching
+    from shoal.bench.profile import PASSES, PassProfiler, named
+
+    profiler = PassProfiler(path, max(1, (passes - PASSES) // 2))
+    with named(built.loop):
+        run(*work, progress=False, name="profile ", after_pass=lambda events: profiler.step())
+    profiler.stop()
+    written = f"\n\n{path}: {PASSES} passes\n"
+    if built.device != "cpu":
+        return written + profiler.table(), None
+    phases = PassPhases()
+    with watching(built.loop, phases.watch):
+        run(*work, progress=False, name="phases ", after_pass=phases.step)
+    return f"{written}\n{phases.table()}", phases.figures()

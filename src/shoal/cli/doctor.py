@@ -22,7 +22,8 @@ def add_doctor(commands: Any) -> None:
 
 def run_doctor(args: argparse.Namespace) -> int:
     from shoal.bench.doctor import examine, report_table
+    from shoal.runner.threads import choose_threads
 
-    report = examine(args.cpu_kernels, args.threads)
+    report = examine(args.cpu_kernels, args.threads or choose_threads(args.cpu_kernels))
     print(json.dumps(report) if args.json else report_table(report))
     return 0

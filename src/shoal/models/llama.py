@@ -7,6 +7,7 @@ requests, or in which order a layer is computed.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from shoal.kernels import Batch, Layer, Ops
@@ -67,7 +68,8 @@ class LlamaModel:
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """The same in float32."""
-        return self.scores(hidden_rows).float()
+        scores = self.scores(hidden_rows)
+        return scores if scores.dtype is torch.float32 else scores.float()
 
     @staticmethod
     def parameter_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:

@@ -37,6 +37,15 @@ class RowTables:
         self.blocks = np.zeros((rows, blocks_per_row), dtype=np.int64)
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
 
+    def note(self, rows: Ints, tokens: Tensor) -> None:
+        """These rows have just said these tokens."""
+        if (
+            self.device.type == "cpu"
+        ):  # numpy: between two passes nothing is in the caches, and torch needs more of them
+            self.last_token.numpy()[rows] = tokens.numpy()
+        else:
+            self.last_token[self._put(rows)] = tokens
+
     def update(self, plan: StepPlan) -> None:
         """Take in what the plan changes."""
         for start in plan.starting:

@@ -79,9 +79,9 @@ class Runner:
         logprobs: list[tuple[int, Logprobs]] = []
         failures: list[tuple[int, str]] = []
         if rows.size:
-            logits = self.model.logits(hidden[torch.from_numpy(inputs.sampling).to(hidden.device)])
+            logits = self.model.logits(chosen_rows(hidden, inputs.sampling))
             chosen, best, logprobs = self.sampler.sample(logits, rows, inputs.sampling_positions, masks)
-            self.tables.last_token[torch.from_numpy(rows).to(hidden.device)] = chosen
+            self.tables.note(rows, chosen)
             failures = failed(best, rows, masks)
             tokens = chosen.cpu().numpy()
             scripted = self.sampler.rows.ends_at[rows] == inputs.sampling_positions
@@ -128,11 +128,18 @@ class Runner:
         return tuple(found)
 
 
+def chosen_rows(hidden: Tensor, places: Ints) -> Tensor:
+    """Those rows of the hidden states: where they are, if that is all of them."""
+    if len(places) == len(hidden):  # they are in order, so each is itself
+        return hidden
+    return hidden[torch.from_numpy(places).to(hidden.device)]
+
+
 def failed(best: Tensor, rows: Ints, masks: LateMasks | None) -> list[tuple[int, str]]:
     """(place, reason) of the lines whose best score is no number."""
-    sound = best.isfinite()
-    if bool(sound.all()):
+    sound = np.isfinite(best.cpu().numpy())
+    if sound.all():
         return []
     masked = set() if masks is None else set(masks.rows[~masks.allowed.any(axis=1)].tolist())
-    places = torch.nonzero(~sound).squeeze(1).tolist()
+    places = np.flatnonzero(~sound).tolist()
     return [(place, FORBIDDEN if int(rows[place]) in masked else NOT_FINITE) for place in places]

@@ -1,10 +1,13 @@
 """Sampler: logits to tokens, for a whole batch at once.
 
-Owns the sampling state of every row: parameters, seeds, and for rows with penalties the counts of what was said.
-Bias, penalties and forbidden ends change the scores; a grammar's mask forbids tokens, and nothing brings them back;
-then temperature, top_k, top_p and min_p; then one draw. Logprobs are the model's own, before any of that.
-min_tokens forbids no end where a grammar decides, which may leave nothing else. Knows no plans beyond a row's start,
-and no blocks.
+Owns the sampling parameters of every row, as arrays. Bias, penalties and forbidden ends (changes.py) change the scores;
+a grammar's mask forbids tokens, and nothing brings them back; then temperature, top_k, top_p and min_p; then one draw.
+Logprobs are the model's own, before any of that. min_tokens forbids no end where a grammar decides, which may leave
+nothing else. Knows no plans beyond a row's start, and no blocks.
+
+On a CPU with the C kernels all of that is one call (`NativeOps.draw`); what stands here in torch is the definition, and
+what other devices run. The two differ in the last bit of a logarithm at most, so they may choose differently only where
+two sums of score and noise are that close: about once in a million draws.
 """
 
 from typing import Any
@@ -18,7 +21,9 @@ from shoal.core.plan import Flags, Ints, RowStart
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Ops
+from shoal.kernels.cpu.native import NativeOps, SamplingState
 from shoal.kernels.wants import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P, Filters
+from shoal.runner.changes import Changes
 from shoal.runner.draws import draw_keys, gumbel
 from shoal.runner.inputs import put
 
@@ -36,10 +41,8 @@ class SamplerRows:
         self.seed = np.zeros(rows, dtype=np.int64)
         self.sample = np.zeros(rows, dtype=np.int64)
         self.logprobs = np.full(rows, -1, dtype=np.int64)
-        self.first_free_end = np.zeros(rows, dtype=np.int64)  # position from which on an end token may come
         self.ends_at = np.zeros(rows, dtype=np.int64)  # replay: where the scripted end stands
         self.changes_scores = np.zeros(rows, dtype=np.bool_)  # has a bias, a penalty or a forbidden end
-        self.starts: dict[int, RowStart] = {}  # of the rows that change scores
 
     def start(self, start: RowStart) -> None:
         row, params = start.row, start.params
@@ -51,71 +54,6 @@ class SamplerRows:
         self.sample[row] = start.sample
         self.ends_at[row] = start.ends_at
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self.first_free_end[row] = start.prompt_len + params.min_tokens
-        changes = bool(params.logit_bias) or params.min_tokens > 0 or has_penalty(start)
-        self.changes_scores[row] = changes
-        if changes:
-            self.starts[row] = start
-        else:
-            self.starts.pop(row, None)
-
-
-def has_penalty(start: RowStart) -> bool:
-    params = start.params
-    repetition = params.repetition_penalty
-    return bool(params.presence_penalty or params.frequency_penalty or (repetition is not None and repetition != 1.0))
-
-
-class Counts:
-    """What rows with penalties have seen and said: one line of the vocabulary each, made when first needed."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.line_of: dict[int, int] = {}  # row → line
-        self._free: list[int] = []
-        self.seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)  # in the prompt or the output
-        self.said = torch.zeros((0, vocab_size), dtype=torch.float32, device=device)  # how often in the output
-
-    def start(self, start: RowStart) -> None:
-        line = self.line_of.pop(start.row, None)
-        if line is not None:
-            self._free.append(line)
-        if not has_penalty(start):
-            return
-        if not self._free:
-            self._grow()
-        line = self.line_of[start.row] = self._free.pop()
-        tokens = put(np.array(start.tokens, dtype=np.int64), self.seen.device)
-        self.seen[line] = False
-        self.seen[line, tokens] = True
-        self.said[line] = torch.bincount(tokens[start.prompt_len :], minlength=self.said.shape[1])
-
-    def _grow(self) -> None:
-        have, vocab = self.seen.shape
-        more = max(4, have)
-        self.seen = torch.cat([self.seen, self.seen.new_zeros((more, vocab))])
-        self.said = torch.cat([self.said, self.said.new_zeros((more, vocab))])
-        self._free += range(have, have + more)
-
-    def apply(self, scores: Tensor, places: list[int], starts: list[RowStart]) -> None:
-        """Lower the scores of what was said before."""
-        where = put(np.array(places), scores.device)
-        lines = put(np.array([self.line_of[start.row] for start in starts]), scores.device)
-        params = [
-            (s.params.repetition_penalty or 1.0, s.params.frequency_penalty, s.params.presence_penalty) for s in starts
-        ]
-        repetition, frequency, presence = put(np.array(params, dtype=np.float32), scores.device).T.unsqueeze(2)
-        values, said = scores[where], self.said[lines]
-        penalised = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(self.seen[lines], penalised, values)
-        scores[where] = values - frequency * said - presence * (said > 0)
-
-    def note(self, rows: Ints, tokens: Tensor) -> None:
-        """These rows have just said these tokens."""
-        pairs = [(self.line_of[row], place) for place, row in enumerate(rows.tolist()) if row in self.line_of]
-        if pairs:
-            lines, places = put(np.array(pairs), tokens.device).T
-            self.seen[lines, tokens[places]] = True
-            self.said[lines, tokens[places]] += 1
 
 
 class Sampler:
@@ -125,12 +63,15 @@ class Sampler:
         self.device = torch.device(device)
         self.ops = ops or kernels.pick(self.device.type)
         self.rows = SamplerRows(rows)
-        self.counts = Counts(vocab_size, self.device)
+        self.changes = Changes(rows, vocab_size, self.device)
         self.all_ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)
+        self._native = self.ops if isinstance(self.ops, NativeOps) and self.device.type == "cpu" else None
+        self._state: SamplingState | None = None  # the rows' arrays, as C reads them
 
     def start(self, start: RowStart) -> None:
         self.rows.start(start)
-        self.counts.start(start)
+        self.rows.changes_scores[start.row] = self.changes.start(start)
+        self._state = None  # its arrays may have grown, and then they are elsewhere
 
     def asking(self, rows: Ints, masks: LateMasks | None) -> Flags:
         """Which rows ask for more than a draw from the model's own scores."""
@@ -166,6 +107,9 @@ class Sampler:
 
         A best score that is not finite means that the line has no meaning, and neither has its token.
         """
+        if self._native is not None:
+            tokens, best = self._native.draw(logits, rows, positions, self._in_c(), masks)
+            return tokens, best, self._logprobs(logits, rows, tokens)
         state = self.rows
         scores = logits
         masked = None if masks is None else np.isin(rows, masks.rows)
@@ -182,9 +126,35 @@ class Sampler:
             # relative to the best, so that no temperature, however small, makes a score infinite
             above = (scores if whole else scores[where]) - best[where].unsqueeze(1)
             tokens[where] = self._draw(above, rows[drawn], positions[drawn])
-        if self.counts.line_of:
-            self.counts.note(rows, tokens)
+        self.changes.note(rows, tokens)
         return tokens, best, self._logprobs(logits, rows, tokens)
+
+    def _in_c(self) -> SamplingState:
+        if self._state is None:
+            rows, changes = self.rows, self.changes
+            self._state = SamplingState(
+                temperature=rows.temperature,
+                top_p=rows.top_p,
+                min_p=rows.min_p,
+                top_k=rows.top_k,
+                seed=rows.seed,
+                sample=rows.sample,
+                first_free_end=changes.first_free_end,
+                bias_first=changes.bias.first,
+                bias_count=changes.bias.count,
+                ends_first=changes.ends.first,
+                ends_count=changes.ends.count,
+                line=changes.line,
+                repetition=changes.repetition,
+                frequency=changes.frequency,
+                presence=changes.presence,
+                bias_ids=changes.bias.ids,
+                ends_ids=changes.ends.ids,
+                bias_amounts=changes.bias.amounts,
+                seen=changes.seen.numpy(),
+                said=changes.said.numpy(),
+            )
+        return self._state
 
     def _mask(self, scores: Tensor, masked: Flags, masks: LateMasks) -> None:
         """Leave only what grammars allow, in the masked lines: those of the masks' rows, in the same order."""
@@ -195,29 +165,8 @@ class Sampler:
 
     def _changed(self, logits: Tensor, rows: Ints, positions: Ints, masked: Flags | None = None) -> Tensor:
         """A copy of the logits with biases, penalties and forbidden ends."""
-        scores = logits.clone()
-        places: list[int] = []  # parallel: add amounts[i] to the score of ids[i] in line places[i]
-        ids: list[int] = []
-        amounts: list[float] = []
-        with_penalty: list[int] = []
-        for place in np.flatnonzero(self.rows.changes_scores[rows]).tolist():
-            start = self.rows.starts[int(rows[place])]
-            bias = start.params.logit_bias or {}
-            early = positions[place] < self.rows.first_free_end[rows[place]]
-            ends = start.stop_ids if early and (masked is None or not masked[place]) else frozenset()
-            places += [place] * (len(bias) + len(ends))
-            ids += [*bias, *ends]
-            amounts += [*bias.values(), *([-torch.inf] * len(ends))]
-            if has_penalty(start):
-                with_penalty.append(place)
-            elif not bias and not ends:  # from now on nothing changes its scores
-                self.rows.changes_scores[rows[place]] = False
-        if with_penalty:
-            self.counts.apply(scores, with_penalty, [self.rows.starts[int(rows[place])] for place in with_penalty])
-        if places:
-            at = (self._put(np.array(places)), self._put(np.array(ids)))
-            scores.index_put_(at, self._put(np.array(amounts, dtype=np.float32)), accumulate=True)
-        return scores
+        self.rows.changes_scores[rows] = self.changes.still(rows, positions)
+        return self.changes.apply(logits, rows, positions, masked)
 
     def _draw(self, scores: Tensor, rows: Ints, positions: Ints) -> Tensor:
         """One draw per line, after temperature and the filters."""
@@ -278,7 +227,9 @@ class Sampler:
         noisy = (values + gumbel(keys, ids.to(torch.int32))).masked_fill(~keep, -torch.inf)
         tokens = ids.gather(1, noisy.argmax(dim=-1, keepdim=True)).squeeze(1)
         lowest = values[:, -1:]
-        enough = ((lowest < least) | (lowest == -torch.inf)).squeeze(1)  # beyond a forbidden token all are forbidden
+        # the top_k set must be seen whole, also where top_p leaves less of it: its mass counts
+        whole = lowest < torch.where(top_k > 0, last, least)
+        enough = (whole | (lowest == -torch.inf)).squeeze(1)  # beyond a forbidden token all are forbidden
         return tokens, enough
 
     def _logprobs(self, logits: Tensor, rows: Ints, tokens: Tensor) -> list[tuple[int, Logprobs]]:

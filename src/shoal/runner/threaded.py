@@ -6,7 +6,7 @@ they were handed over. Knows nothing of what a pass is.
 
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from shoal.core.plan import StepPlan, StepResult
@@ -44,7 +44,7 @@ class ThreadedExecutor:
         return replace(result, busy_s=forward_s + time.perf_counter() - begun_s)
 
     def result(self) -> StepResult:
-        wait([self._results[0]])  # interrupted here, the result is still the next one
+        self._results[0].exception()  # waits; interrupted here, the result is still the next one
         return self._results.popleft().result()
 
     def close(self) -> None:

@@ -55,14 +55,24 @@ SIGNATURES: dict[str, list[type]] = {
     "shoal_silu_mul": [_P, _P, _L, _L, _I],
     "shoal_rotate_store": [_P, _L, _L, _L, _L, _P, _P, _I, _F, _P, _P, _L, _P, _P, _I, _P, _I],
     "shoal_embed": [_P, _P, _I, _P, _L, _L],
+    "shoal_embed8": [_P, _P, _P, _P, _L, _L, _L],
     "shoal_argmax": [_P, _P, _P, _L, _L, _I],
     "shoal_layers": [_P, _L, _P],
+    "shoal_draw": [_P, _L, _P, _I],
+    "shoal_draw_room": [_L],
     "shoal_lanes": [],
     "shoal_has_float16": [],
 }
 
 
-ANSWERS = {"shoal_layers", "shoal_attention", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
+ANSWERS = {
+    "shoal_layers",
+    "shoal_attention",
+    "shoal_linear8",
+    "shoal_draw_room",
+    "shoal_lanes",
+    "shoal_has_float16",
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-/* The CPU kernels: linear layers, ragged paged attention, norms, rotation with KV writes, SwiGLU, the likeliest token.
+/* The CPU kernels: linear layers, ragged paged attention, norms, rotation with KV writes, SwiGLU, choosing tokens.
  *
  * Plain C with vectors of the compiler's own (gcc, clang), so one text serves NEON, AVX2, AVX-512 and machines without
  * any of them: compile it with the flags of the machine. The meaning of every function is that of kernels/ref.py.
@@ -946,31 +946,11 @@ API void shoal_embed(float *out, const void *weight, int type, const int64_t *id
   }
 }
 
-/* The first largest of each row, and its place; a row that holds a NaN has the best NaN. */
-API void shoal_argmax(int64_t *index, float *best, const float *scores, long rows, long n, int threads) {
-#pragma omp parallel for schedule(static) num_threads(team(threads, rows * n))
-  for (long r = 0; r < rows; r++) {
-    const float *x = scores + r * n;
-    floats most = all(-INFINITY);
-    ints broken = {0};
-    long i = 0;
-    for (; i + LANES <= n; i += LANES) {
-      floats here = load(x + i);
-      most = choose(here > most, here, most);
-      broken |= here != here;
-    }
-    float top = largest(most);
-    int bad = 0;
-    for (int lane = 0; lane < LANES; lane++) bad |= broken[lane];
-    for (; i < n; i++) {
-      top = x[i] > top ? x[i] : top;
-      bad |= x[i] != x[i];
-    }
-    for (i = 0; i < n - 1 && x[i] != top; i++) {
-    }
-    index[r] = i;
-    best[r] = bad ? NAN : top;
-  }
+/* of bytes, with a scale for each row of weight */
+API void shoal_embed8(float *out, const int8_t *weight, const float *scales, const int64_t *ids, long tokens, long n,
+                      long padded) {
+  for (long t = 0; t < tokens; t++)
+    for (long i = 0; i < n; i++) out[t * n + i] = (float)weight[ids[t] * padded + i] * scales[ids[t]];
 }
 
 /* ---------------------------------------------------------------- all layers of a pass in one call
@@ -1036,3 +1016,407 @@ API int shoal_layers(const Layer *layers, long count, const Pass *p) {
 
 API int shoal_lanes(void) { return LANES; }
 API int shoal_has_float16(void) { return HAS_FLOAT16; }
+
+/* ---------------------------------------------------------------- choosing tokens
+ *
+ * For every line of scores: bias, penalties, forbidden ends and a grammar's mask; the likeliest token, or a draw after
+ * temperature, top_k, top_p and min_p. The meaning is that of runner/sampler.py, the noise that of runner/draws.py.
+ *
+ * A token is drawn as the largest of score + noise, so most tokens need no noise: those whose score is so far below the
+ * largest sum found so far that no noise brings them there. The noise itself is worked out for the few that are left, with
+ * logarithms in double precision rounded to float32 where torch rounds: the same on every machine, and within a unit in
+ * the last place of what a float32 logarithm gives elsewhere. Nothing is sorted: a filter is a least score, found by
+ * counting what lies above it in ever finer buckets. */
+
+typedef struct {
+  /* of every row of the sampler's tables */
+  const float *temperature, *top_p, *min_p;
+  const int64_t *top_k, *seed, *sample, *first_free_end;
+  const int64_t *bias_first, *bias_count, *ends_first, *ends_count; /* stretches of the lists below */
+  const int64_t *line;                                              /* of what was seen and said, or -1 */
+  const float *repetition, *frequency, *presence;
+  /* of all rows together */
+  const int64_t *bias_ids, *ends_ids;
+  const float *bias_amounts;
+  /* [lines, vocabulary] */
+  uint8_t *seen; /* in the prompt or the output */
+  float *said;   /* how often in the output */
+} Sampling;
+
+typedef struct {
+  const Sampling *state;
+  const float *scores;
+  const int64_t *rows, *positions; /* of each line of scores */
+  const int64_t *mask_of;          /* of each line: which of the masks, or -1; none: no line has one */
+  const uint32_t *masks;           /* a bit for each token that is allowed */
+  int64_t *tokens;
+  float *best;
+  long n;
+} Choice;
+
+enum { BUCKETS = 2048, STRETCH = 64 };
+typedef uint32_t loose_word __attribute__((may_alias));
+static const float MOST_NOISE = 16.64f; /* no token gets more: -log(-log(1 - 2^-24)) is 16.6355 */
+
+INLINE int any(ints where) {
+  uint64_t parts[LANES / 2], found = 0;
+  memcpy(parts, &where, sizeof parts);
+  for (int i = 0; i < LANES / 2; i++) found |= parts[i];
+  return found != 0;
+}
+
+/* a + b x c, rounded twice, as torch does */
+INLINE float add_rounded(float a, float b, float c) {
+  float product = b * c;
+  __asm__("" : "+m"(product)); /* else the compiler makes one operation of it, which rounds once */
+  return a + product;
+}
+
+static uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+static uint64_t draw_key(int64_t seed, int64_t sample, int64_t position) {
+  const uint64_t golden = 0x9E3779B97F4A7C15u;
+  uint64_t key = mix64((uint64_t)seed + golden) ^ (uint64_t)sample;
+  key = mix64(key + golden) ^ (uint64_t)position;
+  return mix64(key + golden);
+}
+
+INLINE words scramble(words x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+/* 23 random bits for each of LANES ids */
+INLINE words random_bits(words ids, uint64_t key) {
+  words mixed = scramble(ids * 0x9E3779B1u + (uint32_t)key);
+  return scramble(mixed ^ (uint32_t)(key >> 32)) >> 9;
+}
+
+static float noise_of(uint32_t bits) {
+  float uniform = ((float)bits + 0.5f) * 0x1p-23f;
+  float inner = (float)-log((double)uniform);
+  return (float)-log((double)inner);
+}
+
+/* No noise of these bits is larger, and none smaller by more than 0.07 where it matters: -log(u) is at least 1 - u, and
+ * the bits of a float, read as a number, are a lower bound of its logarithm. */
+INLINE floats noise_bound(words bits) {
+  floats rest = all(8388607.5f) - __builtin_convertvector((ints)bits, floats); /* (1 - u) x 2^23 */
+  return all(150.0f * 0.69314718f + 1e-3f) - __builtin_convertvector((ints)rest, floats) * all(0.69314718f * 0x1p-23f);
+}
+
+/* the largest of the scores, or NaN where one of them is none */
+static float largest_of(const float *x, long n) {
+  floats most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+  ints broken = {0};
+  long i = 0;
+  for (; i + 4 * LANES <= n; i += 4 * LANES)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      floats here = load(x + i + j * LANES);
+      most[j] = choose(here > most[j], here, most[j]);
+      broken |= here != here;
+    }
+  for (int j = 1; j < 4; j++) most[0] = choose(most[j] > most[0], most[j], most[0]);
+  float top = largest(most[0]);
+  int bad = any(broken);
+  for (; i < n; i++) {
+    top = x[i] > top ? x[i] : top;
+    bad |= x[i] != x[i];
+  }
+  return bad ? NAN : top;
+}
+
+/* where the value stands first; the last place if nowhere */
+static long place_of(float value, const float *x, long n) {
+  long i = 0;
+  for (; i + STRETCH <= n; i += STRETCH) {
+    ints found = {0};
+#pragma GCC unroll 16
+    for (int j = 0; j < STRETCH; j += LANES) found |= load(x + i + j) == all(value);
+    if (any(found)) break;
+  }
+  while (i < n - 1 && x[i] != value) i++;
+  return i;
+}
+
+/* The first largest of each row, and its place; a row that holds a NaN has the best NaN. */
+API void shoal_argmax(int64_t *index, float *best, const float *scores, long rows, long n, int threads) {
+#pragma omp parallel for schedule(static) num_threads(team(threads, rows * n))
+  for (long r = 0; r < rows; r++) {
+    best[r] = largest_of(scores + r * n, n);
+    index[r] = place_of(best[r], scores + r * n, n);
+  }
+}
+
+typedef struct {
+  float top, temperature; /* the best score; both as they are for scaled(), */
+  float rate;             /* … and about 1 / temperature, where it need not be exact */
+  float least;            /* the least scaled score that stays */
+  uint64_t key;
+  float sum; /* score and noise of the token chosen so far */
+  long token;
+} Draw;
+
+INLINE float scaled(const Draw *d, float x) { return (x - d->top) / d->temperature; }
+
+/* Scores so far below the best have scaled scores below `least`, whatever is rounded; it lets in a few more. A division
+ * takes as long as ten other steps, so only those let in are scaled. */
+INLINE float gate(const Draw *d, float least) { return d->temperature * (least - 1e-5f * fabsf(least) - 1e-5f); }
+
+/* ids of the next LANES tokens */
+INLINE words ids_from(long first) {
+  words ids;
+  for (int i = 0; i < LANES; i++) ids[i] = (uint32_t)first + i;
+  return ids;
+}
+
+INLINE void try_one(Draw *d, const float *x, long id, uint32_t bits) {
+  float value = scaled(d, x[id]);
+  if (!(value >= d->least)) return;
+  float sum = value + noise_of(bits);
+  if (sum > d->sum || (sum == d->sum && id < d->token)) d->sum = sum, d->token = id;
+}
+
+INLINE float hope(const Draw *d) {
+  float lowest = d->sum - MOST_NOISE;
+  return gate(d, lowest > d->least ? lowest : d->least);
+}
+
+static void draw_one(Draw *d, const float *x, long n, long likeliest) {
+  const words lanes = ids_from(0);
+  d->sum = -INFINITY, d->token = likeliest;
+  try_one(d, x, likeliest, random_bits(ids_from(likeliest), d->key)[0]);
+  float enough = hope(d);
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    floats above = load(x + i) - all(d->top);
+    if (!any(above >= all(enough))) continue;
+    words bits = random_bits(lanes + (uint32_t)i, d->key);
+    ints chance = above * all(d->rate) + noise_bound(bits) >= all(d->sum);
+    if (!any(chance)) continue;
+    for (int lane = 0; lane < LANES; lane++)
+      if (chance[lane]) try_one(d, x, i + lane, bits[lane]);
+    enough = hope(d);
+  }
+  for (; i < n; i++)
+    if (x[i] - d->top >= enough) try_one(d, x, i, random_bits(ids_from(i), d->key)[0]);
+}
+
+/* The smallest of the values with less than `limit` strictly above it, counted by weights (none: each counts one). The
+ * values are not above 0; both lists are lost. Bucket by bucket of the values' upper bits, then of the next, then of the
+ * last: without their sign the bits of a larger value are the smaller number. */
+static float smallest_within(float *values, float *weights, long count, double limit, double *buckets) {
+  static const struct {
+    int shift, last;
+  } levels[] = {{20, BUCKETS - 1}, {10, 1023}, {0, 1023}};
+  double above = 0;
+  uint32_t key = 0;
+  for (int level = 0; level < 3; level++) {
+    int shift = levels[level].shift, last = levels[level].last, chosen = last;
+    loose_word *bits = (loose_word *)values;
+    memset(buckets, 0, sizeof(double) * (last + 1));
+    if (weights)
+      for (long i = 0; i < count; i++) buckets[bits[i] >> shift & last] += weights[i];
+    else
+      for (long i = 0; i < count; i++) buckets[bits[i] >> shift & last] += 1;
+    double total = above;
+    for (int bucket = 0; bucket <= last && total < limit; bucket++) {
+      if (!(buckets[bucket] > 0)) continue;
+      chosen = bucket, above = total;
+      total += buckets[bucket];
+    }
+    key |= (uint32_t)chosen << shift;
+    long kept = 0;
+    for (long i = 0; i < count; i++) { /* no branch: it would be wrong half of the time */
+      long here = (int)(bits[i] >> shift & last) == chosen;
+      bits[kept] = bits[i];
+      if (weights) weights[kept] = weights[i];
+      kept += here;
+    }
+    count = kept;
+  }
+  float found;
+  memcpy(&found, &key, 4);
+  return -found;
+}
+
+/* the scaled scores that are at least `cut`, in order, as they are without their sign; forbidden ones never are */
+static long those_from(float *to, const Draw *d, const float *x, long n, float cut) {
+  cut = cut > -3e38f ? cut : -3e38f;
+  float enough = gate(d, cut);
+  long count = 0, i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    if (!any(load(x + i) - all(d->top) >= all(enough))) continue;
+    float here[LANES];
+    store(here, (load(x + i) - all(d->top)) / all(d->temperature));
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++) {
+      to[count] = -here[lane];
+      count += here[lane] >= cut;
+    }
+  }
+  for (; i < n; i++) {
+    to[count] = -scaled(d, x[i]);
+    count += -to[count] >= cut;
+  }
+  return count;
+}
+
+/* powers of e of the values' negatives, and their sum */
+static double weigh(float *to, const float *values, long n) {
+  double total = 0;
+  for (long i = 0; i < n; i += LANES) { /* past the end there is room */
+    floats weights = exponential(-load(values + i));
+    store(to + i, weights);
+    for (int lane = 0; lane < LANES && i + lane < n; lane++) total += weights[lane];
+  }
+  return total;
+}
+
+/* the sum of the powers of e of all scaled scores */
+static double mass_of(const Draw *d, const float *x, long n) {
+  double total = 0;
+  long i = 0;
+  for (; i + STRETCH <= n; i += STRETCH) {
+    floats part = all(0);
+#pragma GCC unroll 16
+    for (int j = 0; j < STRETCH; j += LANES) part += exponential((load(x + i + j) - all(d->top)) * all(d->rate));
+    total += sum(part);
+  }
+  for (; i < n; i++) total += exponential_one((x[i] - d->top) * d->rate);
+  return total;
+}
+
+/* A score that at least k tokens reach, and not many more: there are k stretches of the vocabulary whose largest score is
+ * at least the k-th largest of these. Room: a float for each stretch. */
+static float reached_by(long k, const Draw *d, const float *x, long n, float *room, double *buckets) {
+  long count = n / STRETCH;
+  if (k > count) return -INFINITY;
+  for (long stretch = 0; stretch < count; stretch++) {
+    floats most = load(x + stretch * STRETCH);
+#pragma GCC unroll 16
+    for (int j = LANES; j < STRETCH; j += LANES) {
+      floats here = load(x + stretch * STRETCH + j);
+      most = choose(here > most, here, most);
+    }
+    room[stretch] = -scaled(d, largest(most));
+  }
+  return smallest_within(room, NULL, count, (double)k, buckets);
+}
+
+/* The least scaled score that top_k and top_p leave. Room: twice the vocabulary and two vectors, and the buckets. */
+static float ranked(const Draw *d, const float *x, long n, long k, float p, float *room, double *buckets) {
+  float *values = room, *weights = room + n + LANES, least = -INFINITY;
+  double mass;
+  long count;
+  if (k > 0 && k < n) {
+    count = those_from(values, d, x, n, reached_by(k, d, x, n, weights, buckets));
+    least = smallest_within(values, NULL, count, (double)k, buckets);
+    if (p >= 1) return least;
+    count = those_from(values, d, x, n, least);
+    mass = weigh(weights, values, count);
+  } else {
+    if (p >= 1) return least;
+    mass = mass_of(d, x, n);
+    /* n tokens of this likelihood hold less than top_p leaves out: so it is below what stays */
+    count = those_from(values, d, x, n, (float)log((1 - (double)p) * mass / (double)n) - 1e-3f);
+    weigh(weights, values, count);
+  }
+  float within = smallest_within(values, weights, count, (double)p * mass, buckets);
+  return within > least ? within : least;
+}
+
+static void punish(const Sampling *s, long row, float *x, long n) {
+  const uint8_t *seen = s->seen + s->line[row] * n;
+  const float *said = s->said + s->line[row] * n;
+  float repetition = s->repetition[row], frequency = s->frequency[row], presence = s->presence[row];
+  for (long first = 0; first < n; first += 8) {
+    long end = first + 8 < n ? first + 8 : n;
+    uint64_t several = 0;
+    memcpy(&several, seen + first, end - first);
+    if (!several) continue;
+    for (long i = first; i < end; i++) {
+      if (!seen[i]) continue;
+      float value = x[i] > 0 ? x[i] / repetition : x[i] * repetition;
+      value = add_rounded(value, -frequency, said[i]);
+      x[i] = value - (said[i] > 0 ? presence : 0);
+    }
+  }
+}
+
+static void allow_only(const uint32_t *mask, float *x, long n) {
+  for (long first = 0; first < n; first += 32) {
+    uint32_t allowed = mask[first / 32];
+    if (allowed == 0xffffffffu) continue;
+    long end = first + 32 < n ? first + 32 : n;
+    for (long i = first; i < end; i++)
+      if (!(allowed >> (i - first) & 1)) x[i] = -INFINITY;
+  }
+}
+
+/* the line's scores with everything that changes them: in `room`, or where they are if nothing does */
+static const float *changed(const Choice *c, long line, float *room) {
+  const Sampling *s = c->state;
+  const float *x = c->scores + line * c->n;
+  long row = c->rows[line], mask = c->mask_of ? c->mask_of[line] : -1;
+  long ends = mask < 0 && c->positions[line] < s->first_free_end[row] ? s->ends_count[row] : 0;
+  if (!s->bias_count[row] && s->line[row] < 0 && !ends && mask < 0) return x;
+  memcpy(room, x, sizeof(float) * c->n);
+  if (s->line[row] >= 0) punish(s, row, room, c->n);
+  for (long i = s->bias_first[row]; i < s->bias_first[row] + s->bias_count[row]; i++)
+    room[s->bias_ids[i]] += s->bias_amounts[i];
+  for (long i = s->ends_first[row]; i < s->ends_first[row] + ends; i++) room[s->ends_ids[i]] = -INFINITY;
+  if (mask >= 0) allow_only(c->masks + mask * ((c->n + 31) / 32), room, c->n);
+  return room;
+}
+
+static void choose_one(const Choice *c, long line, float *room) {
+  const Sampling *s = c->state;
+  long row = c->rows[line], n = c->n;
+  double *buckets = (double *)room;
+  room += 2 * BUCKETS;
+  const float *x = changed(c, line, room);
+  room += n;
+  float best = largest_of(x, n);
+  long token = isfinite(best) ? place_of(best, x, n) : 0;
+  if (s->temperature[row] > 0 && isfinite(best)) {
+    float least = s->min_p[row] > 0 ? (float)log((double)s->min_p[row]) : -INFINITY;
+    Draw d = {.top = best, .temperature = s->temperature[row], .least = least};
+    d.rate = 1 / (d.temperature > 1e-30f ? d.temperature : 1e-30f); /* below, all but the best are infinitely far away */
+    d.key = draw_key(s->seed[row], s->sample[row], c->positions[line]);
+    long k = s->top_k[row];
+    if (k > 0 || s->top_p[row] < 1) {
+      float within = ranked(&d, x, n, k, s->top_p[row], room, buckets);
+      d.least = within > least ? within : least;
+    }
+    draw_one(&d, x, n, token);
+    token = d.token;
+  }
+  c->tokens[line] = token, c->best[line] = best;
+  if (s->line[row] >= 0) {
+    s->seen[s->line[row] * n + token] = 1;
+    s->said[s->line[row] * n + token] += 1;
+  }
+}
+
+/* floats that every thread needs to work in */
+API long shoal_draw_room(long n) { return 2 * BUCKETS + (3 * n + 3 * LINE - 1) / LINE * LINE; }
+
+API void shoal_draw(const Choice *c, long lines, float *room, int threads) {
+  long size = shoal_draw_room(c->n);
+  int several = lines < threads ? (int)lines : threads;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(team(several, lines * c->n))
+  for (long line = 0; line < lines; line++) {
+    int thread = 0;
+#ifdef _OPENMP
+    thread = omp_get_thread_num();
+#endif
+    choose_one(c, line, room + thread * size);
+  }
+}

@@ -11,9 +11,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.core.plan import Ints
+from shoal.core.ports import LateMasks
 from shoal.kernels import Batch, Layer
 from shoal.kernels.cpu.compiled import Library
 from shoal.kernels.cpu.plain import CpuOps
@@ -56,6 +59,32 @@ PassStruct = _structure(
     | {"threads": _INT},
 )
 
+SamplingStruct = _structure(
+    "SamplingStruct",
+    _several(
+        "temperature top_p min_p top_k seed sample first_free_end bias_first bias_count ends_first ends_count line "
+        "repetition frequency presence bias_ids ends_ids bias_amounts seen said",
+        _POINTER,
+    ),
+)
+ChoiceStruct = _structure(
+    "ChoiceStruct", _several("state scores rows positions mask_of masks tokens best", _POINTER) | {"n": _LONG}
+)
+
+
+class SamplingState:
+    """How the rows of a sampler choose their tokens: arrays as native.c names them, which must stay where they are."""
+
+    def __init__(self, **arrays: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> None:
+        self.arrays = arrays  # kept: C has their addresses only
+        self.struct = SamplingStruct(**{name: _address(array) for name, array in arrays.items()})
+        self.address = ctypes.addressof(self.struct)
+
+
+def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> int:
+    assert array.flags.c_contiguous, "C reads arrays from end to end"
+    return int(array.__array_interface__["data"][0])
+
 
 class NativeOps(CpuOps):
     """Ops in C. Remembers, for the last pass only, its lengths as C reads them."""
@@ -68,17 +97,31 @@ class NativeOps(CpuOps):
         self.types = dict(TYPES) if library.has_float16 else {t: n for t, n in TYPES.items() if t != torch.float16}
         self._known: tuple[Sequence[Layer], tuple[Any, ...], Any] | None = None  # layers and places of their KV, for C
         self._room = torch.empty(0)
+        self._draw_room = torch.empty(0)
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in float32."""
         if isinstance(weight, Int8Weight):
-            return weight.rows(ids)
+            return self._embed8(ids, weight)
         if weight.dtype not in self.types:
             return super().embed(ids, weight).float()
         out = torch.empty(len(ids), weight.shape[1])
         kind = self.types[weight.dtype]
         self.calls.shoal_embed(out.data_ptr(), weight.data_ptr(), kind, ids.data_ptr(), len(ids), weight.shape[1])
+        return out
+
+    def _embed8(self, ids: Tensor, weight: Int8Weight) -> Tensor:
+        out = torch.empty(len(ids), weight.inputs)
+        self.calls.shoal_embed8(
+            out.data_ptr(),
+            weight.values.data_ptr(),
+            weight.scales.data_ptr(),
+            ids.data_ptr(),
+            len(ids),
+            weight.inputs,
+            weight.values.shape[1],
+        )
         return out
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -350,6 +393,41 @@ class NativeOps(CpuOps):
         best, index = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         self.calls.shoal_argmax(index.data_ptr(), best.data_ptr(), scores.data_ptr(), rows, n, torch.get_num_threads())
         return best, index
+
+    def draw(
+        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+    ) -> tuple[Tensor, Tensor]:
+        """A token for each line of scores [n, vocab], and the best score of the line after all that changes it.
+
+        Rows: of the state, whose counts go on with the tokens. Positions: those that the tokens will have.
+        """
+        scores = scores.float().contiguous()
+        count, vocab = scores.shape
+        threads = torch.get_num_threads()
+        tokens, best = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        rows, positions = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(positions, np.int64)
+        choice = ChoiceStruct(
+            state=state.address,
+            scores=scores.data_ptr(),
+            rows=_address(rows),
+            positions=_address(positions),
+            tokens=tokens.data_ptr(),
+            best=best.data_ptr(),
+            n=vocab,
+        )
+        if masks is not None:
+            masked = np.isin(rows, masks.rows)
+            mask_of = np.where(masked, np.cumsum(masked) - 1, -1)
+            allowed = np.ascontiguousarray(masks.allowed)
+            choice.mask_of, choice.masks = _address(mask_of), _address(allowed)
+        self.calls.shoal_draw(ctypes.byref(choice), count, self._room_to_draw(vocab, threads), threads)
+        return tokens, best
+
+    def _room_to_draw(self, vocab: int, threads: int) -> int:
+        needed = threads * self.calls.shoal_draw_room(vocab)
+        if self._draw_room.numel() < needed:
+            self._draw_room = torch.empty(needed)
+        return self._draw_room.data_ptr()
 
     def _lengths_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
         last = self._lengths

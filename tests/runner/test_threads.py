@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.kernels.cpu import make, threads
-from shoal.kernels.cpu.threads import choose_threads, possible_threads
+from shoal.kernels.cpu import make
+from shoal.runner import threads
+from shoal.runner.threads import choose_threads, possible_threads
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +44,11 @@ def test_a_container_s_share_of_time_is_kept(tmp_path: Path, monkeypatch: pytest
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr(threads, "QUOTA", quota)
     quota.write_text("90000 100000\n")
-    assert choose_threads(make()) == 1 == torch.get_num_threads()
+    assert choose_threads() == 1 == torch.get_num_threads()
     quota.write_text("max 100000\n")
-    assert 1 <= choose_threads(make()) <= len(os.sched_getaffinity(0))
+    assert 1 <= choose_threads() <= len(os.sched_getaffinity(0))
     quota.write_text("nonsense")
-    assert choose_threads(make()) >= 1
+    assert choose_threads() >= 1
 
 
 def test_of_two_numbers_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_of_two_numbers_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(threads, "possible_threads", lambda *_: [2, 1])
     for seconds, wanted in (({2: 1.0, 1: 0.5}, 1), ({2: 1.0, 1: 0.99}, 2), ({2: 0.5, 1: 1.0}, 2)):
         monkeypatch.setattr(threads, "_seconds", lambda ops, count, seconds=seconds: seconds[count])
-        assert choose_threads(make()) == wanted == torch.get_num_threads()
+        assert choose_threads() == wanted == torch.get_num_threads()
 
 
 def test_the_speed_is_really_measured() -> None:
@@ -66,4 +67,4 @@ def test_what_the_environment_says_is_obeyed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     monkeypatch.setattr(threads, "possible_threads", lambda *_: [7])
-    assert choose_threads(make()) == 1
+    assert choose_threads() == 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.kernels.cpu.plain import CpuOps
+from shoal.kernels.cpu import CpuOps, make
 
 ROWS = (1, 16)  # tokens of a pass with one request, and with some
 WORTH = 0.95  # fewer threads must take at most this share of the time
@@ -36,14 +36,14 @@ def possible_threads(cpus: Sequence[int], siblings: Callable[[int], str | None],
     return sorted({min(most, len(cpus)), min(most, len(groups))}, reverse=True)
 
 
-def choose_threads(ops: CpuOps) -> int:
-    """Sets torch's number of threads, and says it; OMP_NUM_THREADS is obeyed."""
+def choose_threads(level: str = "auto") -> int:
+    """Set torch's number of threads for CPU kernels of this level, and say it; OMP_NUM_THREADS is obeyed."""
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return torch.get_num_threads()
     possible = possible_threads(sorted(os.sched_getaffinity(0)), _siblings, _quota())
     best = possible[0]
     if len(possible) > 1:
-        times = {count: _seconds(ops, count) for count in possible}
+        times = {count: _seconds(make(level), count) for count in possible}
         for count in possible[1:]:
             if times[count] < WORTH * times[best]:
                 best = count
