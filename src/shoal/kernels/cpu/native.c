@@ -299,8 +299,32 @@ static void dot_block(const float *x, long x_stride, long rows, const float *con
   }
 }
 
+enum { WORTH_THREADS = 1 << 15 }; /* values: fewer are done before a second thread has woken */
+
+static int team(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
+
+/* Memory of the calling thread, which only grows: fresh memory would cost a page fault every 4 KiB. */
+enum { ROOM_ROWS, ROOM_TILES, ROOMS };
+static void *room_for(int use, size_t size) {
+  static __thread struct {
+    char *room;
+    size_t size;
+  } held[ROOMS];
+  if (size > held[use].size) {
+    free(held[use].room);
+    held[use].size = (size + 0xffff) & ~(size_t)0xffff;
+    held[use].room = aligned_alloc(64, held[use].size);
+    if (!held[use].room) held[use].size = 0;
+  }
+  return held[use].room;
+}
+
+#include "pairs.c"
+#include "tiles.c"
+
 /* ---------------------------------------------------------------- linear layers
  *
+ * Where there are products of bfloat16, see tiles.c and pairs.c; this is for all other types and machines.
  * Weights lie as torch has them, [outputs, inputs], and come from memory once. A task is some rows of them.
  * Up to DOT_ROWS rows of x: two long streams of weights, which is how memory gives most. More rows: weights in groups of
  * DOT_COLUMNS, which stay in the first cache while all rows of x pass by and the next group is fetched; 16-bit weights
@@ -389,17 +413,26 @@ static void many_rows(const Linear *t, long row, long rows, long first, long cou
   }
 }
 
-API void shoal_linear(float *out, const float *x, const void *weight, int type, const void *bias,
-                      const float *residual, long rows, long inputs, long outputs, int threads) {
+/* 0: done. 1: no memory. */
+API int shoal_linear(float *out, const float *x, const void *weight, int type, const void *bias, const float *residual,
+                     long rows, long inputs, long outputs, int threads) {
+  if (rows < 1) return 0;
+#if HAS_TILES
+  if (type == BFLOAT16) return tiled_bfloat16(out, x, weight, 0, bias, residual, rows, inputs, outputs, threads);
+#elif HAS_PAIRS
+  if (type == BFLOAT16) return paired(out, x, weight, bias, residual, rows, inputs, outputs, threads);
+#endif
   Linear t = {x, weight, bias, residual, out, rows, inputs, outputs, type};
   int few = rows <= DOT_ROWS;
   long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 384 : 96;
   width = width < 12 ? 12 : width > most ? most : width;
   long tasks = (outputs + width - 1) / width;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+  int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
   {
     float *wide = few || type == FLOAT32 ? NULL : malloc(sizeof(float) * DOT_COLUMNS * inputs);
+    failed = !few && type != FLOAT32 && !wide;
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < blocks * tasks; task++) {
       long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
@@ -407,11 +440,31 @@ API void shoal_linear(float *out, const float *x, const void *weight, int type, 
       long count = outputs - first < width ? outputs - first : width;
       if (few)
         streams[type][rows - 1](&t, first, count);
-      else
+      else if (!failed)
         many_rows(&t, row, these, first, count, wide);
     }
     free(wide);
   }
+  return failed;
+}
+
+API int shoal_has_tiles(void) { return HAS_TILES; }
+API int shoal_has_pairs(void) { return HAS_PAIRS; }
+/* 0: all instructions of this library may be used. Else the error with which the system refused. */
+API int shoal_permitted(void) { return tiles_permitted(); }
+/* weights packed in tiles: only for comparison */
+API int shoal_linear_packed(float *out, const float *x, const void *weight, long rows, long inputs, long outputs,
+                            int threads) {
+#if HAS_TILES
+  return tiled_bfloat16(out, x, weight, 1, NULL, NULL, rows, inputs, outputs, threads);
+#else
+  return 1;
+#endif
+}
+API void shoal_tune(int prefetch) {
+#if HAS_TILES
+  tile_prefetch = prefetch;
+#endif
 }
 
 /* ---------------------------------------------------------------- linear layers with 8-bit weights
@@ -422,7 +475,30 @@ API void shoal_linear(float *out, const float *x, const void *weight, int type, 
 
 enum { INT8_PAD = 64 };
 
-#if defined(__ARM_FEATURE_DOTPROD)
+/* x86 multiplies unsigned bytes by signed ones: weights are raised by INT8_RAISE, and so many times the sum of a row of x
+ * is taken off in the end. */
+#if defined(__AVX512VNNI__)
+enum { INT8_STEP = 64, INT8_RAISE = 128 };
+typedef __m512i bytes;
+typedef __m512i counts;
+INLINE bytes load_bytes(const int8_t *p) { return _mm512_loadu_si512(p); }
+INLINE bytes load_weights(const int8_t *p) { return _mm512_xor_si512(load_bytes(p), _mm512_set1_epi8(-128)); }
+INLINE counts add_products(counts sums, bytes x, bytes w) { return _mm512_dpbusd_epi32(sums, w, x); }
+INLINE int32_t sum_counts(counts x) { return _mm512_reduce_add_epi32(x); }
+#elif defined(__AVXVNNI__)
+enum { INT8_STEP = 32, INT8_RAISE = 128 };
+typedef __m256i bytes;
+typedef __m256i counts;
+INLINE bytes load_bytes(const int8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE bytes load_weights(const int8_t *p) { return _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(-128)); }
+INLINE counts add_products(counts sums, bytes x, bytes w) { return _mm256_dpbusd_avx_epi32(sums, w, x); }
+INLINE int32_t sum_counts(counts x) {
+  int32_t v[8], total = 0;
+  _mm256_storeu_si256((__m256i *)v, x);
+  for (int i = 0; i < 8; i++) total += v[i];
+  return total;
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
 enum { INT8_STEP = 16 };
 typedef int8x16_t bytes;
 typedef int32x4_t counts;
@@ -467,9 +543,15 @@ INLINE int32_t sum_counts(counts x) {
 }
 #endif
 
+#if !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+enum { INT8_RAISE = 0 };
+INLINE bytes load_weights(const int8_t *p) { return load_bytes(p); }
+#endif
+
 typedef struct {
   const int8_t *x, *weight;
   const float *x_scales, *scales;
+  const int32_t *x_sums;
   const void *bias;
   const float *residual;
   float *out;
@@ -493,7 +575,7 @@ INLINE void dots8(const Linear8 *t, const int8_t *const *x, const int8_t *const 
       for (int i = 0; i < rows; i++) left[i] = load_bytes(x[i] + k + n);
 #pragma GCC unroll 8
       for (int j = 0; j < columns; j++) {
-        bytes right = load_bytes(w[j] + k + n);
+        bytes right = load_weights(w[j] + k + n);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) sums[i][j] = add_products(sums[i][j], left[i], right);
       }
@@ -504,7 +586,8 @@ INLINE void dots8(const Linear8 *t, const int8_t *const *x, const int8_t *const 
 #pragma GCC unroll 8
     for (int j = 0; j < columns; j++) {
       long place = (row + i) * t->outputs + column[j];
-      float value = (float)sum_counts(sums[i][j]) * t->x_scales[row + i] * t->scales[column[j]];
+      int32_t count = sum_counts(sums[i][j]) - INT8_RAISE * t->x_sums[row + i];
+      float value = (float)count * t->x_scales[row + i] * t->scales[column[j]];
       if (t->bias) value += load_any(t->bias, column[j], t->bias_type);
       if (t->residual) value += t->residual[place];
       t->out[place] = value;
@@ -546,15 +629,15 @@ static void many_rows8(const Linear8 *t, long row, long rows, long first, long c
     for (long i = 0; i < rows; i += DOT_ROWS) {
       int these = rows - i < DOT_ROWS ? (int)(rows - i) : DOT_ROWS;
       for (int n = 0; n < these; n++) x[n] = t->x + (row + i + n) * t->inputs;
-      (group > 1 ? wide_dots8 : one_dots8)[these - 1](t, x, w, row + i, column, soon, group > 1 ? pace : 0);
+      (group > 1 ? wide_dots8 : one_dots8)[(unsigned)(these - 1) % DOT_ROWS](t, x, w, row + i, column, soon, group > 1 ? pace : 0);
       soon += pace * t->inputs;
     }
     j += group;
   }
 }
 
-/* the nearest of 255 steps between -largest and largest; returns the step */
-static float to_bytes(int8_t *to, const float *x, long n, long padded) {
+/* the nearest of 255 steps between -largest and largest, and their sum; returns the step */
+static float to_bytes(int8_t *to, int32_t *total, const float *x, long n, long padded) {
   float most = 0;
   for (long i = 0; i < n; i++) {
     float size = fabsf(x[i]);
@@ -563,6 +646,8 @@ static float to_bytes(int8_t *to, const float *x, long n, long padded) {
   float inverse = most > 0 ? 127.0f / most : 0;
   for (long i = 0; i < n; i++) to[i] = (int8_t)(int32_t)rintf(x[i] * inverse);
   memset(to + n, 0, padded - n);
+  *total = 0;
+  for (long i = 0; INT8_RAISE && i < n; i++) *total += to[i];
   return most / 127.0f;
 }
 
@@ -570,13 +655,17 @@ static float to_bytes(int8_t *to, const float *x, long n, long padded) {
 API int shoal_linear8(float *out, const float *x, const int8_t *weight, const float *scales, const void *bias,
                       int bias_type, const float *residual, long rows, long real, long inputs, long outputs,
                       int threads) {
-  int8_t *small = malloc(rows * inputs);
-  float *steps = malloc(sizeof(float) * rows);
-  if (!small || !steps) {
-    free(small), free(steps);
-    return 1;
-  }
-  Linear8 t = {small, weight, steps, scales, bias, residual, out, rows, inputs, outputs, bias_type};
+  if (rows < 1) return 0;
+  float *steps = room_for(ROOM_ROWS, rows * (inputs + sizeof(float) + sizeof(int32_t)));
+  if (!steps) return 1;
+  int32_t *totals = (int32_t *)(steps + rows);
+  int8_t *small = (int8_t *)(totals + rows);
+#if HAS_TILES
+#pragma omp parallel for schedule(static) num_threads(team(threads, rows * real))
+  for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, totals + r, x + r * real, real, inputs);
+  return tiled_int8(out, small, steps, weight, scales, bias, bias_type, residual, rows, inputs, outputs, threads);
+#endif
+  Linear8 t = {small, weight, steps, scales, totals, bias, residual, out, rows, inputs, outputs, bias_type};
   int few = rows <= DOT_ROWS;
   long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 768 : 192;
@@ -585,7 +674,7 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, const fl
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(static)
-    for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, x + r * real, real, inputs);
+    for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, totals + r, x + r * real, real, inputs);
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < blocks * tasks; task++) {
       long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
@@ -597,7 +686,6 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, const fl
         many_rows8(&t, row, these, first, count);
     }
   }
-  free(small), free(steps);
   return 0;
 }
 
@@ -853,10 +941,6 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
 
 /* ---------------------------------------------------------------- row by row */
 
-enum { WORTH_THREADS = 1 << 15 }; /* values: fewer are done before a second thread has woken */
-
-static int team(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
-
 INLINE void norm_row(float *out, const float *x, const void *weight, int type, long n, float eps) {
   floats squares = all(0);
   long i = 0;
@@ -1007,8 +1091,7 @@ static int product(float *out, const float *x, const Matrix *m, const float *res
   if (m->type == INT8)
     return shoal_linear8(out, x, m->weight, m->scales, m->bias, m->bias_type, residual, p->tokens, m->inputs, m->padded,
                          m->outputs, p->threads);
-  shoal_linear(out, x, m->weight, m->type, m->bias, residual, p->tokens, m->inputs, m->outputs, p->threads);
-  return 0;
+  return shoal_linear(out, x, m->weight, m->type, m->bias, residual, p->tokens, m->inputs, m->outputs, p->threads);
 }
 
 static int layer(const Layer *l, const Pass *p) {
