@@ -16,10 +16,13 @@ from shoal.kernels import Batch, composed
 from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make
 from shoal.kernels.int8 import quantize
 from shoal.kernels.ref import RefOps
+from tests.kernels.pretended import pretended
 from tests.kernels.ragged import Tables
 
 REF = RefOps()
-NATIVE = [pytest.param(ops, id=name) for name, ops in kernels.available() if isinstance(ops, NativeOps)]
+NATIVE = [
+    pytest.param(ops, id=name) for name, ops in [*kernels.available(), *pretended()] if isinstance(ops, NativeOps)
+]
 TYPES = [torch.float32, torch.bfloat16]
 
 
@@ -57,10 +60,12 @@ def test_attention_is_the_same_in_any_company_and_cut(ops: NativeOps, dtype: tor
     cache = torch.randn(2, tables.blocks, 16, 2, 64).to(dtype)
     pieces = [(row, max(0, length - 70), min(70, length)) for row, length in enumerate(lengths)]
     together = tables.batch(pieces)
-    q = torch.randn(together.starts[-1], 6, 64)
+    q = torch.randn(together.starts[-1], 6, 64).to(dtype).float()
     whole = attend(ops, together, q, cache, window)
     wanted = REF.attention(q, cache[0].float(), cache[1].float(), together, 0.125, window)
-    torch.testing.assert_close(whole, wanted, atol=2e-5, rtol=2e-5)
+    # tiles round the shares too, by 1/512 at most: of values of about 1, which the shares average
+    tolerance = 1e-2 if dtype == torch.bfloat16 and ops.library.bfloat16_products == "tiles" else 2e-5
+    torch.testing.assert_close(whole, wanted, atol=tolerance, rtol=tolerance)
     for place, (row, before, new) in enumerate(pieces):
         first = together.starts[place]
         for skipped in {0, new // 3, new - 1}:

@@ -811,6 +811,25 @@ static void attend_piece(const Attention *a, const Block *b, const float *q, lon
   }
 }
 
+#include "attention_tiles.c"
+
+/* rows of queries as the kernels of a block want them */
+typedef struct {
+  float wide[MOST_ROWS * MOST_DIM];
+  char turned[HAS_TILES ? MOST_ROWS * MOST_DIM * 2 : 1]; /* for tiles */
+} Queries;
+
+static void see_piece(const Attention *a, const Block *b, const Queries *q, long rows, long position, long oldest,
+                      long piece, Seen *seen) {
+#if HAS_TILES
+  if (in_tiles(a)) {
+    attend_piece_tiled(a, b, q->turned, rows, position, oldest, piece, seen);
+    return;
+  }
+#endif
+  attend_piece(a, b, q->wide, rows, position, oldest, piece, seen);
+}
+
 /* one row: what was seen before, and a later piece */
 static void join(float *top, float *mass, float *mixed, float later_top, float later_mass, const float *later, long dim) {
   float best = later_top > *top ? later_top : *top, base = best == -INFINITY ? 0 : best;
@@ -841,25 +860,29 @@ static long oldest_of(const Attention *a, const Block *b) {
 }
 
 static void attend(const Attention *a, const Block *b) {
-  float q[MOST_ROWS * MOST_DIM], mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
+  Queries q;
+  float mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
   long rows = b->queries * b->count, dim = a->dim, position = first_position(a, b), oldest = oldest_of(a, b);
   for (long r = 0; r < rows; r++) {
     long token = a->starts[b->sequence] + b->first + r / b->count;
     const float *from = a->q + token * a->q_stride + (b->head + r % b->count) * dim;
-    for (long i = 0; i < dim; i += LANES) store(q + r * dim + i, load(from + i) * all(a->scale));
+    for (long i = 0; i < dim; i += LANES) store(q.wide + r * dim + i, load(from + i) * all(a->scale));
   }
+#if HAS_TILES
+  if (in_tiles(a)) turn_queries(q.turned, q.wide, rows, dim), shape_attention(rows);
+#endif
   if (b->piece >= 0) {
     Seen seen = {.mixed = b->partial + 2 * rows};
-    attend_piece(a, b, q, rows, position, oldest, b->piece, &seen);
+    see_piece(a, b, &q, rows, position, oldest, b->piece, &seen);
     memcpy(b->partial, seen.top, sizeof(float) * rows);
     memcpy(b->partial + rows, seen.mass, sizeof(float) * rows);
     return;
   }
   Seen seen = {.mixed = mixed}, next = {.mixed = later};
   long first = oldest / PIECE, last = (position + b->queries - 1) / PIECE;
-  attend_piece(a, b, q, rows, position, oldest, first, &seen);
+  see_piece(a, b, &q, rows, position, oldest, first, &seen);
   for (long piece = first + 1; piece <= last; piece++) {
-    attend_piece(a, b, q, rows, position, oldest, piece, &next);
+    see_piece(a, b, &q, rows, position, oldest, piece, &next);
     for (long r = 0; r < rows; r++)
       join(seen.top + r, seen.mass + r, mixed + r * dim, next.top[r], next.mass[r], later + r * dim, dim);
   }
@@ -927,6 +950,9 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
   {
 #pragma omp for schedule(dynamic, 1)
     for (long n = 0; n < count; n++) attend(&a, blocks + n);
+#if HAS_TILES
+    if (in_tiles(&a)) tiles_end();
+#endif
     if (needed)
 #pragma omp for schedule(dynamic, 1)
       for (long n = 0; n < count; n++) {

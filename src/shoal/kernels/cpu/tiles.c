@@ -79,7 +79,7 @@ static void pretend_int8(int sums, int a, int b) {
             ((int8_t *)pretended[a])[r * 64 + k] * ((int8_t *)pretended[b])[k / 4 * 64 + c * 4 + k % 4];
 }
 #define tile_zero(n) memset(pretended[n], 0, TILE_SIZE)
-#define tile_load(n, from, stride) pretend_load(n, from, stride)
+#define tile_load(n, from, stride) pretend_load(n, (const char *)(from), stride)
 #define tile_store(n, to, stride) pretend_store(n, (char *)(to), stride)
 #define tile_add_bfloat16(sums, a, b) pretend_bfloat16(sums, a, b)
 #define tile_add_int8(sums, a, b) pretend_int8(sums, a, b)
