@@ -82,7 +82,7 @@ INLINE void score_group(const char *const *keys, const long *stride, const char 
 static void turn_scores(float *scores, const float *found, long rows) {
   uint32_t turned[TILE_SIZE / 4];
   if (rows == GROUP)
-    turn16(turned, (const uint32_t *)found);
+    turn16(turned, (const char *)found, TILE_BYTES);
   else
     turn_words(turned, (const uint32_t *)found, GROUP, rows);
   for (long r = 0; r < rows; r++) memcpy(scores + r * TILE, turned + r * GROUP, sizeof(float) * GROUP);

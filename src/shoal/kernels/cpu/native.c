@@ -62,6 +62,28 @@ INLINE floats load(const float *p) { return *(const loose_floats *)p; }
 INLINE void store(float *p, floats x) { *(loose_floats *)p = x; }
 INLINE floats all(float x) { return x - (floats){0}; }
 
+/* a b + c, rounded once where the CPU can do that in one instruction, and then everywhere: the compiler is told not to choose
+ * (-ffp-contract=off), since it would choose differently for different tile sizes */
+INLINE floats fused(floats a, floats b, floats c) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX512F__)
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE float fused_one(float a, float b, float c) {
+#if defined(__aarch64__) || defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 /* LANES values of a type, as float32 */
 INLINE floats load_as(const void *p, int type) {
   if (type == FLOAT32) return load(p);
@@ -134,13 +156,30 @@ INLINE void store_one(void *p, float x, int type) {
 #endif
 }
 
+#if defined(__AVX2__)
+/* halves onto each other until four are left */
+INLINE __m128 folded(floats x) {
+#if defined(__AVX512F__)
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+#else
+  __m256 half = (__m256)x;
+#endif
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+#endif
+
 /* all lanes, added in one fixed order: halves onto each other, then neighbours */
 INLINE float sum(floats x) {
+#if defined(__AVX2__)
+  __m128 two = _mm_hadd_ps(folded(x), folded(x));
+  return _mm_cvtss_f32(_mm_hadd_ps(two, two));
+#else
   float v[LANES];
   store(v, x);
   for (int width = LANES / 2; width >= 4; width /= 2)
     for (int i = 0; i < width; i++) v[i] += v[i + width];
   return (v[0] + v[1]) + (v[2] + v[3]);
+#endif
 }
 
 /* sums of four vectors */
@@ -148,17 +187,24 @@ INLINE void sum4(float *out, floats a, floats b, floats c, floats d) {
 #if defined(__ARM_NEON) && defined(__aarch64__)
   float32x4_t ab = vpaddq_f32((float32x4_t)a, (float32x4_t)b), cd = vpaddq_f32((float32x4_t)c, (float32x4_t)d);
   vst1q_f32(out, vpaddq_f32(ab, cd));
+#elif defined(__AVX2__)
+  __m128 ab = _mm_hadd_ps(folded(a), folded(b)), cd = _mm_hadd_ps(folded(c), folded(d));
+  _mm_storeu_ps(out, _mm_hadd_ps(ab, cd));
 #else
   out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
 #endif
 }
 
 INLINE float largest(floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   float v[LANES], best;
   store(v, x);
   best = v[0];
   for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
   return best;
+#endif
 }
 
 INLINE floats choose(ints where, floats yes, floats no) {
@@ -169,16 +215,16 @@ INLINE floats choose(ints where, floats yes, floats no) {
 INLINE floats exponential(floats x) {
   ints tiny = x < all(-87.0f), huge = x > all(88.0f);
   floats y = choose(tiny, all(-87.0f), choose(huge, all(88.0f), x));
-  floats shifted = y * all(1.44269504f) + all(12582912.0f); /* 1.5 x 2^23: the nearest integer, in the low bits */
+  floats shifted = fused(y, all(1.44269504f), all(12582912.0f)); /* 1.5 x 2^23: the nearest integer, in the low bits */
   floats n = shifted - all(12582912.0f);
-  floats r = y - n * all(0.693359375f) - n * all(-2.12194440e-4f);
+  floats r = fused(n, all(2.12194440e-4f), fused(n, all(-0.693359375f), y));
   floats p = all(1.9875691500e-4f);
-  p = p * r + all(1.3981999507e-3f);
-  p = p * r + all(8.3334519073e-3f);
-  p = p * r + all(4.1665795894e-2f);
-  p = p * r + all(1.6666665459e-1f);
-  p = p * r + all(5.0000001201e-1f);
-  p = p * r * r + r + all(1.0f);
+  p = fused(p, r, all(1.3981999507e-3f));
+  p = fused(p, r, all(8.3334519073e-3f));
+  p = fused(p, r, all(4.1665795894e-2f));
+  p = fused(p, r, all(1.6666665459e-1f));
+  p = fused(p, r, all(5.0000001201e-1f));
+  p = fused(p * r, r, r) + all(1.0f);
   floats power = (floats)(((ints)shifted + 127) << 23); /* what 2^23 adds above the low bits is shifted out */
   return choose(tiny, all(0), p * power);
 }
@@ -227,14 +273,14 @@ INLINE void dot_step(floats sums[][DOT_COLUMNS], const float *const *x, const fl
   for (int j = 0; j < columns; j++) {
     floats right = load(w[j] + at_k);
 #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++) sums[i][j] += left[i] * right;
+    for (int i = 0; i < rows; i++) sums[i][j] = fused(left[i], right, sums[i][j]);
   }
 }
 
 /* the lanes of one sum, and what is left of k from `rest` on */
 INLINE float dot_end(floats lanes, const float *x, const void *w, int type, long rest, long k) {
   float found = sum(lanes);
-  for (; rest < k; rest++) found += x[rest] * load_one(at(w, rest, type), type);
+  for (; rest < k; rest++) found = fused_one(x[rest], load_one(at(w, rest, type), type), found);
   return found;
 }
 
@@ -262,7 +308,7 @@ INLINE void dots(const float *const *x, const float *const *w, long k, int rows,
     for (; j < columns; j++) to[j] = sum(sums[i][j]);
     for (; at_k < k && j > 0; j--) {
       float rest = to[j - 1];
-      for (long n = at_k; n < k; n++) rest += x[i][n] * w[j - 1][n];
+      for (long n = at_k; n < k; n++) rest = fused_one(x[i][n], w[j - 1][n], rest);
       to[j - 1] = rest;
     }
   }
@@ -304,7 +350,7 @@ enum { WORTH_THREADS = 1 << 15 }; /* values: fewer are done before a second thre
 static int team(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
 
 /* Memory of the calling thread, which only grows: fresh memory would cost a page fault every 4 KiB. */
-enum { ROOM_ROWS, ROOM_TILES, ROOMS };
+enum { ROOM_ROWS, ROOM_TILES, ROOM_PANELS, ROOMS };
 static void *room_for(int use, size_t size) {
   static __thread struct {
     char *room;
@@ -317,6 +363,32 @@ static void *room_for(int use, size_t size) {
     if (!held[use].room) held[use].size = 0;
   }
   return held[use].room;
+}
+
+typedef int8_t small_ints __attribute__((vector_size(LANES)));
+typedef small_ints loose_small_ints __attribute__((aligned(1), may_alias));
+
+/* the nearest of 255 steps between -largest and largest, and their sum; returns the step: NaN where any value is */
+static float to_bytes(int8_t *to, int32_t *total, const float *x, long n, long padded) {
+  floats sizes = all(0), high = all(12582912.0f); /* 1.5 x 2^23: the nearest integer comes to stand in the low bits */
+  ints broken = {0};
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    floats here = load(x + i), size = (floats)((ints)here & 0x7fffffff);
+    sizes = choose(size > sizes, size, sizes);
+    broken |= here != here;
+  }
+  float most = largest(sizes);
+  for (; i < n; i++) most = fabsf(x[i]) > most || x[i] != x[i] ? fabsf(x[i]) : most;
+  for (int lane = 0; lane < LANES; lane++) most = broken[lane] ? NAN : most;
+  float inverse = most > 0 ? 127.0f / most : 0;
+  for (i = 0; i + LANES <= n; i += LANES)
+    *(loose_small_ints *)(to + i) = __builtin_convertvector((ints)(load(x + i) * all(inverse) + high), small_ints);
+  for (; i < n; i++) to[i] = (int8_t)(int32_t)rintf(x[i] * inverse);
+  memset(to + n, 0, padded - n);
+  *total = 0;
+  for (i = 0; i < n; i++) *total += to[i];
+  return most / 127.0f;
 }
 
 #include "pairs.c"
@@ -367,16 +439,16 @@ INLINE void two_streams(const Linear *t, int type, int rows, long first, long co
 #pragma GCC unroll 4
         for (int i = 0; i < rows; i++) {
           floats left = load(t->x + i * k + at_k + n * LANES);
-          sums[i][0] += left * right[0][n];
-          sums[i][1] += left * right[1][n];
+          sums[i][0] = fused(left, right[0][n], sums[i][0]);
+          sums[i][1] = fused(left, right[1][n], sums[i][1]);
         }
     }
     for (; at_k + LANES <= k; at_k += LANES)
 #pragma GCC unroll 4
       for (int i = 0; i < rows; i++) {
         floats left = load(t->x + i * k + at_k);
-        sums[i][0] += left * load_as(at(w[0], at_k, type), type);
-        sums[i][1] += left * load_as(at(w[1], at_k, type), type);
+        sums[i][0] = fused(left, load_as(at(w[0], at_k, type), type), sums[i][0]);
+        sums[i][1] = fused(left, load_as(at(w[1], at_k, type), type), sums[i][1]);
       }
 #pragma GCC unroll 4
     for (int i = 0; i < rows; i++)
@@ -418,7 +490,9 @@ API int shoal_linear(float *out, const float *x, const void *weight, int type, c
                      long rows, long inputs, long outputs, int threads) {
   if (rows < 1) return 0;
 #if HAS_TILES
-  if (type == BFLOAT16) return tiled_bfloat16(out, x, weight, 0, bias, residual, rows, inputs, outputs, threads);
+  Tiled work = {.weight = weight, .row_bytes = inputs * 2, .x = x, .bias = bias, .bias_type = type,
+                .residual = residual, .out = out, .rows = rows, .inputs = inputs, .outputs = outputs};
+  if (type == BFLOAT16) return tiled(&work, threads);
 #elif HAS_PAIRS
   if (type == BFLOAT16) return paired(out, x, weight, bias, residual, rows, inputs, outputs, threads);
 #endif
@@ -452,18 +526,10 @@ API int shoal_has_tiles(void) { return HAS_TILES; }
 API int shoal_has_pairs(void) { return HAS_PAIRS; }
 /* 0: all instructions of this library may be used. Else the error with which the system refused. */
 API int shoal_permitted(void) { return tiles_permitted(); }
-/* weights packed in tiles: only for comparison */
-API int shoal_linear_packed(float *out, const float *x, const void *weight, long rows, long inputs, long outputs,
-                            int threads) {
+/* for measurements */
+API void shoal_tune(int prefetch, int many) {
 #if HAS_TILES
-  return tiled_bfloat16(out, x, weight, 1, NULL, NULL, rows, inputs, outputs, threads);
-#else
-  return 1;
-#endif
-}
-API void shoal_tune(int prefetch) {
-#if HAS_TILES
-  tile_prefetch = prefetch;
+  tile_prefetch = prefetch, tile_many = many;
 #endif
 }
 
@@ -636,21 +702,6 @@ static void many_rows8(const Linear8 *t, long row, long rows, long first, long c
   }
 }
 
-/* the nearest of 255 steps between -largest and largest, and their sum; returns the step */
-static float to_bytes(int8_t *to, int32_t *total, const float *x, long n, long padded) {
-  float most = 0;
-  for (long i = 0; i < n; i++) {
-    float size = fabsf(x[i]);
-    most = size > most || size != size ? size : most; /* a NaN stays, and makes the row NaN */
-  }
-  float inverse = most > 0 ? 127.0f / most : 0;
-  for (long i = 0; i < n; i++) to[i] = (int8_t)(int32_t)rintf(x[i] * inverse);
-  memset(to + n, 0, padded - n);
-  *total = 0;
-  for (long i = 0; INT8_RAISE && i < n; i++) *total += to[i];
-  return most / 127.0f;
-}
-
 /* 0: done. 1: no memory. `x` has `real` inputs. */
 API int shoal_linear8(float *out, const float *x, const int8_t *weight, const float *scales, const void *bias,
                       int bias_type, const float *residual, long rows, long real, long inputs, long outputs,
@@ -661,9 +712,10 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, const fl
   int32_t *totals = (int32_t *)(steps + rows);
   int8_t *small = (int8_t *)(totals + rows);
 #if HAS_TILES
-#pragma omp parallel for schedule(static) num_threads(team(threads, rows * real))
-  for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, totals + r, x + r * real, real, inputs);
-  return tiled_int8(out, small, steps, weight, scales, bias, bias_type, residual, rows, inputs, outputs, threads);
+  Tiled work = {.weight = (const char *)weight, .row_bytes = inputs, .x = x, .bytes = small, .x_scales = steps,
+                .x_sums = totals, .scales = scales, .bias = bias, .bias_type = bias_type, .residual = residual,
+                .out = out, .rows = rows, .inputs = real, .outputs = outputs};
+  return tiled(&work, threads);
 #endif
   Linear8 t = {small, weight, steps, scales, totals, bias, residual, out, rows, inputs, outputs, bias_type};
   int few = rows <= DOT_ROWS;
@@ -734,7 +786,7 @@ INLINE void mix(float *const *to, const float *const *share, const float *rescal
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
-      for (int v = 0; v < vectors; v++) sums[i][v] += value[v] * all(share[i][t]);
+      for (int v = 0; v < vectors; v++) sums[i][v] = fused(value[v], all(share[i][t]), sums[i][v]);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < rows; i++)
@@ -773,7 +825,7 @@ static float shares(float *scores, long from, long position, long window, float 
   }
   float rescale = exponential_one(*top - base);
   *top = now;
-  *mass = *mass * rescale + sum(total);
+  *mass = fused_one(*mass, rescale, sum(total));
   return rescale;
 }
 
@@ -834,8 +886,8 @@ static void see_piece(const Attention *a, const Block *b, const Queries *q, long
 static void join(float *top, float *mass, float *mixed, float later_top, float later_mass, const float *later, long dim) {
   float best = later_top > *top ? later_top : *top, base = best == -INFINITY ? 0 : best;
   float before = exponential_one(*top - base), after = exponential_one(later_top - base);
-  for (long i = 0; i < dim; i += LANES) store(mixed + i, load(mixed + i) * all(before) + load(later + i) * all(after));
-  *mass = *mass * before + later_mass * after;
+  for (long i = 0; i < dim; i += LANES) store(mixed + i, fused(load(mixed + i), all(before), load(later + i) * all(after)));
+  *mass = fused_one(*mass, before, later_mass * after);
   *top = best;
 }
 
@@ -970,9 +1022,9 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
 INLINE void norm_row(float *out, const float *x, const void *weight, int type, long n, float eps) {
   floats squares = all(0);
   long i = 0;
-  for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
+  for (; i + LANES <= n; i += LANES) squares = fused(load(x + i), load(x + i), squares);
   float total = sum(squares);
-  for (; i < n; i++) total += x[i] * x[i];
+  for (; i < n; i++) total = fused_one(x[i], x[i], total);
   float scale = 1.0f / sqrtf(total / (float)n + eps);
   for (i = 0; i + LANES <= n; i += LANES)
     store(out + i, load(x + i) * all(scale) * load_as(at(weight, i, type), type));

@@ -1,13 +1,14 @@
 /* Linear layers in tiles of 16 by 16: Intel's AMX, for bfloat16 and for 8-bit weights. A part of native.c.
  *
- * Computes the transpose, out' = W x': 16 rows of W by 64 bytes of them, as they lie in memory, are one side of a product,
- * so weights need no second copy. The other side, x, is small: it is rounded to bfloat16 (or is bytes already), turned
- * so that groups of four bytes of 16 rows of x lie beside each other, and filled up with zeros.
+ * A product of tiles takes its left side as it lies in memory, 16 rows of 64 bytes, and its right side turned: 16 groups of
+ * four bytes by 16 columns. Weights are kept as torch has them, with no second copy, so one side is turned on the way:
  *
- *      W: 16 outputs x 64 bytes        x': 16 groups of 4 bytes x 16 rows of x        sums: 16 outputs x 16 rows of x
+ *     few rows of x:   sums' = W x'    x is small, and turned; weights stream by, 16 rows at a time; sums are turned back
+ *     many rows of x:  sums  = x W'    32 rows of W are turned, and all rows of x pass by them
  *
- * Every sum runs over the inputs from left to right in one accumulator, so neighbours change no bit. The instructions take
- * tiny numbers (denormals) for 0, whatever the process has set.
+ * x is rounded to bfloat16, or to bytes, and filled up with zeros. Every sum runs over the inputs from left to right in one
+ * accumulator, the same products in the same order both ways, so neighbours change no bit. The instructions take tiny
+ * numbers (denormals) for 0, whatever the process has set.
  *
  * SHOAL_PRETEND_TILES computes the tiles in plain C: for tests on machines without them. */
 
@@ -40,7 +41,7 @@ static int tiles_permitted(void) {
 
 #if HAS_TILES
 
-enum { TILE_ROWS = 16, TILE_BYTES = 64, TILE_SIZE = TILE_ROWS * TILE_BYTES, ROWS_AT_ONCE = 2 * TILE_ROWS };
+enum { TILE_ROWS = 16, TILE_BYTES = 64, TILE_SIZE = TILE_ROWS * TILE_BYTES };
 
 /* as ldtilecfg reads it */
 typedef struct {
@@ -88,12 +89,12 @@ static void pretend_int8(int sums, int a, int b) {
 static int tiles_permitted(void) { return 0; }
 #endif
 
-/* 16 rows of 16 words, rows and columns exchanged */
-static void turn16(uint32_t *to, const uint32_t *from) {
+/* 16 rows of 16 words, `stride` bytes apart, rows and columns exchanged */
+static void turn16(uint32_t *to, const char *from, long stride) {
 #if defined(__AVX512F__)
   __m512i a[16], b[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * 16);
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2)
     b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
@@ -115,7 +116,7 @@ static void turn16(uint32_t *to, const uint32_t *from) {
   }
 #else
   for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) to[j * 16 + i] = from[i * 16 + j];
+    for (int j = 0; j < 16; j++) memcpy(to + j * 16 + i, from + i * stride + j * 4, 4);
 #endif
 }
 
@@ -127,38 +128,46 @@ static void turn_words(uint32_t *to, const uint32_t *from, long rows, long colum
 
 /* the work of a call */
 typedef struct {
-  const char *weight;
-  long row_bytes, row_stride, step_bytes, panel_bytes; /* of weights: a row, and from one row, tile, panel to the next */
-  const float *x;                                      /* [rows, inputs], or none: then */
-  const int8_t *bytes;                                 /* [rows, row_bytes], with scales */
-  const float *x_scales, *scales;
+  const char *weight; /* rows of row_bytes */
+  long row_bytes;
+  const float *x; /* [rows, inputs] */
+  int8_t *bytes;  /* the same in 8 bits, [rows, row_bytes]; or none */
+  float *x_scales;
+  int32_t *x_sums;
+  const float *scales; /* of 8-bit weights */
   const void *bias;      /* or none */
   const float *residual; /* or none; may be out */
   float *out;
   long rows, inputs, outputs, steps;
   int bias_type;
   int columns[2]; /* of the first and the second tile of x: less than 16 only where there are no more rows */
-  char *turned;   /* x: for each 16 rows, steps of 16 groups of columns of 4 bytes */
+  int many;       /* rows: weights are turned, not x */
+  char *ready;    /* x: for each 16 rows, steps of TILE_SIZE bytes, or 64 for every column if there are fewer */
 } Tiled;
 
-/* 16 rows of weights */
+/* 16 rows or columns: the tiles of all steps, from left to right */
 typedef struct {
   const char *tiles;
   long stride, step;
   const char *last; /* the last tile where it is not whole, filled up; or none */
-} Panel;
+} Side;
 
-static int tile_prefetch = 1; /* 0: leave it to the CPU. 1: into the second cache. 2: into the first. */
+static int tile_prefetch = 1, tile_many = 9; /* tuning: fetch weights ahead; so many tiles of x are many */
 
-/* one step of up to 16 rows of x, turned */
-static void turn_step(const Tiled *t, long tile, long step) {
+static void tile_bytes(const Tiled *t, long row) {
+  int8_t *to = t->bytes + row * t->row_bytes;
+  t->x_scales[row] = to_bytes(to, t->x_sums + row, t->x + row * t->inputs, t->inputs, t->row_bytes);
+}
+
+/* one step of up to 16 rows of x, as a tile wants them */
+static void ready_step(const Tiled *t, long tile, long step) {
   uint32_t lines[TILE_SIZE / 4];
   int columns = t->columns[tile % 2];
   long first = tile * TILE_ROWS, rows = t->rows - first < columns ? t->rows - first : columns;
-  uint32_t *to = (uint32_t *)(t->turned + tile * t->steps * TILE_SIZE + step * columns * 64);
-  if (rows < columns) memset(lines, 0, TILE_SIZE);
+  char *to = t->ready + tile * t->steps * TILE_SIZE + step * columns * 64, *room = t->many ? to : (char *)lines;
+  if (rows < columns) memset(room, 0, TILE_SIZE);
   for (long i = 0; i < rows; i++) {
-    uint16_t *line = (uint16_t *)(lines + i * 16);
+    uint16_t *line = (uint16_t *)(room + i * TILE_BYTES);
     if (t->bytes) {
       memcpy(line, t->bytes + (first + i) * t->row_bytes + step * TILE_BYTES, TILE_BYTES);
       continue;
@@ -169,10 +178,11 @@ static void turn_step(const Tiled *t, long tile, long step) {
     for (; k < n; k++) store_one(line + k, from[k], BFLOAT16);
     for (; k < 32; k++) line[k] = 0;
   }
+  if (t->many) return;
   if (columns == TILE_ROWS)
-    turn16(to, lines);
+    turn16((uint32_t *)to, room, TILE_BYTES);
   else
-    turn_words(to, lines, columns, 16);
+    turn_words((uint32_t *)to, lines, columns, 16);
 }
 
 static void copy_tile(char *to, const char *from, long stride, long rows, long bytes) {
@@ -180,80 +190,89 @@ static void copy_tile(char *to, const char *from, long stride, long rows, long b
   for (long r = 0; r < rows; r++) memcpy(to + r * TILE_BYTES, from + r * stride, bytes);
 }
 
-/* `room`: a tile for every step */
-static Panel panel_of(const Tiled *t, long n, char *room) {
-  Panel found = {t->weight + n * t->panel_bytes, t->row_stride, t->step_bytes, NULL};
+/* 16 rows of weights; `room`: a tile for every step */
+static Side panel_of(const Tiled *t, long n, char *room) {
+  Side found = {t->weight + n * TILE_ROWS * t->row_bytes, t->row_bytes, TILE_BYTES, NULL};
   long rows = t->outputs - n * TILE_ROWS, rest = t->row_bytes % TILE_BYTES;
-  if (t->step_bytes == TILE_SIZE || (rows >= TILE_ROWS && !rest)) return found;
+  if (rows >= TILE_ROWS && !rest) return found;
   long first = rows < TILE_ROWS ? 0 : t->steps - 1;
   for (long s = first; s < t->steps; s++)
-    copy_tile(room + s * TILE_SIZE, found.tiles + s * TILE_BYTES, t->row_stride, rows < TILE_ROWS ? rows : TILE_ROWS,
+    copy_tile(room + s * TILE_SIZE, found.tiles + s * TILE_BYTES, t->row_bytes, rows < TILE_ROWS ? rows : TILE_ROWS,
               s == t->steps - 1 && rest ? rest : TILE_BYTES);
   if (first) found.last = room + first * TILE_SIZE;
   if (!first) found.tiles = room, found.stride = TILE_BYTES, found.step = TILE_SIZE;
   return found;
 }
 
-INLINE void tile_step(const char *const *w, const long *w_stride, const char *const *x, const long *x_stride,
-                      int panels, int columns, int bytes) {
-#define TILE_ADD(sums, a, b)                \
-  do {                                      \
-    if (bytes) tile_add_int8(sums, a, b);   \
+/* the same, turned */
+static Side turned_panel(const Tiled *t, long n, char *room) {
+  Side from = panel_of(t, n, room), found = {room + t->steps * TILE_SIZE, TILE_BYTES, TILE_SIZE, NULL};
+  for (long s = 0; s < t->steps; s++) {
+    int last = from.last && s == t->steps - 1;
+    turn16((uint32_t *)(found.tiles + s * TILE_SIZE), last ? from.last : from.tiles + s * from.step,
+           last ? TILE_BYTES : from.stride);
+  }
+  return found;
+}
+
+INLINE void tile_step(const char *const *left, const long *left_stride, const char *const *right,
+                      const long *right_stride, int lefts, int rights, int bytes) {
+#define TILE_ADD(sums, a, b)                   \
+  do {                                         \
+    if (bytes) tile_add_int8(sums, a, b);      \
     if (!bytes) tile_add_bfloat16(sums, a, b); \
   } while (0)
-  tile_load(6, x[0], x_stride[0]);
-  tile_load(4, w[0], w_stride[0]);
+  tile_load(6, right[0], right_stride[0]);
+  tile_load(4, left[0], left_stride[0]);
   TILE_ADD(0, 4, 6);
-  if (panels > 1) {
-    tile_load(5, w[1], w_stride[1]);
+  if (lefts > 1) {
+    tile_load(5, left[1], left_stride[1]);
     TILE_ADD(1, 5, 6);
   }
-  if (columns > 1) {
-    tile_load(7, x[1], x_stride[1]);
+  if (rights > 1) {
+    tile_load(7, right[1], right_stride[1]);
     TILE_ADD(2, 4, 7);
-    if (panels > 1) TILE_ADD(3, 5, 7);
+    if (lefts > 1) TILE_ADD(3, 5, 7);
   }
 #undef TILE_ADD
 }
 
-/* `panels` panels of weights by `columns` tiles of x, into [columns][panels][16 outputs, rows of x] */
-INLINE void tile_block(const Tiled *t, const Panel *panel, long tile, int panels, int columns, int bytes, float *found,
-                       const char *soon, int pace) {
-  const char *w[2], *x[2];
-  long w_stride[2], x_stride[2];
-  for (int n = 0; n < panels; n++) w[n] = panel[n].tiles, w_stride[n] = panel[n].stride;
-  for (int n = 0; n < columns; n++)
-    x[n] = t->turned + (tile + n) * t->steps * TILE_SIZE, x_stride[n] = t->columns[n] * 4;
+/* one or two left sides by one or two right ones: sums of left l and right r go to to[2 r + l], in rows of to_stride[r]
+ * bytes; meanwhile `pace` lines are fetched from `soon` on at every step */
+INLINE void tile_block(const Side *lefts_of, const Side *rights_of, long steps, int lefts, int rights, int bytes,
+                       float *const *to, const long *to_stride, const char *soon, int pace) {
+  const char *left[2], *right[2];
+  long left_stride[2], right_stride[2];
+  for (int n = 0; n < lefts; n++) left[n] = lefts_of[n].tiles, left_stride[n] = lefts_of[n].stride;
+  for (int n = 0; n < rights; n++) right[n] = rights_of[n].tiles, right_stride[n] = rights_of[n].stride;
   tile_zero(0);
-  if (panels > 1) tile_zero(1);
-  if (columns > 1) tile_zero(2);
-  if (columns > 1 && panels > 1) tile_zero(3);
-  long whole = panel[0].last || panel[panels - 1].last ? t->steps - 1 : t->steps;
+  if (lefts > 1) tile_zero(1);
+  if (rights > 1) tile_zero(2);
+  if (rights > 1 && lefts > 1) tile_zero(3);
+  long whole = lefts_of[0].last || lefts_of[lefts - 1].last ? steps - 1 : steps;
   for (long s = 0; s < whole; s++) {
-    if (tile_prefetch == 1)
-      for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon, 0, 2);
-    else if (tile_prefetch == 2)
-      for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon, 0, 3);
-    tile_step(w, w_stride, x, x_stride, panels, columns, bytes);
-    for (int n = 0; n < panels; n++) w[n] += panel[n].step;
-    for (int n = 0; n < columns; n++) x[n] += x_stride[n] * 16;
+    for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon, 0, 2);
+    tile_step(left, left_stride, right, right_stride, lefts, rights, bytes);
+    for (int n = 0; n < lefts; n++) left[n] += lefts_of[n].step;
+    for (int n = 0; n < rights; n++) right[n] += rights_of[n].step;
   }
-  if (whole < t->steps) {
-    for (int n = 0; n < panels; n++)
-      if (panel[n].last) w[n] = panel[n].last, w_stride[n] = TILE_BYTES;
-    tile_step(w, w_stride, x, x_stride, panels, columns, bytes);
+  if (whole < steps) {
+    for (int n = 0; n < lefts; n++)
+      if (lefts_of[n].last) left[n] = lefts_of[n].last, left_stride[n] = TILE_BYTES;
+    tile_step(left, left_stride, right, right_stride, lefts, rights, bytes);
   }
-  tile_store(0, found, x_stride[0]);
-  if (panels > 1) tile_store(1, found + 256, x_stride[0]);
-  if (columns > 1) tile_store(2, found + 256 * panels, x_stride[1]);
-  if (columns > 1 && panels > 1) tile_store(3, found + 256 * 3, x_stride[1]);
+  tile_store(0, to[0], to_stride[0]);
+  if (lefts > 1) tile_store(1, to[1], to_stride[0]);
+  if (rights > 1) tile_store(2, to[2], to_stride[1]);
+  if (rights > 1 && lefts > 1) tile_store(3, to[3], to_stride[1]);
 }
 
-typedef void TileBlock(const Tiled *, const Panel *, long, float *, const char *, int);
-#define TILE_BLOCK(panels, columns, bytes)                                                                       \
-  static void tile_block_##panels##_##columns##_##bytes(const Tiled *t, const Panel *p, long tile, float *found, \
-                                                        const char *soon, int pace) {                            \
-    tile_block(t, p, tile, panels, columns, bytes, found, soon, pace);                                           \
+typedef void TileBlock(const Side *, const Side *, long, float *const *, const long *, const char *, int);
+#define TILE_BLOCK(lefts, rights, bytes)                                                                             \
+  static void tile_block_##lefts##_##rights##_##bytes(const Side *left, const Side *right, long steps,               \
+                                                      float *const *to, const long *to_stride, const char *soon,     \
+                                                      int pace) {                                                    \
+    tile_block(left, right, steps, lefts, rights, bytes, to, to_stride, soon, pace);                                 \
   }
 TILE_BLOCK(1, 1, 0) TILE_BLOCK(1, 2, 0) TILE_BLOCK(2, 1, 0) TILE_BLOCK(2, 2, 0)
 TILE_BLOCK(1, 1, 1) TILE_BLOCK(1, 2, 1) TILE_BLOCK(2, 1, 1) TILE_BLOCK(2, 2, 1)
@@ -262,128 +281,148 @@ static TileBlock *const tile_blocks[2][2][2] = {
     {{tile_block_1_1_1, tile_block_1_2_1}, {tile_block_2_1_1, tile_block_2_2_1}},
 };
 
-/* one row of x: `count` of 16 outputs from `first` on */
-INLINE void tile_row(const Tiled *t, const uint32_t *sums, const float *bias, long row, long first, long count) {
-  float value[TILE_ROWS], more[TILE_ROWS];
-  float *to = t->out + row * t->outputs + first;
-  memcpy(value, sums, sizeof(float) * count);
-  if (t->bytes) {
-    int32_t counts[TILE_ROWS];
-    memcpy(counts, sums, sizeof(float) * count);
-    for (long i = 0; i < count; i++) value[i] = (float)counts[i] * t->x_scales[row] * t->scales[first + i];
+/* one row of x: 16 outputs from `first` on */
+INLINE void tile_row(const Tiled *t, const float *sums, const float *bias, long row, long first) {
+  long place = row * t->outputs + first;
+#pragma GCC unroll 4
+  for (int i = 0; i < TILE_ROWS; i += LANES) {
+    floats value = load(sums + i);
+    if (t->bytes)
+      value = __builtin_convertvector((ints)value, floats) * all(t->x_scales[row]) * load(t->scales + first + i);
+    if (t->bias) value += load(bias + i);
+    if (t->residual) value += load(t->residual + place + i);
+    store(t->out + place + i, value);
   }
-  if (t->bias)
-    for (long i = 0; i < count; i++) value[i] += bias[i];
-  if (t->residual) {
-    memcpy(more, t->residual + row * t->outputs + first, sizeof(float) * count);
-    for (long i = 0; i < count; i++) value[i] += more[i];
-  }
-  memcpy(to, value, sizeof(float) * count);
 }
 
-/* what a tile of sums [16 outputs, rows of x] is for */
+/* `count` of them */
+static void tile_row_end(const Tiled *t, const float *sums, const float *bias, long row, long first, long count) {
+  for (long i = 0; i < count; i++) {
+    long place = row * t->outputs + first + i;
+    float value = sums[i];
+    int32_t whole;
+    memcpy(&whole, sums + i, 4);
+    if (t->bytes) value = (float)whole * t->x_scales[row] * t->scales[first + i];
+    if (t->bias) value += bias[i];
+    if (t->residual) value += t->residual[place];
+    t->out[place] = value;
+  }
+}
+
+/* a tile of sums, [outputs, rows of x] or the other way round if there are many rows, becomes results */
 static void tile_end(const Tiled *t, const float *sums, long panel, long tile) {
-  uint32_t turned[TILE_SIZE / 4];
-  float bias[TILE_ROWS];
+  float turned[TILE_SIZE / 4] __attribute__((aligned(64))), bias[TILE_ROWS];
   int columns = t->columns[tile % 2];
   long row = tile * TILE_ROWS, rows = t->rows - row < columns ? t->rows - row : columns;
   long first = panel * TILE_ROWS, count = t->outputs - first < TILE_ROWS ? t->outputs - first : TILE_ROWS;
   if (t->bias)
     for (long i = 0; i < count; i++) bias[i] = load_any(t->bias, first + i, t->bias_type);
-  if (columns == TILE_ROWS)
-    turn16(turned, (const uint32_t *)sums);
-  else
-    turn_words(turned, (const uint32_t *)sums, TILE_ROWS, columns);
+  if (!t->many && columns == TILE_ROWS) turn16((uint32_t *)turned, (const char *)sums, TILE_BYTES);
+  if (!t->many && columns < TILE_ROWS)
+    turn_words((uint32_t *)turned, (const uint32_t *)sums, TILE_ROWS, columns);
+  const float *lines = t->many ? sums : turned;
   for (long i = 0; i < rows; i++)
     if (count == TILE_ROWS)
-      tile_row(t, turned + i * TILE_ROWS, bias, row + i, first, TILE_ROWS);
+      tile_row(t, lines + i * TILE_ROWS, bias, row + i, first);
     else
-      tile_row(t, turned + i * TILE_ROWS, bias, row + i, first, count);
+      tile_row_end(t, lines + i * TILE_ROWS, bias, row + i, first, count);
 }
 
-/* some panels by some tiles of x */
+/* one or two panels by one or two tiles of x */
+static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, long tile, int tiles, const char *soon,
+                      int pace) {
+  float found[4][TILE_SIZE / 4] __attribute__((aligned(64))), *to[4];
+  long to_stride[2] = {TILE_BYTES, TILE_BYTES};
+  Side x[2];
+  for (int n = 0; n < tiles; n++) {
+    long width = t->columns[n] * 4;
+    x[n] = (Side){t->ready + (tile + n) * t->steps * TILE_SIZE, width, width * TILE_ROWS, NULL};
+    if (!t->many) to_stride[n] = width;
+  }
+  int lefts = t->many ? tiles : panels, rights = t->many ? panels : tiles;
+  int straight = t->many && !t->bytes && !t->bias && !t->residual && (tile + tiles) * TILE_ROWS <= t->rows &&
+                 (panel + panels) * TILE_ROWS <= t->outputs; /* the sums are the results */
+  for (int l = 0; l < lefts; l++)
+    for (int r = 0; r < rights; r++)
+      to[2 * r + l] = straight ? t->out + (tile + l) * TILE_ROWS * t->outputs + (panel + r) * TILE_ROWS : found[2 * r + l];
+  if (straight) to_stride[0] = to_stride[1] = t->outputs * 4;
+  tile_blocks[t->bytes != NULL][lefts - 1][rights - 1](t->many ? x : w, t->many ? w : x, t->steps, to, to_stride, soon,
+                                                       pace);
+  if (straight) return;
+  for (int l = 0; l < lefts; l++)
+    for (int r = 0; r < rights; r++)
+      tile_end(t, found[2 * r + l], panel + (t->many ? r : l), tile + (t->many ? l : r));
+}
+
+/* some panels by some tiles of x; `room`: four tiles for every step */
 static void tile_task(const Tiled *t, long panel, long panels, long tile, long tiles, char *room) {
-  float found[4 * 256] __attribute__((aligned(64)));
   long end = panel + panels, blocks = (tiles + 1) / 2;
-  int pace = (int)((ROWS_AT_ONCE + blocks - 1) / blocks);
   for (; panel < end; panel += 2) {
     int two = panel + 1 < end;
-    Panel w[2] = {panel_of(t, panel, room)};
-    if (two) w[1] = panel_of(t, panel + 1, room + t->steps * TILE_SIZE);
-    const char *soon = t->weight + (panel + 2) * t->panel_bytes;
-    for (long n = tile; n < tile + tiles; n += 2) {
-      int both = n + 1 < tile + tiles;
-      tile_blocks[t->bytes != NULL][two][both](t, w, n, found, soon, pace);
-      soon += pace * 64 * t->steps;
-      for (int c = 0; c <= both; c++)
-        for (int p = 0; p <= two; p++) tile_end(t, found + 256 * (c * (1 + two) + p), panel + p, n + c);
-    }
+    int pace = (int)((2 * TILE_ROWS + blocks - 1) / blocks) * tile_prefetch;
+    if (panel + 2 >= end) pace = 0; /* what comes after is another thread's */
+    Side w[2];
+    for (int n = 0; n <= two; n++)
+      w[n] = (t->many ? turned_panel : panel_of)(t, panel + n, room + n * 2 * t->steps * TILE_SIZE);
+    const char *soon = t->weight + (panel + 2) * TILE_ROWS * t->row_bytes;
+    for (long n = tile; n < tile + tiles; n += 2, soon += pace * 64 * t->steps)
+      tile_pair(t, w, panel, 1 + two, n, n + 1 < tile + tiles ? 2 : 1, soon, pace);
   }
 }
 
-enum { FEW_VALUES = 1 << 13, TILES_PER_TASK = 16 };
+enum { FEW_VALUES = 1 << 13, CACHED = 1 << 20 };
+
+static void tile_shape(Tiled *t, TileShape *shape) {
+  for (int n = 0; n < 2; n++) {
+    long left = t->rows - n * TILE_ROWS;
+    t->columns[n] = t->rows <= 2 * TILE_ROWS && left > 0 && left < TILE_ROWS ? (int)left : TILE_ROWS;
+  }
+  for (int n = 0; n < 8; n++) /* sums of the first and the second right side, the left sides, the right ones */
+    shape->rows[n] = TILE_ROWS,
+    shape->bytes[n] = (uint16_t)(n < 4 ? t->columns[n / 2] * 4 : n < 6 ? TILE_BYTES : t->columns[n - 6] * 4);
+}
 
 /* 0: done. 1: no memory. */
 static int tiled(Tiled *t, int threads) {
-  long tiles = (t->rows + TILE_ROWS - 1) / TILE_ROWS, panels = (t->outputs + TILE_ROWS - 1) / TILE_ROWS;
-  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES;
-  for (int n = 0; n < 2; n++) {
-    long left = t->rows - n * TILE_ROWS;
-    t->columns[n] = t->rows <= ROWS_AT_ONCE && left > 0 && left < TILE_ROWS ? (int)left : TILE_ROWS;
-  }
   TileShape shape = {.palette = 1};
-  for (int n = 0; n < 8; n++) /* sums of the first and the second rows of x, weights, x */
-    shape.rows[n] = TILE_ROWS,
-    shape.bytes[n] = (uint16_t)(n < 4 ? t->columns[n / 2] * 4 : n < 6 ? TILE_BYTES : t->columns[n - 6] * 4);
-  t->turned = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
-  if (!t->turned) return 1;
+  long tiles = (t->rows + TILE_ROWS - 1) / TILE_ROWS, panels = (t->outputs + TILE_ROWS - 1) / TILE_ROWS;
+  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = tiles >= tile_many && tiles > 2;
+  tile_shape(t, &shape);
+  t->ready = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
+  if (!t->ready) return 1;
   int few = t->rows * t->inputs <= FEW_VALUES; /* sooner done than shared */
-  if (few)
-    for (long n = 0; n < tiles * t->steps; n++) turn_step(t, n / t->steps, n % t->steps);
-  long blocks = (tiles + TILES_PER_TASK - 1) / TILES_PER_TASK;
-  long width = panels / (threads * (blocks > 1 ? 8 : 4)) / 2 * 2, most = tiles > 2 ? 8 : 24;
-  width = width > most ? most : width < 2 ? (panels < threads * 4 ? 1 : 2) : width;
+  if (few) {
+    for (long r = 0; r < t->rows && t->bytes; r++) tile_bytes(t, r);
+    for (long n = 0; n < tiles * t->steps; n++) ready_step(t, n / t->steps, n % t->steps);
+  }
+  long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task */
+  height = height < 4 ? 4 : height > 32 ? 32 : height;
+  long blocks = (tiles + height - 1) / height;
+  long width = panels / (threads * (tiles > 2 ? 8 : 2)) / 2 * 2, most = tiles > 2 ? 8 : 96;
+  width = width > most ? most : width < 2 ? (panels < threads * 4 && !t->many ? 1 : 2) : width;
   long tasks = (panels + width - 1) / width;
-  int edges = t->step_bytes != TILE_SIZE && (t->outputs % TILE_ROWS || t->row_bytes % TILE_BYTES), failed = 0;
+  int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
   {
-    char *room = edges ? aligned_alloc(64, 2 * t->steps * TILE_SIZE) : NULL;
-    failed = edges && !room;
+    char *room = room_for(ROOM_PANELS, 4 * t->steps * TILE_SIZE);
+    failed = !room;
+    if (!few && t->bytes)
+#pragma omp for schedule(static)
+      for (long r = 0; r < t->rows; r++) tile_bytes(t, r);
     if (!few)
 #pragma omp for schedule(static)
-      for (long n = 0; n < tiles * t->steps; n++) turn_step(t, n / t->steps, n % t->steps);
+      for (long n = 0; n < tiles * t->steps; n++) ready_step(t, n / t->steps, n % t->steps);
     tiles_begin(&shape);
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < blocks * tasks; task++) {
-      long tile = task % blocks * TILES_PER_TASK, first = task / blocks * width;
+      long tile = task % blocks * height, first = task / blocks * width;
       if (failed) continue;
       tile_task(t, first, panels - first < width ? panels - first : width, tile,
-                tiles - tile < TILES_PER_TASK ? tiles - tile : TILES_PER_TASK, room);
+                tiles - tile < height ? tiles - tile : height, room);
     }
     tiles_end();
-    free(room);
   }
   return failed;
-}
-
-static int tiled_bfloat16(float *out, const float *x, const void *weight, int packed, const void *bias,
-                          const float *residual, long rows, long inputs, long outputs, int threads) {
-  long steps = (inputs + 31) / 32;
-  Tiled t = {.weight = weight, .row_bytes = inputs * 2, .row_stride = inputs * 2, .step_bytes = TILE_BYTES,
-             .panel_bytes = TILE_ROWS * inputs * 2, .x = x, .bias = bias, .bias_type = BFLOAT16, .residual = residual,
-             .out = out, .rows = rows, .inputs = inputs, .outputs = outputs};
-  if (packed) t.row_stride = TILE_BYTES, t.step_bytes = TILE_SIZE, t.panel_bytes = steps * TILE_SIZE;
-  return tiled(&t, threads);
-}
-
-static int tiled_int8(float *out, const int8_t *x, const float *x_scales, const int8_t *weight, const float *scales,
-                      const void *bias, int bias_type, const float *residual, long rows, long inputs, long outputs,
-                      int threads) {
-  Tiled t = {.weight = (const char *)weight, .row_bytes = inputs, .row_stride = inputs, .step_bytes = TILE_BYTES,
-             .panel_bytes = TILE_ROWS * inputs, .bytes = x, .x_scales = x_scales, .scales = scales, .bias = bias,
-             .bias_type = bias_type, .residual = residual, .out = out, .rows = rows, .inputs = inputs,
-             .outputs = outputs};
-  return tiled(&t, threads);
 }
 
 #else
