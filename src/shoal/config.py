@@ -239,7 +239,7 @@ class EngineConfig(Options):
     cpu_kernels: str = option(
         "auto",
         "instruction set of the C kernels on a CPU; off: plain torch; auto: the best there is",
-        choices=("auto", "avx512", "avx2", "neon", "portable", "off"),
+        choices=("auto", "amx", "avx512", "avx2", "neon", "portable", "off"),
     )
     seed: int | None = option(None, "makes the seeds of requests that bring none repeatable", parse=int)
     max_queue: int = option(

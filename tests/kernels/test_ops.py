@@ -9,11 +9,13 @@ from shoal import kernels
 from shoal.kernels import Ops
 from shoal.kernels.cpu import CpuOps, computes_natively
 from shoal.kernels.ref import RefOps
+from tests.kernels.pretended import pretended
 from tests.kernels.ragged import Tables
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-IMPLEMENTATIONS = [pytest.param(ops, id=name) for name, ops in kernels.available() if name != "ref"]
+EVERYTHING = [*kernels.available(), *pretended()]
+IMPLEMENTATIONS = [pytest.param(ops, id=name) for name, ops in EVERYTHING if name != "ref"]
 REF = RefOps()
 
 
@@ -143,17 +145,18 @@ def test_decode_only_passes_of_all_lengths(impl: Ops) -> None:
         close(impl.attention(q, k_cache, v_cache, batch, 0.125, window), wanted)
 
 
-@pytest.mark.parametrize("ops", [pytest.param(ops, id=name) for name, ops in kernels.available()])
-def test_what_others_left_in_the_cache_is_never_seen(ops: Ops) -> None:
+@pytest.mark.parametrize("ops", [pytest.param(ops, id=name) for name, ops in EVERYTHING])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_others_left_in_the_cache_is_never_seen(ops: Ops, dtype: torch.dtype) -> None:
     """Everything outside the sequences' own tokens is NaN, past the end of their last block too; none comes out."""
     tables = Tables([20, 70, 5], 16)
     batch = tables.batch([(0, 19, 1), (1, 0, 70), (2, 2, 3)])
-    k_cache, v_cache = torch.full((2, tables.blocks, 16, 2, 32), float("nan"))
+    k_cache, v_cache = torch.full((2, tables.blocks, 16, 2, 32), float("nan"), dtype=dtype)
     for sequence, length in enumerate((20, 70, 5)):
         full = tables.batch([(sequence, 0, length)])
         ops.store_kv(torch.randn(length, 2, 32), torch.randn(length, 2, 32), k_cache, v_cache, full.slots)
     for window in (0, 6):
-        out = ops.attention(torch.randn(74, 4, 32), k_cache, v_cache, batch, 0.2, window)
+        out = ops.attention(torch.randn(74, 4, 32).to(dtype), k_cache, v_cache, batch, 0.2, window)
         assert not out.isnan().any()
 
 

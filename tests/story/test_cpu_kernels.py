@@ -7,10 +7,11 @@ import pytest
 
 from shoal import LLM, SamplingParams
 from shoal.cli import main
-from shoal.kernels.cpu import Library, find
+from shoal.kernels.cpu import VARIABLE, Library, compiled, find
 from tests.story.models import greedy, open_llm, token_ids
 
-LEVELS = ["off", *(level for level in ("portable", "neon", "avx2", "avx512") if isinstance(find(level), Library))]
+LEVELS = ["off", *(level for level in compiled.NEEDS if getattr(find(level), "level", "") == level)]
+LOWER = "avx2" if "avx2" in LEVELS else "portable"  # what a CPU without AVX-512 or NEON has
 PROMPTS = [[7, 8, 9], [20] * 40, [5], list(range(30, 95))]
 Capture = pytest.CaptureFixture[str]
 
@@ -38,6 +39,18 @@ def test_small_weights(model: Path, level: str, options: dict[str, str]) -> None
     with open_llm(model, cpu_kernels=level, **options) as llm:
         for prompt, wanted in zip(PROMPTS, together, strict=True):
             assert token_ids(llm.generate([prompt], greedy(20))) == [wanted]
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_an_older_cpu_with_one_core(model: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]) -> None:
+    """The environment forbids newer instructions; the answers are those of the level asked for by name."""
+    monkeypatch.setenv(VARIABLE, LOWER)
+    found = find()
+    assert isinstance(found, Library)
+    assert found.level == LOWER
+    one_core = answers(model, threads=1, **options)
+    monkeypatch.delenv(VARIABLE)
+    assert one_core == answers(model, threads=2, cpu_kernels=LOWER, **options)
 
 
 def test_int8_is_near(model: Path) -> None:

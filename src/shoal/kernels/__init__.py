@@ -162,6 +162,6 @@ def available() -> list[tuple[str, Ops]]:
     found: list[tuple[str, Ops]] = [("ref", _ref()), ("cpu", _cpu("off"))]
     for level in LEVELS:
         library = find(level)
-        if level != "auto" and isinstance(library, Library):
+        if isinstance(library, Library) and library.level == level:
             found.append((level, NativeOps(library)))
     return found

@@ -2,7 +2,7 @@
 
     which instructions?  ─► flags ─┐
     which compiler?  ──────────────┼─► name of the file ─► there? load it : compile beside it, rename, load
-    native.c  ─────────────────────┘
+    the C files  ──────────────────┘
 
 Owns instruction sets, flags, the cache folder and the C signatures. Where anything is missing there is no error but a
 NoLibrary that says why: plain torch stands in. Does not know tensors.
@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -28,14 +28,16 @@ from shoal.core.names import pick
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCE = Path(__file__).with_name("native.c")  # includes the others
 VARIABLE = "SHOAL_CPU_KERNELS"
-LEVELS = ("auto", "avx512", "avx2", "neon", "portable", "off")
+LEVELS = ("auto", "amx", "avx512", "avx2", "neon", "portable", "off")
 COMPILE_TIMEOUT_S = 120
 
-# what a level needs of the CPU, and the flags that let the compiler use it
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
+# what a level needs of the CPU, and the flags that let the compiler use it; best first
 NEEDS = {
-    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c"),
+    "amx": ("amx_tile", "amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", *_AVX512),
+    "avx512": _AVX512,
     "avx2": ("avx2", "fma", "f16c"),
     "neon": ("asimd",),
     "portable": (),
@@ -43,7 +45,12 @@ NEEDS = {
 # more of them, used where the CPU has them
 EXTRAS = {
     "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},
-    "neon": {"asimdhp": "+fp16", "asimddp": "+dotprod"},
+    "avx2": {"avx_vnni": "-mavxvnni"},
+    "neon": {"asimdhp": "+fp16", "asimddp": "+dotprod", "bf16": "+bf16"},
+}
+# the compiler's names where they are not Linux's
+FLAGS = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"} | {
+    name: name.replace("_", "") for name in ("avx512_bf16", "avx512_vnni")
 }
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -60,19 +67,17 @@ SIGNATURES: dict[str, list[type]] = {
     "shoal_layers": [_P, _L, _P],
     "shoal_draw": [_P, _L, _P, _I],
     "shoal_draw_room": [_L],
+    "shoal_tune": [_I, _I],
     "shoal_lanes": [],
     "shoal_has_float16": [],
+    "shoal_has_tiles": [],
+    "shoal_has_pairs": [],
+    "shoal_permitted": [],
 }
 
 
-ANSWERS = {
-    "shoal_layers",
-    "shoal_attention",
-    "shoal_linear8",
-    "shoal_draw_room",
-    "shoal_lanes",
-    "shoal_has_float16",
-}
+ANSWERS = {"shoal_layers", "shoal_attention", "shoal_linear", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
+ANSWERS |= {"shoal_draw_room", "shoal_has_tiles", "shoal_has_pairs", "shoal_permitted"}
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class Library:
     flags: tuple[str, ...]
     compiler: str
     path: Path
+    note: str = ""
+    """Why it is not of a better level."""
 
     @property
     def lanes(self) -> int:
@@ -94,8 +101,15 @@ class Library:
     def has_float16(self) -> bool:
         return bool(self.calls.shoal_has_float16())
 
+    @property
+    def bfloat16_products(self) -> str:
+        """How bfloat16 weights are multiplied."""
+        if self.calls.shoal_has_tiles():
+            return "tiles"
+        return "dot products" if self.calls.shoal_has_pairs() else "widened"
+
     def __str__(self) -> str:
-        return f"C kernels, {self.level}"
+        return f"C kernels, {self.level}{f' ({self.note})' if self.note else ''}"
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,7 @@ def flags_for(level: str, features: frozenset[str]) -> tuple[str, ...]:
         return (f"-march=armv8.2-a{''.join(extras)}",) if extras else ("-march=armv8-a",)
     if level == "portable":
         return ()
-    return (*(f"-m{name}" for name in NEEDS[level]), *extras)
+    return (*(f"-m{FLAGS.get(name, name)}" for name in NEEDS[level]), *extras)
 
 
 def find(level: str = "auto") -> Library | NoLibrary:
@@ -153,7 +167,11 @@ def find(level: str = "auto") -> Library | NoLibrary:
         level = usable[0]
     if level not in usable:
         return NoLibrary(f"this CPU has no {level}; it has {', '.join(usable)}")
-    return _load(level, _compiler())
+    found = _load(level, _compiler())
+    if level != "amx" or isinstance(found, Library):
+        return found
+    next_best = _load("avx512", _compiler())  # no permission, or a compiler too old for it
+    return replace(next_best, note=f"no amx: {found.reason}") if isinstance(next_best, Library) else next_best
 
 
 def _compiler() -> str | None:
@@ -170,22 +188,28 @@ def _load(level: str, compiler: str | None) -> Library | NoLibrary:
     flags = flags_for(level, cpu_features())
     try:
         path = _compiled(compiler, flags)
-        return Library(_opened(path), level, flags, compiler, path)
+        calls = _opened(path)
+        refused = calls.shoal_permitted()
+        if refused:
+            return NoLibrary(f"the system does not lend its registers: {os.strerror(refused)}")
+        return Library(calls, level, flags, compiler, path)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         reason = f"{compiler} could not make the C kernels: {' '.join(detail.split())[:300]}"
-        log.warning("%s; plain torch is used, which is slower", reason)
+        log.warning("%s; %s", reason, "avx512 is tried" if level == "amx" else "plain torch is used, which is slower")
         return NoLibrary(reason)
 
 
 def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     version = _run([compiler, "--version"]).splitlines()[0]
     is_gcc = "clang" not in version.lower()
-    # No -ffast-math: it would change how the whole process treats tiny numbers. gcc's first scheduler needs more
+    # No -ffast-math: it would change how the whole process treats tiny numbers. Products and sums are fused where the
+    # source says so, and nowhere else, so that tiles of all sizes round alike. gcc's first scheduler needs more
     # registers than there are and spills what it should keep: a third of the speed.
-    all_flags = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", *flags]
+    all_flags = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", *flags]
     all_flags += ["-fno-schedule-insns"] if is_gcc else []
-    made_from = [SOURCE.read_text(), version, platform.machine(), *sorted(cpu_features()), *all_flags]
+    sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.c"))]
+    made_from = [*sources, version, platform.machine(), *sorted(cpu_features()), *all_flags]
     name = hashlib.sha256("\n".join(made_from).encode()).hexdigest()[:24]
     folder = cache_folder()
     path = folder / f"kernels-{name}.so"

@@ -62,6 +62,28 @@ INLINE floats load(const float *p) { return *(const loose_floats *)p; }
 INLINE void store(float *p, floats x) { *(loose_floats *)p = x; }
 INLINE floats all(float x) { return x - (floats){0}; }
 
+/* a b + c, rounded once where the CPU can do that in one instruction, and then everywhere: the compiler is told not to choose
+ * (-ffp-contract=off), since it would choose differently for different tile sizes */
+INLINE floats fused(floats a, floats b, floats c) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX512F__)
+  return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE float fused_one(float a, float b, float c) {
+#if defined(__aarch64__) || defined(__FMA__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 /* LANES values of a type, as float32 */
 INLINE floats load_as(const void *p, int type) {
   if (type == FLOAT32) return load(p);
@@ -134,13 +156,30 @@ INLINE void store_one(void *p, float x, int type) {
 #endif
 }
 
+#if defined(__AVX2__)
+/* halves onto each other until four are left */
+INLINE __m128 folded(floats x) {
+#if defined(__AVX512F__)
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+#else
+  __m256 half = (__m256)x;
+#endif
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+#endif
+
 /* all lanes, added in one fixed order: halves onto each other, then neighbours */
 INLINE float sum(floats x) {
+#if defined(__AVX2__)
+  __m128 two = _mm_hadd_ps(folded(x), folded(x));
+  return _mm_cvtss_f32(_mm_hadd_ps(two, two));
+#else
   float v[LANES];
   store(v, x);
   for (int width = LANES / 2; width >= 4; width /= 2)
     for (int i = 0; i < width; i++) v[i] += v[i + width];
   return (v[0] + v[1]) + (v[2] + v[3]);
+#endif
 }
 
 /* sums of four vectors */
@@ -148,17 +187,24 @@ INLINE void sum4(float *out, floats a, floats b, floats c, floats d) {
 #if defined(__ARM_NEON) && defined(__aarch64__)
   float32x4_t ab = vpaddq_f32((float32x4_t)a, (float32x4_t)b), cd = vpaddq_f32((float32x4_t)c, (float32x4_t)d);
   vst1q_f32(out, vpaddq_f32(ab, cd));
+#elif defined(__AVX2__)
+  __m128 ab = _mm_hadd_ps(folded(a), folded(b)), cd = _mm_hadd_ps(folded(c), folded(d));
+  _mm_storeu_ps(out, _mm_hadd_ps(ab, cd));
 #else
   out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d);
 #endif
 }
 
 INLINE float largest(floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   float v[LANES], best;
   store(v, x);
   best = v[0];
   for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
   return best;
+#endif
 }
 
 INLINE floats choose(ints where, floats yes, floats no) {
@@ -169,16 +215,16 @@ INLINE floats choose(ints where, floats yes, floats no) {
 INLINE floats exponential(floats x) {
   ints tiny = x < all(-87.0f), huge = x > all(88.0f);
   floats y = choose(tiny, all(-87.0f), choose(huge, all(88.0f), x));
-  floats shifted = y * all(1.44269504f) + all(12582912.0f); /* 1.5 x 2^23: the nearest integer, in the low bits */
+  floats shifted = fused(y, all(1.44269504f), all(12582912.0f)); /* 1.5 x 2^23: the nearest integer, in the low bits */
   floats n = shifted - all(12582912.0f);
-  floats r = y - n * all(0.693359375f) - n * all(-2.12194440e-4f);
+  floats r = fused(n, all(2.12194440e-4f), fused(n, all(-0.693359375f), y));
   floats p = all(1.9875691500e-4f);
-  p = p * r + all(1.3981999507e-3f);
-  p = p * r + all(8.3334519073e-3f);
-  p = p * r + all(4.1665795894e-2f);
-  p = p * r + all(1.6666665459e-1f);
-  p = p * r + all(5.0000001201e-1f);
-  p = p * r * r + r + all(1.0f);
+  p = fused(p, r, all(1.3981999507e-3f));
+  p = fused(p, r, all(8.3334519073e-3f));
+  p = fused(p, r, all(4.1665795894e-2f));
+  p = fused(p, r, all(1.6666665459e-1f));
+  p = fused(p, r, all(5.0000001201e-1f));
+  p = fused(p * r, r, r) + all(1.0f);
   floats power = (floats)(((ints)shifted + 127) << 23); /* what 2^23 adds above the low bits is shifted out */
   return choose(tiny, all(0), p * power);
 }
@@ -227,14 +273,14 @@ INLINE void dot_step(floats sums[][DOT_COLUMNS], const float *const *x, const fl
   for (int j = 0; j < columns; j++) {
     floats right = load(w[j] + at_k);
 #pragma GCC unroll 8
-    for (int i = 0; i < rows; i++) sums[i][j] += left[i] * right;
+    for (int i = 0; i < rows; i++) sums[i][j] = fused(left[i], right, sums[i][j]);
   }
 }
 
 /* the lanes of one sum, and what is left of k from `rest` on */
 INLINE float dot_end(floats lanes, const float *x, const void *w, int type, long rest, long k) {
   float found = sum(lanes);
-  for (; rest < k; rest++) found += x[rest] * load_one(at(w, rest, type), type);
+  for (; rest < k; rest++) found = fused_one(x[rest], load_one(at(w, rest, type), type), found);
   return found;
 }
 
@@ -262,7 +308,7 @@ INLINE void dots(const float *const *x, const float *const *w, long k, int rows,
     for (; j < columns; j++) to[j] = sum(sums[i][j]);
     for (; at_k < k && j > 0; j--) {
       float rest = to[j - 1];
-      for (long n = at_k; n < k; n++) rest += x[i][n] * w[j - 1][n];
+      for (long n = at_k; n < k; n++) rest = fused_one(x[i][n], w[j - 1][n], rest);
       to[j - 1] = rest;
     }
   }
@@ -299,8 +345,58 @@ static void dot_block(const float *x, long x_stride, long rows, const float *con
   }
 }
 
+enum { WORTH_THREADS = 1 << 15 }; /* values: fewer are done before a second thread has woken */
+
+static int team(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
+
+/* Memory of the calling thread, which only grows: fresh memory would cost a page fault every 4 KiB. */
+enum { ROOM_ROWS, ROOM_TILES, ROOM_PANELS, ROOMS };
+static void *room_for(int use, size_t size) {
+  static __thread struct {
+    char *room;
+    size_t size;
+  } held[ROOMS];
+  if (size > held[use].size) {
+    free(held[use].room);
+    held[use].size = (size + 0xffff) & ~(size_t)0xffff;
+    held[use].room = aligned_alloc(64, held[use].size);
+    if (!held[use].room) held[use].size = 0;
+  }
+  return held[use].room;
+}
+
+typedef int8_t small_ints __attribute__((vector_size(LANES)));
+typedef small_ints loose_small_ints __attribute__((aligned(1), may_alias));
+
+/* the nearest of 255 steps between -largest and largest, and their sum; returns the step: NaN where any value is */
+static float to_bytes(int8_t *to, int32_t *total, const float *x, long n, long padded) {
+  floats sizes = all(0), high = all(12582912.0f); /* 1.5 x 2^23: the nearest integer comes to stand in the low bits */
+  ints broken = {0};
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    floats here = load(x + i), size = (floats)((ints)here & 0x7fffffff);
+    sizes = choose(size > sizes, size, sizes);
+    broken |= here != here;
+  }
+  float most = largest(sizes);
+  for (; i < n; i++) most = fabsf(x[i]) > most || x[i] != x[i] ? fabsf(x[i]) : most;
+  for (int lane = 0; lane < LANES; lane++) most = broken[lane] ? NAN : most;
+  float inverse = most > 0 ? 127.0f / most : 0;
+  for (i = 0; i + LANES <= n; i += LANES)
+    *(loose_small_ints *)(to + i) = __builtin_convertvector((ints)(load(x + i) * all(inverse) + high), small_ints);
+  for (; i < n; i++) to[i] = (int8_t)(int32_t)rintf(x[i] * inverse);
+  memset(to + n, 0, padded - n);
+  *total = 0;
+  for (i = 0; i < n; i++) *total += to[i];
+  return most / 127.0f;
+}
+
+#include "pairs.c"
+#include "tiles.c"
+
 /* ---------------------------------------------------------------- linear layers
  *
+ * Where there are products of bfloat16, see tiles.c and pairs.c; this is for all other types and machines.
  * Weights lie as torch has them, [outputs, inputs], and come from memory once. A task is some rows of them.
  * Up to DOT_ROWS rows of x: two long streams of weights, which is how memory gives most. More rows: weights in groups of
  * DOT_COLUMNS, which stay in the first cache while all rows of x pass by and the next group is fetched; 16-bit weights
@@ -343,16 +439,16 @@ INLINE void two_streams(const Linear *t, int type, int rows, long first, long co
 #pragma GCC unroll 4
         for (int i = 0; i < rows; i++) {
           floats left = load(t->x + i * k + at_k + n * LANES);
-          sums[i][0] += left * right[0][n];
-          sums[i][1] += left * right[1][n];
+          sums[i][0] = fused(left, right[0][n], sums[i][0]);
+          sums[i][1] = fused(left, right[1][n], sums[i][1]);
         }
     }
     for (; at_k + LANES <= k; at_k += LANES)
 #pragma GCC unroll 4
       for (int i = 0; i < rows; i++) {
         floats left = load(t->x + i * k + at_k);
-        sums[i][0] += left * load_as(at(w[0], at_k, type), type);
-        sums[i][1] += left * load_as(at(w[1], at_k, type), type);
+        sums[i][0] = fused(left, load_as(at(w[0], at_k, type), type), sums[i][0]);
+        sums[i][1] = fused(left, load_as(at(w[1], at_k, type), type), sums[i][1]);
       }
 #pragma GCC unroll 4
     for (int i = 0; i < rows; i++)
@@ -389,17 +485,28 @@ static void many_rows(const Linear *t, long row, long rows, long first, long cou
   }
 }
 
-API void shoal_linear(float *out, const float *x, const void *weight, int type, const void *bias,
-                      const float *residual, long rows, long inputs, long outputs, int threads) {
+/* 0: done. 1: no memory. */
+API int shoal_linear(float *out, const float *x, const void *weight, int type, const void *bias, const float *residual,
+                     long rows, long inputs, long outputs, int threads) {
+  if (rows < 1) return 0;
+#if HAS_TILES
+  Tiled work = {.weight = weight, .row_bytes = inputs * 2, .x = x, .bias = bias, .bias_type = type,
+                .residual = residual, .out = out, .rows = rows, .inputs = inputs, .outputs = outputs};
+  if (type == BFLOAT16) return tiled(&work, threads);
+#elif HAS_PAIRS
+  if (type == BFLOAT16) return paired(out, x, weight, bias, residual, rows, inputs, outputs, threads);
+#endif
   Linear t = {x, weight, bias, residual, out, rows, inputs, outputs, type};
   int few = rows <= DOT_ROWS;
   long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 384 : 96;
   width = width < 12 ? 12 : width > most ? most : width;
   long tasks = (outputs + width - 1) / width;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+  int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
   {
     float *wide = few || type == FLOAT32 ? NULL : malloc(sizeof(float) * DOT_COLUMNS * inputs);
+    failed = !few && type != FLOAT32 && !wide;
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < blocks * tasks; task++) {
       long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
@@ -407,11 +514,23 @@ API void shoal_linear(float *out, const float *x, const void *weight, int type, 
       long count = outputs - first < width ? outputs - first : width;
       if (few)
         streams[type][rows - 1](&t, first, count);
-      else
+      else if (!failed)
         many_rows(&t, row, these, first, count, wide);
     }
     free(wide);
   }
+  return failed;
+}
+
+API int shoal_has_tiles(void) { return HAS_TILES; }
+API int shoal_has_pairs(void) { return HAS_PAIRS; }
+/* 0: all instructions of this library may be used. Else the error with which the system refused. */
+API int shoal_permitted(void) { return tiles_permitted(); }
+/* for measurements */
+API void shoal_tune(int prefetch, int many) {
+#if HAS_TILES
+  tile_prefetch = prefetch, tile_many = many;
+#endif
 }
 
 /* ---------------------------------------------------------------- linear layers with 8-bit weights
@@ -422,7 +541,30 @@ API void shoal_linear(float *out, const float *x, const void *weight, int type, 
 
 enum { INT8_PAD = 64 };
 
-#if defined(__ARM_FEATURE_DOTPROD)
+/* x86 multiplies unsigned bytes by signed ones: weights are raised by INT8_RAISE, and so many times the sum of a row of x
+ * is taken off in the end. */
+#if defined(__AVX512VNNI__)
+enum { INT8_STEP = 64, INT8_RAISE = 128 };
+typedef __m512i bytes;
+typedef __m512i counts;
+INLINE bytes load_bytes(const int8_t *p) { return _mm512_loadu_si512(p); }
+INLINE bytes load_weights(const int8_t *p) { return _mm512_xor_si512(load_bytes(p), _mm512_set1_epi8(-128)); }
+INLINE counts add_products(counts sums, bytes x, bytes w) { return _mm512_dpbusd_epi32(sums, w, x); }
+INLINE int32_t sum_counts(counts x) { return _mm512_reduce_add_epi32(x); }
+#elif defined(__AVXVNNI__)
+enum { INT8_STEP = 32, INT8_RAISE = 128 };
+typedef __m256i bytes;
+typedef __m256i counts;
+INLINE bytes load_bytes(const int8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+INLINE bytes load_weights(const int8_t *p) { return _mm256_xor_si256(load_bytes(p), _mm256_set1_epi8(-128)); }
+INLINE counts add_products(counts sums, bytes x, bytes w) { return _mm256_dpbusd_avx_epi32(sums, w, x); }
+INLINE int32_t sum_counts(counts x) {
+  int32_t v[8], total = 0;
+  _mm256_storeu_si256((__m256i *)v, x);
+  for (int i = 0; i < 8; i++) total += v[i];
+  return total;
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
 enum { INT8_STEP = 16 };
 typedef int8x16_t bytes;
 typedef int32x4_t counts;
@@ -467,9 +609,15 @@ INLINE int32_t sum_counts(counts x) {
 }
 #endif
 
+#if !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+enum { INT8_RAISE = 0 };
+INLINE bytes load_weights(const int8_t *p) { return load_bytes(p); }
+#endif
+
 typedef struct {
   const int8_t *x, *weight;
   const float *x_scales, *scales;
+  const int32_t *x_sums;
   const void *bias;
   const float *residual;
   float *out;
@@ -493,7 +641,7 @@ INLINE void dots8(const Linear8 *t, const int8_t *const *x, const int8_t *const 
       for (int i = 0; i < rows; i++) left[i] = load_bytes(x[i] + k + n);
 #pragma GCC unroll 8
       for (int j = 0; j < columns; j++) {
-        bytes right = load_bytes(w[j] + k + n);
+        bytes right = load_weights(w[j] + k + n);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) sums[i][j] = add_products(sums[i][j], left[i], right);
       }
@@ -504,7 +652,8 @@ INLINE void dots8(const Linear8 *t, const int8_t *const *x, const int8_t *const 
 #pragma GCC unroll 8
     for (int j = 0; j < columns; j++) {
       long place = (row + i) * t->outputs + column[j];
-      float value = (float)sum_counts(sums[i][j]) * t->x_scales[row + i] * t->scales[column[j]];
+      int32_t count = sum_counts(sums[i][j]) - INT8_RAISE * t->x_sums[row + i];
+      float value = (float)count * t->x_scales[row + i] * t->scales[column[j]];
       if (t->bias) value += load_any(t->bias, column[j], t->bias_type);
       if (t->residual) value += t->residual[place];
       t->out[place] = value;
@@ -546,37 +695,29 @@ static void many_rows8(const Linear8 *t, long row, long rows, long first, long c
     for (long i = 0; i < rows; i += DOT_ROWS) {
       int these = rows - i < DOT_ROWS ? (int)(rows - i) : DOT_ROWS;
       for (int n = 0; n < these; n++) x[n] = t->x + (row + i + n) * t->inputs;
-      (group > 1 ? wide_dots8 : one_dots8)[these - 1](t, x, w, row + i, column, soon, group > 1 ? pace : 0);
+      (group > 1 ? wide_dots8 : one_dots8)[(unsigned)(these - 1) % DOT_ROWS](t, x, w, row + i, column, soon, group > 1 ? pace : 0);
       soon += pace * t->inputs;
     }
     j += group;
   }
 }
 
-/* the nearest of 255 steps between -largest and largest; returns the step */
-static float to_bytes(int8_t *to, const float *x, long n, long padded) {
-  float most = 0;
-  for (long i = 0; i < n; i++) {
-    float size = fabsf(x[i]);
-    most = size > most || size != size ? size : most; /* a NaN stays, and makes the row NaN */
-  }
-  float inverse = most > 0 ? 127.0f / most : 0;
-  for (long i = 0; i < n; i++) to[i] = (int8_t)(int32_t)rintf(x[i] * inverse);
-  memset(to + n, 0, padded - n);
-  return most / 127.0f;
-}
-
 /* 0: done. 1: no memory. `x` has `real` inputs. */
 API int shoal_linear8(float *out, const float *x, const int8_t *weight, const float *scales, const void *bias,
                       int bias_type, const float *residual, long rows, long real, long inputs, long outputs,
                       int threads) {
-  int8_t *small = malloc(rows * inputs);
-  float *steps = malloc(sizeof(float) * rows);
-  if (!small || !steps) {
-    free(small), free(steps);
-    return 1;
-  }
-  Linear8 t = {small, weight, steps, scales, bias, residual, out, rows, inputs, outputs, bias_type};
+  if (rows < 1) return 0;
+  float *steps = room_for(ROOM_ROWS, rows * (inputs + sizeof(float) + sizeof(int32_t)));
+  if (!steps) return 1;
+  int32_t *totals = (int32_t *)(steps + rows);
+  int8_t *small = (int8_t *)(totals + rows);
+#if HAS_TILES
+  Tiled work = {.weight = (const char *)weight, .row_bytes = inputs, .x = x, .bytes = small, .x_scales = steps,
+                .x_sums = totals, .scales = scales, .bias = bias, .bias_type = bias_type, .residual = residual,
+                .out = out, .rows = rows, .inputs = real, .outputs = outputs};
+  return tiled(&work, threads);
+#endif
+  Linear8 t = {small, weight, steps, scales, totals, bias, residual, out, rows, inputs, outputs, bias_type};
   int few = rows <= DOT_ROWS;
   long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 768 : 192;
@@ -585,7 +726,7 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, const fl
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(static)
-    for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, x + r * real, real, inputs);
+    for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, totals + r, x + r * real, real, inputs);
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < blocks * tasks; task++) {
       long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
@@ -597,7 +738,6 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, const fl
         many_rows8(&t, row, these, first, count);
     }
   }
-  free(small), free(steps);
   return 0;
 }
 
@@ -646,7 +786,7 @@ INLINE void mix(float *const *to, const float *const *share, const float *rescal
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
-      for (int v = 0; v < vectors; v++) sums[i][v] += value[v] * all(share[i][t]);
+      for (int v = 0; v < vectors; v++) sums[i][v] = fused(value[v], all(share[i][t]), sums[i][v]);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < rows; i++)
@@ -685,7 +825,7 @@ static float shares(float *scores, long from, long position, long window, float 
   }
   float rescale = exponential_one(*top - base);
   *top = now;
-  *mass = *mass * rescale + sum(total);
+  *mass = fused_one(*mass, rescale, sum(total));
   return rescale;
 }
 
@@ -723,12 +863,31 @@ static void attend_piece(const Attention *a, const Block *b, const float *q, lon
   }
 }
 
+#include "attention_tiles.c"
+
+/* rows of queries as the kernels of a block want them */
+typedef struct {
+  float wide[MOST_ROWS * MOST_DIM];
+  char turned[HAS_TILES ? MOST_ROWS * MOST_DIM * 2 : 1]; /* for tiles */
+} Queries;
+
+static void see_piece(const Attention *a, const Block *b, const Queries *q, long rows, long position, long oldest,
+                      long piece, Seen *seen) {
+#if HAS_TILES
+  if (in_tiles(a)) {
+    attend_piece_tiled(a, b, q->turned, rows, position, oldest, piece, seen);
+    return;
+  }
+#endif
+  attend_piece(a, b, q->wide, rows, position, oldest, piece, seen);
+}
+
 /* one row: what was seen before, and a later piece */
 static void join(float *top, float *mass, float *mixed, float later_top, float later_mass, const float *later, long dim) {
   float best = later_top > *top ? later_top : *top, base = best == -INFINITY ? 0 : best;
   float before = exponential_one(*top - base), after = exponential_one(later_top - base);
-  for (long i = 0; i < dim; i += LANES) store(mixed + i, load(mixed + i) * all(before) + load(later + i) * all(after));
-  *mass = *mass * before + later_mass * after;
+  for (long i = 0; i < dim; i += LANES) store(mixed + i, fused(load(mixed + i), all(before), load(later + i) * all(after)));
+  *mass = fused_one(*mass, before, later_mass * after);
   *top = best;
 }
 
@@ -753,25 +912,29 @@ static long oldest_of(const Attention *a, const Block *b) {
 }
 
 static void attend(const Attention *a, const Block *b) {
-  float q[MOST_ROWS * MOST_DIM], mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
+  Queries q;
+  float mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
   long rows = b->queries * b->count, dim = a->dim, position = first_position(a, b), oldest = oldest_of(a, b);
   for (long r = 0; r < rows; r++) {
     long token = a->starts[b->sequence] + b->first + r / b->count;
     const float *from = a->q + token * a->q_stride + (b->head + r % b->count) * dim;
-    for (long i = 0; i < dim; i += LANES) store(q + r * dim + i, load(from + i) * all(a->scale));
+    for (long i = 0; i < dim; i += LANES) store(q.wide + r * dim + i, load(from + i) * all(a->scale));
   }
+#if HAS_TILES
+  if (in_tiles(a)) turn_queries(q.turned, q.wide, rows, dim), shape_attention(rows);
+#endif
   if (b->piece >= 0) {
     Seen seen = {.mixed = b->partial + 2 * rows};
-    attend_piece(a, b, q, rows, position, oldest, b->piece, &seen);
+    see_piece(a, b, &q, rows, position, oldest, b->piece, &seen);
     memcpy(b->partial, seen.top, sizeof(float) * rows);
     memcpy(b->partial + rows, seen.mass, sizeof(float) * rows);
     return;
   }
   Seen seen = {.mixed = mixed}, next = {.mixed = later};
   long first = oldest / PIECE, last = (position + b->queries - 1) / PIECE;
-  attend_piece(a, b, q, rows, position, oldest, first, &seen);
+  see_piece(a, b, &q, rows, position, oldest, first, &seen);
   for (long piece = first + 1; piece <= last; piece++) {
-    attend_piece(a, b, q, rows, position, oldest, piece, &next);
+    see_piece(a, b, &q, rows, position, oldest, piece, &next);
     for (long r = 0; r < rows; r++)
       join(seen.top + r, seen.mass + r, mixed + r * dim, next.top[r], next.mass[r], later + r * dim, dim);
   }
@@ -839,6 +1002,9 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
   {
 #pragma omp for schedule(dynamic, 1)
     for (long n = 0; n < count; n++) attend(&a, blocks + n);
+#if HAS_TILES
+    if (in_tiles(&a)) tiles_end();
+#endif
     if (needed)
 #pragma omp for schedule(dynamic, 1)
       for (long n = 0; n < count; n++) {
@@ -853,16 +1019,12 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
 
 /* ---------------------------------------------------------------- row by row */
 
-enum { WORTH_THREADS = 1 << 15 }; /* values: fewer are done before a second thread has woken */
-
-static int team(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
-
 INLINE void norm_row(float *out, const float *x, const void *weight, int type, long n, float eps) {
   floats squares = all(0);
   long i = 0;
-  for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
+  for (; i + LANES <= n; i += LANES) squares = fused(load(x + i), load(x + i), squares);
   float total = sum(squares);
-  for (; i < n; i++) total += x[i] * x[i];
+  for (; i < n; i++) total = fused_one(x[i], x[i], total);
   float scale = 1.0f / sqrtf(total / (float)n + eps);
   for (i = 0; i + LANES <= n; i += LANES)
     store(out + i, load(x + i) * all(scale) * load_as(at(weight, i, type), type));
@@ -987,8 +1149,7 @@ static int product(float *out, const float *x, const Matrix *m, const float *res
   if (m->type == INT8)
     return shoal_linear8(out, x, m->weight, m->scales, m->bias, m->bias_type, residual, p->tokens, m->inputs, m->padded,
                          m->outputs, p->threads);
-  shoal_linear(out, x, m->weight, m->type, m->bias, residual, p->tokens, m->inputs, m->outputs, p->threads);
-  return 0;
+  return shoal_linear(out, x, m->weight, m->type, m->bias, residual, p->tokens, m->inputs, m->outputs, p->threads);
 }
 
 static int layer(const Layer *l, const Pass *p) {

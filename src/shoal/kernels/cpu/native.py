@@ -146,7 +146,7 @@ class NativeOps(CpuOps):
         rows, inputs = x.shape
         outputs = weight.shape[0]
         out = torch.empty(rows, outputs) if residual is None else residual.contiguous()
-        self.calls.shoal_linear(
+        failed = self.calls.shoal_linear(
             out.data_ptr(),
             x.data_ptr(),
             weight.data_ptr(),
@@ -158,6 +158,8 @@ class NativeOps(CpuOps):
             outputs,
             torch.get_num_threads(),
         )
+        if failed:
+            raise MemoryError("no memory for the inputs of a linear layer")
         return out
 
     def _linear8(self, x: Tensor, weight: Int8Weight, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -1,0 +1,178 @@
+/* Linear layers with dot products of bfloat16: AVX-512's and Arm's. A part of native.c.
+ *
+ * The instruction multiplies pairs of neighbours and adds both products to a float32 lane. Rows of x are rounded to
+ * bfloat16 once; weights are read as they lie, up to PAIR_ROWS rows of x in two long streams, more rows in groups that
+ * stay in the first cache. Every sum runs from left to right in LANES lanes, then the lanes are added: in tiles of any
+ * size the same. The instructions take tiny numbers (denormals) for 0, whatever the process has set.
+ *
+ * SHOAL_PRETEND_PAIRS computes the products in plain C: for tests on machines without them. */
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define HAS_PAIRS 1
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIRS 1
+#elif defined(SHOAL_PRETEND_PAIRS)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
+#if HAS_PAIRS
+
+enum { PAIR_ROWS = 4, PAIR_COLUMNS = LANES == 8 ? 3 : 6, PAIR_STEP = 2 * LANES };
+
+typedef uint16_t pairs __attribute__((vector_size(LANES * 4)));
+typedef pairs loose_pairs __attribute__((aligned(2), may_alias));
+
+INLINE floats add_pairs(floats sums, pairs a, pairs b) {
+#if defined(__AVX512BF16__)
+  return (floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (floats)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#else
+  sums += (floats)((words)a & 0xffff0000) * (floats)((words)b & 0xffff0000);
+  return sums + (floats)((words)a << 16) * (floats)((words)b << 16);
+#endif
+}
+
+INLINE pairs load_pairs(const uint16_t *p) { return *(const loose_pairs *)p; }
+
+/* the last ones, filled up with zeros */
+INLINE pairs load_some_pairs(const uint16_t *p, long count) {
+  uint16_t some[PAIR_STEP] = {0};
+  memcpy(some, p, count * 2);
+  return load_pairs(some);
+}
+
+typedef struct {
+  const uint16_t *x; /* [rows, padded] */
+  const uint16_t *weight;
+  const void *bias;
+  const float *residual;
+  float *out;
+  long rows, inputs, padded, outputs;
+} Paired;
+
+INLINE void pair_end(const Paired *t, float value, long row, long column) {
+  long place = row * t->outputs + column;
+  if (t->bias) value += load_one((const uint16_t *)t->bias + column, BFLOAT16);
+  if (t->residual) value += t->residual[place];
+  t->out[place] = value;
+}
+
+INLINE void pair_dots(const Paired *t, long row, const long *column, int rows, int columns, const char *soon, int pace) {
+  floats sums[PAIR_ROWS][PAIR_COLUMNS];
+  const uint16_t *x[PAIR_ROWS], *w[PAIR_COLUMNS];
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++) x[i] = t->x + (row + i) * t->padded;
+#pragma GCC unroll 8
+  for (int j = 0; j < columns; j++) w[j] = t->weight + column[j] * t->inputs;
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; j++) sums[i][j] = all(0);
+  long k = 0, fetched = 0;
+  for (; k + PAIR_STEP <= t->inputs; k += PAIR_STEP) {
+    for (; pace && fetched < k * pace * 2; fetched += 64) __builtin_prefetch(soon + fetched);
+    pairs left[PAIR_ROWS];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) left[i] = load_pairs(x[i] + k);
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; j++) {
+      pairs right = load_pairs(w[j] + k);
+#pragma GCC unroll 8
+      for (int i = 0; i < rows; i++) sums[i][j] = add_pairs(sums[i][j], left[i], right);
+    }
+  }
+  if (k < t->inputs)
+    for (int j = 0; j < columns; j++) {
+      pairs right = load_some_pairs(w[j] + k, t->inputs - k);
+      for (int i = 0; i < rows; i++) sums[i][j] = add_pairs(sums[i][j], load_pairs(x[i] + k), right);
+    }
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; j++) pair_end(t, sum(sums[i][j]), row + i, column[j]);
+}
+
+typedef void PairDots(const Paired *, long, const long *, const char *, int);
+#define PAIR_DOTS(rows, columns)                                                                            \
+  static void pair_dots_##rows##_##columns(const Paired *t, long row, const long *column, const char *soon, \
+                                           int pace) {                                                      \
+    pair_dots(t, row, column, rows, columns, soon, pace);                                                   \
+  }
+PAIR_DOTS(1, 1) PAIR_DOTS(2, 1) PAIR_DOTS(3, 1) PAIR_DOTS(4, 1)
+PAIR_DOTS(1, 2) PAIR_DOTS(2, 2) PAIR_DOTS(3, 2) PAIR_DOTS(4, 2)
+PAIR_DOTS(1, PAIR_COLUMNS) PAIR_DOTS(2, PAIR_COLUMNS) PAIR_DOTS(3, PAIR_COLUMNS) PAIR_DOTS(4, PAIR_COLUMNS)
+static PairDots *const one_pair_dots[] = {pair_dots_1_1, pair_dots_2_1, pair_dots_3_1, pair_dots_4_1};
+static PairDots *const two_pair_dots[] = {pair_dots_1_2, pair_dots_2_2, pair_dots_3_2, pair_dots_4_2};
+static PairDots *const wide_pair_dots[] = {pair_dots_1_PAIR_COLUMNS, pair_dots_2_PAIR_COLUMNS,
+                                           pair_dots_3_PAIR_COLUMNS, pair_dots_4_PAIR_COLUMNS};
+
+static void few_rows16(const Paired *t, long first, long count) {
+  long half = count / 2;
+  for (long step = 0; step < count - half; step++) {
+    long column[2] = {first + half + step, first + step}; /* an odd count leaves one row over in the first stream */
+    if (step < half)
+      two_pair_dots[t->rows - 1](t, 0, column, NULL, 0);
+    else
+      one_pair_dots[t->rows - 1](t, 0, column, NULL, 0);
+  }
+}
+
+static void many_rows16(const Paired *t, long row, long rows, long first, long count) {
+  long tiles = (rows + PAIR_ROWS - 1) / PAIR_ROWS;
+  int pace = (int)((PAIR_COLUMNS + tiles - 1) / tiles);
+  for (long j = first; j < first + count;) {
+    int group = first + count - j >= PAIR_COLUMNS ? PAIR_COLUMNS : 1;
+    long column[PAIR_COLUMNS];
+    for (int n = 0; n < group; n++) column[n] = j + n;
+    const char *soon = (const char *)(t->weight + (j + group) * t->inputs);
+    for (long i = 0; i < rows; i += PAIR_ROWS, soon += pace * t->inputs * 2) {
+      int these = rows - i < PAIR_ROWS ? (int)(rows - i) : PAIR_ROWS;
+      (group > 1 ? wide_pair_dots : one_pair_dots)[(unsigned)(these - 1) % PAIR_ROWS](t, row + i, column, soon, group > 1 ? pace : 0);
+    }
+    j += group;
+  }
+}
+
+static void round_row(uint16_t *to, const float *from, long n, long padded) {
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) store_as(to + i, load(from + i), BFLOAT16);
+  for (; i < n; i++) store_one(to + i, from[i], BFLOAT16);
+  for (; i < padded; i++) to[i] = 0;
+}
+
+/* 0: done. 1: no memory. Not used where there are tiles. */
+__attribute__((unused)) static int paired(float *out, const float *x, const void *weight, const void *bias, const float *residual, long rows,
+                  long inputs, long outputs, int threads) {
+  enum { ROWS_PER_TASK = 64, FEW_VALUES = 1 << 13 };
+  long padded = (inputs + PAIR_STEP - 1) / PAIR_STEP * PAIR_STEP;
+  uint16_t *rounded = room_for(ROOM_ROWS, sizeof(uint16_t) * rows * padded);
+  if (!rounded) return 1;
+  Paired t = {rounded, weight, bias, residual, out, rows, inputs, padded, outputs};
+  int few = rows <= PAIR_ROWS, quick = rows * inputs <= FEW_VALUES; /* quick: sooner rounded than shared */
+  if (quick)
+    for (long r = 0; r < rows; r++) round_row(rounded + r * padded, x + r * inputs, inputs, padded);
+  long blocks = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
+  long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 384 : 96;
+  width = width < 12 ? 12 : width > most ? most : width;
+  long tasks = (outputs + width - 1) / width;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    if (!quick)
+#pragma omp for schedule(static)
+      for (long r = 0; r < rows; r++) round_row(rounded + r * padded, x + r * inputs, inputs, padded);
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < blocks * tasks; task++) {
+      long row = task % blocks * ROWS_PER_TASK, first = task / blocks * width;
+      long count = outputs - first < width ? outputs - first : width;
+      if (few)
+        few_rows16(&t, first, count);
+      else
+        many_rows16(&t, row, rows - row < ROWS_PER_TASK ? rows - row : ROWS_PER_TASK, first, count);
+    }
+  }
+  return 0;
+}
+#endif

@@ -1,0 +1,430 @@
+/* Linear layers in tiles of 16 by 16: Intel's AMX, for bfloat16 and for 8-bit weights. A part of native.c.
+ *
+ * A product of tiles takes its left side as it lies in memory, 16 rows of 64 bytes, and its right side turned: 16 groups of
+ * four bytes by 16 columns. Weights are kept as torch has them, with no second copy, so one side is turned on the way:
+ *
+ *     few rows of x:   sums' = W x'    x is small, and turned; weights stream by, 16 rows at a time; sums are turned back
+ *     many rows of x:  sums  = x W'    32 rows of W are turned, and all rows of x pass by them
+ *
+ * x is rounded to bfloat16, or to bytes, and filled up with zeros. Every sum runs over the inputs from left to right in one
+ * accumulator, the same products in the same order both ways, so neighbours change no bit. The instructions take tiny
+ * numbers (denormals) for 0, whatever the process has set.
+ *
+ * SHOAL_PRETEND_TILES computes the tiles in plain C: for tests on machines without them. */
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define HAS_TILES 1
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+/* The compiler's own names for these say nothing of the memory they read. */
+#define tile_zero(n) __asm__ volatile("tilezero %%tmm" #n ::)
+#define tile_load(n, from, stride) \
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #n ::"r"(from), "r"((long)(stride)) : "memory")
+#define tile_store(n, to, stride) \
+  __asm__ volatile("tilestored %%tmm" #n ", (%0,%1,1)" ::"r"(to), "r"((long)(stride)) : "memory")
+#define tile_add_bfloat16(sums, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
+#define tile_add_int8(sums, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
+#define tiles_begin(shape) __asm__ volatile("ldtilecfg (%0)" ::"r"(shape) : "memory")
+#define tiles_end() __asm__ volatile("tilerelease" ::)
+
+/* Linux lends the tiles' registers to processes that ask. 0: it does. */
+static int tiles_permitted(void) {
+  enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) ? errno : 0;
+}
+#elif defined(SHOAL_PRETEND_TILES)
+#define HAS_TILES 1
+#else
+#define HAS_TILES 0
+#endif
+
+#if HAS_TILES
+
+enum { TILE_ROWS = 16, TILE_BYTES = 64, TILE_SIZE = TILE_ROWS * TILE_BYTES };
+
+/* as ldtilecfg reads it */
+typedef struct {
+  uint8_t palette, start, unused[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+} __attribute__((aligned(64))) TileShape;
+
+#ifdef SHOAL_PRETEND_TILES
+static __thread TileShape pretended_shape;
+static __thread char pretended[8][TILE_SIZE];
+
+static void pretend_load(int n, const char *from, long stride) {
+  memset(pretended[n], 0, TILE_SIZE);
+  for (int r = 0; r < pretended_shape.rows[n]; r++)
+    memcpy(pretended[n] + r * TILE_BYTES, from + r * stride, pretended_shape.bytes[n]);
+}
+static void pretend_store(int n, char *to, long stride) {
+  for (int r = 0; r < pretended_shape.rows[n]; r++)
+    memcpy(to + r * stride, pretended[n] + r * TILE_BYTES, pretended_shape.bytes[n]);
+}
+static void pretend_bfloat16(int sums, int a, int b) {
+  for (int r = 0; r < 16; r++)
+    for (int c = 0; c < 16; c++)
+      for (int k = 0; k < 16; k++)
+        for (int half = 0; half < 2; half++)
+          ((float *)pretended[sums])[r * 16 + c] +=
+              load_one((uint16_t *)pretended[a] + r * 32 + k * 2 + half, BFLOAT16) *
+              load_one((uint16_t *)pretended[b] + k * 32 + c * 2 + half, BFLOAT16);
+}
+static void pretend_int8(int sums, int a, int b) {
+  for (int r = 0; r < 16; r++)
+    for (int c = 0; c < 16; c++)
+      for (int k = 0; k < 64; k++)
+        ((int32_t *)pretended[sums])[r * 16 + c] +=
+            ((int8_t *)pretended[a])[r * 64 + k] * ((int8_t *)pretended[b])[k / 4 * 64 + c * 4 + k % 4];
+}
+#define tile_zero(n) memset(pretended[n], 0, TILE_SIZE)
+#define tile_load(n, from, stride) pretend_load(n, (const char *)(from), stride)
+#define tile_store(n, to, stride) pretend_store(n, (char *)(to), stride)
+#define tile_add_bfloat16(sums, a, b) pretend_bfloat16(sums, a, b)
+#define tile_add_int8(sums, a, b) pretend_int8(sums, a, b)
+#define tiles_begin(shape) (pretended_shape = *(shape))
+#define tiles_end() ((void)0)
+static int tiles_permitted(void) { return 0; }
+#endif
+
+/* 16 rows of 16 words, `stride` bytes apart, rows and columns exchanged */
+static void turn16(uint32_t *to, const char *from, long stride) {
+#if defined(__AVX512F__)
+  __m512i a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2)
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]), a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  /* now a[4 q + j] holds, in its lane l, column 4 l + j of rows 4 q to 4 q + 3 */
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+    __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+    __m512i high_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+    _mm512_storeu_si512(to + j * 16, _mm512_shuffle_i32x4(low, high, 0x88));
+    _mm512_storeu_si512(to + (4 + j) * 16, _mm512_shuffle_i32x4(odd, high_odd, 0x88));
+    _mm512_storeu_si512(to + (8 + j) * 16, _mm512_shuffle_i32x4(low, high, 0xdd));
+    _mm512_storeu_si512(to + (12 + j) * 16, _mm512_shuffle_i32x4(odd, high_odd, 0xdd));
+  }
+#else
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) memcpy(to + j * 16 + i, from + i * stride + j * 4, 4);
+#endif
+}
+
+/* [rows, columns] words to [columns, rows] */
+static void turn_words(uint32_t *to, const uint32_t *from, long rows, long columns) {
+  for (long i = 0; i < rows; i++)
+    for (long j = 0; j < columns; j++) to[j * rows + i] = from[i * columns + j];
+}
+
+/* the work of a call */
+typedef struct {
+  const char *weight; /* rows of row_bytes */
+  long row_bytes;
+  const float *x; /* [rows, inputs] */
+  int8_t *bytes;  /* the same in 8 bits, [rows, row_bytes]; or none */
+  float *x_scales;
+  int32_t *x_sums;
+  const float *scales; /* of 8-bit weights */
+  const void *bias;      /* or none */
+  const float *residual; /* or none; may be out */
+  float *out;
+  long rows, inputs, outputs, steps;
+  int bias_type;
+  int columns[2]; /* of the first and the second tile of x: less than 16 only where there are no more rows */
+  int many;       /* rows: weights are turned, not x */
+  char *ready;    /* x: for each 16 rows, steps of TILE_SIZE bytes, or 64 for every column if there are fewer */
+} Tiled;
+
+/* 16 rows or columns: the tiles of all steps, from left to right */
+typedef struct {
+  const char *tiles;
+  long stride, step;
+  const char *last; /* the last tile where it is not whole, filled up; or none */
+} Side;
+
+static int tile_prefetch = 1, tile_many = 9; /* tuning: fetch weights ahead; so many tiles of x are many */
+
+static void tile_bytes(const Tiled *t, long row) {
+  int8_t *to = t->bytes + row * t->row_bytes;
+  t->x_scales[row] = to_bytes(to, t->x_sums + row, t->x + row * t->inputs, t->inputs, t->row_bytes);
+}
+
+/* one step of up to 16 rows of x, as a tile wants them */
+static void ready_step(const Tiled *t, long tile, long step) {
+  uint32_t lines[TILE_SIZE / 4];
+  int columns = t->columns[tile % 2];
+  long first = tile * TILE_ROWS, rows = t->rows - first < columns ? t->rows - first : columns;
+  char *to = t->ready + tile * t->steps * TILE_SIZE + step * columns * 64, *room = t->many ? to : (char *)lines;
+  if (rows < columns) memset(room, 0, TILE_SIZE);
+  for (long i = 0; i < rows; i++) {
+    uint16_t *line = (uint16_t *)(room + i * TILE_BYTES);
+    if (t->bytes) {
+      memcpy(line, t->bytes + (first + i) * t->row_bytes + step * TILE_BYTES, TILE_BYTES);
+      continue;
+    }
+    const float *from = t->x + (first + i) * t->inputs + step * 32;
+    long n = t->inputs - step * 32 < 32 ? t->inputs - step * 32 : 32, k = 0;
+    for (; k + LANES <= n; k += LANES) store_as(line + k, load(from + k), BFLOAT16);
+    for (; k < n; k++) store_one(line + k, from[k], BFLOAT16);
+    for (; k < 32; k++) line[k] = 0;
+  }
+  if (t->many) return;
+  if (columns == TILE_ROWS)
+    turn16((uint32_t *)to, room, TILE_BYTES);
+  else
+    turn_words((uint32_t *)to, lines, columns, 16);
+}
+
+static void copy_tile(char *to, const char *from, long stride, long rows, long bytes) {
+  memset(to, 0, TILE_SIZE);
+  for (long r = 0; r < rows; r++) memcpy(to + r * TILE_BYTES, from + r * stride, bytes);
+}
+
+/* 16 rows of weights; `room`: a tile for every step */
+static Side panel_of(const Tiled *t, long n, char *room) {
+  Side found = {t->weight + n * TILE_ROWS * t->row_bytes, t->row_bytes, TILE_BYTES, NULL};
+  long rows = t->outputs - n * TILE_ROWS, rest = t->row_bytes % TILE_BYTES;
+  if (rows >= TILE_ROWS && !rest) return found;
+  long first = rows < TILE_ROWS ? 0 : t->steps - 1;
+  for (long s = first; s < t->steps; s++)
+    copy_tile(room + s * TILE_SIZE, found.tiles + s * TILE_BYTES, t->row_bytes, rows < TILE_ROWS ? rows : TILE_ROWS,
+              s == t->steps - 1 && rest ? rest : TILE_BYTES);
+  if (first) found.last = room + first * TILE_SIZE;
+  if (!first) found.tiles = room, found.stride = TILE_BYTES, found.step = TILE_SIZE;
+  return found;
+}
+
+/* the same, turned */
+static Side turned_panel(const Tiled *t, long n, char *room) {
+  Side from = panel_of(t, n, room), found = {room + t->steps * TILE_SIZE, TILE_BYTES, TILE_SIZE, NULL};
+  for (long s = 0; s < t->steps; s++) {
+    int last = from.last && s == t->steps - 1;
+    turn16((uint32_t *)(found.tiles + s * TILE_SIZE), last ? from.last : from.tiles + s * from.step,
+           last ? TILE_BYTES : from.stride);
+  }
+  return found;
+}
+
+INLINE void tile_step(const char *const *left, const long *left_stride, const char *const *right,
+                      const long *right_stride, int lefts, int rights, int bytes) {
+#define TILE_ADD(sums, a, b)                   \
+  do {                                         \
+    if (bytes) tile_add_int8(sums, a, b);      \
+    if (!bytes) tile_add_bfloat16(sums, a, b); \
+  } while (0)
+  tile_load(6, right[0], right_stride[0]);
+  tile_load(4, left[0], left_stride[0]);
+  TILE_ADD(0, 4, 6);
+  if (lefts > 1) {
+    tile_load(5, left[1], left_stride[1]);
+    TILE_ADD(1, 5, 6);
+  }
+  if (rights > 1) {
+    tile_load(7, right[1], right_stride[1]);
+    TILE_ADD(2, 4, 7);
+    if (lefts > 1) TILE_ADD(3, 5, 7);
+  }
+#undef TILE_ADD
+}
+
+/* one or two left sides by one or two right ones: sums of left l and right r go to to[2 r + l], in rows of to_stride[r]
+ * bytes; meanwhile `pace` lines are fetched from `soon` on at every step */
+INLINE void tile_block(const Side *lefts_of, const Side *rights_of, long steps, int lefts, int rights, int bytes,
+                       float *const *to, const long *to_stride, const char *soon, int pace) {
+  const char *left[2], *right[2];
+  long left_stride[2], right_stride[2];
+  for (int n = 0; n < lefts; n++) left[n] = lefts_of[n].tiles, left_stride[n] = lefts_of[n].stride;
+  for (int n = 0; n < rights; n++) right[n] = rights_of[n].tiles, right_stride[n] = rights_of[n].stride;
+  tile_zero(0);
+  if (lefts > 1) tile_zero(1);
+  if (rights > 1) tile_zero(2);
+  if (rights > 1 && lefts > 1) tile_zero(3);
+  long whole = lefts_of[0].last || lefts_of[lefts - 1].last ? steps - 1 : steps;
+  for (long s = 0; s < whole; s++) {
+    for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon, 0, 2);
+    tile_step(left, left_stride, right, right_stride, lefts, rights, bytes);
+    for (int n = 0; n < lefts; n++) left[n] += lefts_of[n].step;
+    for (int n = 0; n < rights; n++) right[n] += rights_of[n].step;
+  }
+  if (whole < steps) {
+    for (int n = 0; n < lefts; n++)
+      if (lefts_of[n].last) left[n] = lefts_of[n].last, left_stride[n] = TILE_BYTES;
+    tile_step(left, left_stride, right, right_stride, lefts, rights, bytes);
+  }
+  tile_store(0, to[0], to_stride[0]);
+  if (lefts > 1) tile_store(1, to[1], to_stride[0]);
+  if (rights > 1) tile_store(2, to[2], to_stride[1]);
+  if (rights > 1 && lefts > 1) tile_store(3, to[3], to_stride[1]);
+}
+
+typedef void TileBlock(const Side *, const Side *, long, float *const *, const long *, const char *, int);
+#define TILE_BLOCK(lefts, rights, bytes)                                                                             \
+  static void tile_block_##lefts##_##rights##_##bytes(const Side *left, const Side *right, long steps,               \
+                                                      float *const *to, const long *to_stride, const char *soon,     \
+                                                      int pace) {                                                    \
+    tile_block(left, right, steps, lefts, rights, bytes, to, to_stride, soon, pace);                                 \
+  }
+TILE_BLOCK(1, 1, 0) TILE_BLOCK(1, 2, 0) TILE_BLOCK(2, 1, 0) TILE_BLOCK(2, 2, 0)
+TILE_BLOCK(1, 1, 1) TILE_BLOCK(1, 2, 1) TILE_BLOCK(2, 1, 1) TILE_BLOCK(2, 2, 1)
+static TileBlock *const tile_blocks[2][2][2] = {
+    {{tile_block_1_1_0, tile_block_1_2_0}, {tile_block_2_1_0, tile_block_2_2_0}},
+    {{tile_block_1_1_1, tile_block_1_2_1}, {tile_block_2_1_1, tile_block_2_2_1}},
+};
+
+/* one row of x: 16 outputs from `first` on */
+INLINE void tile_row(const Tiled *t, const float *sums, const float *bias, long row, long first) {
+  long place = row * t->outputs + first;
+#pragma GCC unroll 4
+  for (int i = 0; i < TILE_ROWS; i += LANES) {
+    floats value = load(sums + i);
+    if (t->bytes)
+      value = __builtin_convertvector((ints)value, floats) * all(t->x_scales[row]) * load(t->scales + first + i);
+    if (t->bias) value += load(bias + i);
+    if (t->residual) value += load(t->residual + place + i);
+    store(t->out + place + i, value);
+  }
+}
+
+/* `count` of them */
+static void tile_row_end(const Tiled *t, const float *sums, const float *bias, long row, long first, long count) {
+  for (long i = 0; i < count; i++) {
+    long place = row * t->outputs + first + i;
+    float value = sums[i];
+    int32_t whole;
+    memcpy(&whole, sums + i, 4);
+    if (t->bytes) value = (float)whole * t->x_scales[row] * t->scales[first + i];
+    if (t->bias) value += bias[i];
+    if (t->residual) value += t->residual[place];
+    t->out[place] = value;
+  }
+}
+
+/* a tile of sums, [outputs, rows of x] or the other way round if there are many rows, becomes results */
+static void tile_end(const Tiled *t, const float *sums, long panel, long tile) {
+  float turned[TILE_SIZE / 4] __attribute__((aligned(64))), bias[TILE_ROWS];
+  int columns = t->columns[tile % 2];
+  long row = tile * TILE_ROWS, rows = t->rows - row < columns ? t->rows - row : columns;
+  long first = panel * TILE_ROWS, count = t->outputs - first < TILE_ROWS ? t->outputs - first : TILE_ROWS;
+  if (t->bias)
+    for (long i = 0; i < count; i++) bias[i] = load_any(t->bias, first + i, t->bias_type);
+  if (!t->many && columns == TILE_ROWS) turn16((uint32_t *)turned, (const char *)sums, TILE_BYTES);
+  if (!t->many && columns < TILE_ROWS)
+    turn_words((uint32_t *)turned, (const uint32_t *)sums, TILE_ROWS, columns);
+  const float *lines = t->many ? sums : turned;
+  for (long i = 0; i < rows; i++)
+    if (count == TILE_ROWS)
+      tile_row(t, lines + i * TILE_ROWS, bias, row + i, first);
+    else
+      tile_row_end(t, lines + i * TILE_ROWS, bias, row + i, first, count);
+}
+
+/* one or two panels by one or two tiles of x */
+static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, long tile, int tiles, const char *soon,
+                      int pace) {
+  float found[4][TILE_SIZE / 4] __attribute__((aligned(64))), *to[4];
+  long to_stride[2] = {TILE_BYTES, TILE_BYTES};
+  Side x[2];
+  for (int n = 0; n < tiles; n++) {
+    long width = t->columns[n] * 4;
+    x[n] = (Side){t->ready + (tile + n) * t->steps * TILE_SIZE, width, width * TILE_ROWS, NULL};
+    if (!t->many) to_stride[n] = width;
+  }
+  int lefts = t->many ? tiles : panels, rights = t->many ? panels : tiles;
+  int straight = t->many && !t->bytes && !t->bias && !t->residual && (tile + tiles) * TILE_ROWS <= t->rows &&
+                 (panel + panels) * TILE_ROWS <= t->outputs; /* the sums are the results */
+  for (int l = 0; l < lefts; l++)
+    for (int r = 0; r < rights; r++)
+      to[2 * r + l] = straight ? t->out + (tile + l) * TILE_ROWS * t->outputs + (panel + r) * TILE_ROWS : found[2 * r + l];
+  if (straight) to_stride[0] = to_stride[1] = t->outputs * 4;
+  tile_blocks[t->bytes != NULL][lefts - 1][rights - 1](t->many ? x : w, t->many ? w : x, t->steps, to, to_stride, soon,
+                                                       pace);
+  if (straight) return;
+  for (int l = 0; l < lefts; l++)
+    for (int r = 0; r < rights; r++)
+      tile_end(t, found[2 * r + l], panel + (t->many ? r : l), tile + (t->many ? l : r));
+}
+
+/* some panels by some tiles of x; `room`: four tiles for every step */
+static void tile_task(const Tiled *t, long panel, long panels, long tile, long tiles, char *room) {
+  long end = panel + panels, blocks = (tiles + 1) / 2;
+  for (; panel < end; panel += 2) {
+    int two = panel + 1 < end;
+    int pace = (int)((2 * TILE_ROWS + blocks - 1) / blocks) * tile_prefetch;
+    if (panel + 2 >= end) pace = 0; /* what comes after is another thread's */
+    Side w[2];
+    for (int n = 0; n <= two; n++)
+      w[n] = (t->many ? turned_panel : panel_of)(t, panel + n, room + n * 2 * t->steps * TILE_SIZE);
+    const char *soon = t->weight + (panel + 2) * TILE_ROWS * t->row_bytes;
+    for (long n = tile; n < tile + tiles; n += 2, soon += pace * 64 * t->steps)
+      tile_pair(t, w, panel, 1 + two, n, n + 1 < tile + tiles ? 2 : 1, soon, pace);
+  }
+}
+
+enum { FEW_VALUES = 1 << 13, CACHED = 1 << 20 };
+
+static void tile_shape(Tiled *t, TileShape *shape) {
+  for (int n = 0; n < 2; n++) {
+    long left = t->rows - n * TILE_ROWS;
+    t->columns[n] = t->rows <= 2 * TILE_ROWS && left > 0 && left < TILE_ROWS ? (int)left : TILE_ROWS;
+  }
+  for (int n = 0; n < 8; n++) /* sums of the first and the second right side, the left sides, the right ones */
+    shape->rows[n] = TILE_ROWS,
+    shape->bytes[n] = (uint16_t)(n < 4 ? t->columns[n / 2] * 4 : n < 6 ? TILE_BYTES : t->columns[n - 6] * 4);
+}
+
+/* 0: done. 1: no memory. */
+static int tiled(Tiled *t, int threads) {
+  TileShape shape = {.palette = 1};
+  long tiles = (t->rows + TILE_ROWS - 1) / TILE_ROWS, panels = (t->outputs + TILE_ROWS - 1) / TILE_ROWS;
+  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = tiles >= tile_many && tiles > 2;
+  tile_shape(t, &shape);
+  t->ready = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
+  if (!t->ready) return 1;
+  int few = t->rows * t->inputs <= FEW_VALUES; /* sooner done than shared */
+  if (few) {
+    for (long r = 0; r < t->rows && t->bytes; r++) tile_bytes(t, r);
+    for (long n = 0; n < tiles * t->steps; n++) ready_step(t, n / t->steps, n % t->steps);
+  }
+  long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task */
+  height = height < 4 ? 4 : height > 32 ? 32 : height;
+  long blocks = (tiles + height - 1) / height;
+  long width = panels / (threads * (tiles > 2 ? 8 : 2)) / 2 * 2, most = tiles > 2 ? 8 : 96;
+  width = width > most ? most : width < 2 ? (panels < threads * 4 && !t->many ? 1 : 2) : width;
+  long tasks = (panels + width - 1) / width;
+  int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
+  {
+    char *room = room_for(ROOM_PANELS, 4 * t->steps * TILE_SIZE);
+    failed = !room;
+    if (!few && t->bytes)
+#pragma omp for schedule(static)
+      for (long r = 0; r < t->rows; r++) tile_bytes(t, r);
+    if (!few)
+#pragma omp for schedule(static)
+      for (long n = 0; n < tiles * t->steps; n++) ready_step(t, n / t->steps, n % t->steps);
+    tiles_begin(&shape);
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < blocks * tasks; task++) {
+      long tile = task % blocks * height, first = task / blocks * width;
+      if (failed) continue;
+      tile_task(t, first, panels - first < width ? panels - first : width, tile,
+                tiles - tile < height ? tiles - tile : height, room);
+    }
+    tiles_end();
+  }
+  return failed;
+}
+
+#else
+static int tiles_permitted(void) { return 0; }
+#endif
