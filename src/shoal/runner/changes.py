@@ -84,7 +84,9 @@ class Changes:
         row, params = start.row, start.params
         vocab = self.seen.shape[1]
         ends = [(token, -np.inf) for token in start.stop_ids if 0 <= token < vocab] if params.min_tokens > 0 else []
-        self.bias.set(row, list((params.logit_bias or {}).items()))
+        bias = params.logit_bias or {}
+        assert all(0 <= token < vocab for token in bias), "a bias of a token that no score stands for"
+        self.bias.set(row, list(bias.items()))
         self.ends.set(row, ends)
         self.first_free_end[row] = start.prompt_len + params.min_tokens
         self.repetition[row] = params.repetition_penalty or 1.0
@@ -94,7 +96,7 @@ class Changes:
             self.line[row] = -1
         if has_penalty(start):
             self._count(start)
-        self.always[row] = bool(params.logit_bias) or has_penalty(start)
+        self.always[row] = bool(bias) or has_penalty(start)
         return bool(self.always[row]) or bool(ends)
 
     def _count(self, start: RowStart) -> None:

@@ -5,9 +5,10 @@ a grammar's mask forbids tokens, and nothing brings them back; then temperature,
 Logprobs are the model's own, before any of that. min_tokens forbids no end where a grammar decides, which may leave
 nothing else. Knows no plans beyond a row's start, and no blocks.
 
-On a CPU with the C kernels all of that is one call (`NativeOps.draw`); what stands here in torch is the definition, and
-what other devices run. The two differ in the last bit of a logarithm at most, so they may choose differently only where
-two sums of score and noise are that close: about once in a million draws.
+On a CPU with the C kernels all of that is one call (`NativeOps.choose`); what stands here in torch is the definition,
+and what other devices run. The two differ in the last bit of a logarithm, and of a sum of many shares: so they may
+choose differently where two sums of score and noise are that close, or where a token stands that close to the border
+of top_p. Of a million draws that were compared none did.
 """
 
 from typing import Any
@@ -108,7 +109,7 @@ class Sampler:
         A best score that is not finite means that the line has no meaning, and neither has its token.
         """
         if self._native is not None:
-            tokens, best = self._native.draw(logits, rows, positions, self._in_c(), masks)
+            tokens, best = self._native.choose(logits, rows, positions, self._in_c(), masks)
             return tokens, best, self._logprobs(logits, rows, tokens)
         state = self.rows
         scores = logits

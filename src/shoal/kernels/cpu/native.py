@@ -396,7 +396,7 @@ class NativeOps(CpuOps):
         self.calls.shoal_argmax(index.data_ptr(), best.data_ptr(), scores.data_ptr(), rows, n, torch.get_num_threads())
         return best, index
 
-    def draw(
+    def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
     ) -> tuple[Tensor, Tensor]:
         """A token for each line of scores [n, vocab], and the best score of the line after all that changes it.
@@ -405,6 +405,7 @@ class NativeOps(CpuOps):
         """
         scores = scores.float().contiguous()
         count, vocab = scores.shape
+        assert state.arrays["seen"].shape[1] == vocab, "the state is that of another vocabulary"
         threads = torch.get_num_threads()
         tokens, best = torch.empty(count, dtype=torch.int64), torch.empty(count)
         rows, positions = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(positions, np.int64)
@@ -421,6 +422,7 @@ class NativeOps(CpuOps):
             masked = np.isin(rows, masks.rows)
             mask_of = np.where(masked, np.cumsum(masked) - 1, -1)
             allowed = np.ascontiguousarray(masks.allowed)
+            assert allowed.shape[1] == -(-vocab // 32), "the masks are those of another vocabulary"
             choice.mask_of, choice.masks = _address(mask_of), _address(allowed)
         self.calls.shoal_draw(ctypes.byref(choice), count, self._room_to_draw(vocab, threads), threads)
         return tokens, best
