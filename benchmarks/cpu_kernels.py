@@ -127,7 +127,7 @@ def bind(threads: int) -> None:
 
 
 def keep_memory() -> None:
-    """Results of all ways come from memory that is kept, as in a pass of the engine: fresh pages cost more than sums."""
+    """Results of all ways come from memory that is kept, as in an engine's pass: fresh pages cost more than sums."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         for name, value in (

@@ -13,7 +13,7 @@ import torch
 from shoal import kernels
 from shoal.errors import ShoalError
 from shoal.kernels import Batch, composed
-from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make
+from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make, plain
 from shoal.kernels.int8 import quantize
 from shoal.kernels.ref import RefOps
 from tests.kernels.pretended import pretended
@@ -259,6 +259,25 @@ def test_products_of_bfloat16(rows: int, inputs: int, outputs: int) -> None:
     for name, ops in pretended():
         found = ops.linear_add(x, weight, bias, residual.clone())
         torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("features", "multiplies", "wanted"),
+    [
+        ({"avx2", "avx512_bf16"}, True, True),
+        ({"avx2", "amx_bf16"}, True, True),
+        ({"asimd", "bf16"}, True, True),
+        ({"avx2", "fma"}, True, False),  # torch would compute it, but no faster than float32
+        ({"avx2", "avx512_bf16"}, False, False),
+    ],
+)
+def test_bfloat16_is_the_default_where_it_is_fast(
+    monkeypatch: pytest.MonkeyPatch, features: set[str], multiplies: bool, wanted: bool
+) -> None:
+    monkeypatch.setattr(plain, "cpu_features", lambda: frozenset(features))
+    monkeypatch.setattr(plain, "computes_natively", lambda dtype: multiplies)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    assert plain.has_bfloat16_products.__wrapped__() is wanted
 
 
 def test_how_products_are_made_is_told() -> None:
