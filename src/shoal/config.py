@@ -233,7 +233,7 @@ class EngineConfig(Options):
     threads: int | None = option(None, "CPU threads for torch; default: torch's own choice", parse=int)
     cpu_kernels: str = option(
         "auto",
-        "instruction set of the C kernels on a CPU; off: plain torch; auto: the best proven one there is (not amx)",
+        "instruction set of the C kernels on a CPU; off: plain torch; auto: the best there is",
         choices=("auto", "amx", "avx512", "avx2", "neon", "portable", "off"),
     )
     seed: int | None = option(None, "makes the seeds of requests that bring none repeatable", parse=int)

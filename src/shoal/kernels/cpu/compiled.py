@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("native.c")  # includes the others
 VARIABLE = "SHOAL_CPU_KERNELS"
 LEVELS = ("auto", "amx", "avx512", "avx2", "neon", "portable", "off")
-BY_NAME_ONLY = ("amx",)  # auto leaves it out: its attention and its many rows have run on no real CPU yet
 COMPILE_TIMEOUT_S = 120
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
@@ -162,7 +161,7 @@ def find(level: str = "auto") -> Library | NoLibrary:
         return NoLibrary("switched off")
     usable = usable_levels(cpu_features())
     if level == "auto":
-        level = next(one for one in usable if one not in BY_NAME_ONLY)
+        level = usable[0]
     if level not in usable:
         return NoLibrary(f"this CPU has no {level}; it has {', '.join(usable)}")
     found = _load(level, _compiler())
