@@ -13,7 +13,7 @@ import torch
 from shoal import kernels
 from shoal.errors import ShoalError
 from shoal.kernels import Batch, composed
-from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make
+from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make, plain
 from shoal.kernels.int8 import quantize
 from shoal.kernels.ref import RefOps
 from tests.kernels.pretended import pretended
@@ -235,19 +235,20 @@ def test_flags_follow_the_cpu() -> None:
 
 
 def test_without_permission_for_tiles_the_next_level_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it says why; a level that was asked for by name too."""
+    """And it says why."""
     real = find("portable")
     if not isinstance(real, Library):
         pytest.skip("no compiler here")
     refused = NoLibrary("the system does not lend its registers: Operation not permitted")
     monkeypatch.setattr(compiled, "cpu_features", lambda: frozenset(compiled.NEEDS["amx"]))
     monkeypatch.setattr(compiled, "_load", lambda level, _: refused if level == "amx" else replace(real, level=level))
+    monkeypatch.delenv("SHOAL_CPU_KERNELS", raising=False)
     for level in ("auto", "amx"):
         found = find(level)
         assert isinstance(found, Library)
         assert found.level == "avx512"
         assert "no amx: the system does not lend its registers" in str(found)
-    assert "no amx" not in str(find("avx2"))
+    assert str(find("avx2")) == "C kernels, avx2"
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,25 @@ def test_products_of_bfloat16(rows: int, inputs: int, outputs: int) -> None:
     for name, ops in pretended():
         found = ops.linear_add(x, weight, bias, residual.clone())
         torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("features", "multiplies", "wanted"),
+    [
+        ({"avx2", "avx512_bf16"}, True, True),
+        ({"avx2", "amx_bf16"}, True, True),
+        ({"asimd", "bf16"}, True, True),
+        ({"avx2", "fma"}, True, False),  # torch would compute it, but no faster than float32
+        ({"avx2", "avx512_bf16"}, False, False),
+    ],
+)
+def test_bfloat16_is_the_default_where_it_is_fast(
+    monkeypatch: pytest.MonkeyPatch, features: set[str], multiplies: bool, wanted: bool
+) -> None:
+    monkeypatch.setattr(plain, "cpu_features", lambda: frozenset(features))
+    monkeypatch.setattr(plain, "computes_natively", lambda dtype: multiplies)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    assert plain.has_bfloat16_products.__wrapped__() is wanted
 
 
 def test_how_products_are_made_is_told() -> None:

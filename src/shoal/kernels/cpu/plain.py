@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 from shoal.kernels import Batch, Layer, composed
+from shoal.kernels.cpu.compiled import cpu_features
 from shoal.kernels.int8 import Weight
 from shoal.kernels.padded import padded_attention
 
@@ -54,11 +55,11 @@ def computes_natively(dtype: torch.dtype) -> bool:
 @cache
 def has_bfloat16_products() -> bool:
     """Whether the CPU has dot products or tiles for bfloat16, so that 16-bit weights halve the memory traffic."""
-    if not hasattr(torch.cpu, "get_capabilities"):
+    if not computes_natively(torch.bfloat16):
         return False
-    found = torch.cpu.get_capabilities()
-    wanted = ("bf16", "sve_bf16", "avx512_bf16", "amx_bf16")
-    return computes_natively(torch.bfloat16) and any(bool(found.get(name)) for name in wanted)
+    asked: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    wanted = {"bf16", "sve_bf16", "svebf16", "avx512_bf16", "amx_bf16"}
+    return bool(wanted & (cpu_features() | {name for name, has in asked.items() if has is True}))
 
 
 class CpuOps:
