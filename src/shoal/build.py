@@ -30,7 +30,7 @@ from shoal.runner.kvstore import KVStore, bytes_per_block
 from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype, to_int8
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
-from shoal.runner.threads import choose_threads
+from shoal.runner.threads import choose_threads, release_threads
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
 from shoal.sched.budget import Fixed, Promise
@@ -153,6 +153,7 @@ def make_executor(runner: Runner, config: EngineConfig, progress: bool = False) 
         executor = CudaExecutor(runner, config.pass_tokens)
         executor.prepare(config.slots, progress)
         return executor
+    release_threads(config.cpu_kernels)  # those that loaded the weights
     return ThreadedExecutor(runner)
 
 

@@ -1,14 +1,15 @@
 """How many threads a CPU computes with."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from shoal.kernels.cpu import make
+from shoal.kernels.cpu import Library, find, make
 from shoal.runner import threads
-from shoal.runner.threads import choose_threads, possible_threads
+from shoal.runner.threads import choose_threads, possible_threads, release_threads
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,24 @@ def test_what_the_environment_says_is_obeyed(monkeypatch: pytest.MonkeyPatch) ->
     torch.set_num_threads(1)
     monkeypatch.setattr(threads, "possible_threads", lambda *_: [7])
     assert choose_threads() == 1
+
+
+@pytest.mark.skipif(not isinstance(find(), Library), reason="needs the C kernels")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_threads_of_one_who_has_done_computing_are_ended() -> None:
+    """And come back when they are needed again, with the same result."""
+    torch.set_num_threads(2)
+    ops, x, weight = make(), torch.randn(64, 512), torch.randn(512, 512)
+    wanted = ops.linear(x, weight, None)
+    before = len(os.listdir("/proc/self/task"))
+    assert release_threads()
+    for _ in range(200):
+        if len(os.listdir("/proc/self/task")) < before:
+            break
+        time.sleep(0.05)
+    assert len(os.listdir("/proc/self/task")) < before
+    assert torch.equal(ops.linear(x, weight, None), wanted)
+
+
+def test_without_the_kernels_there_is_nothing_to_release() -> None:
+    assert not release_threads("off")

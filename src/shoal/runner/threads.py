@@ -5,6 +5,7 @@
     the share of time itself ───────┘
 
 Where that leaves one number, nothing is measured: another program that is busy right now must not decide for hours.
+And the threads of one who has done computing are given back.
 Knows Linux's files about CPUs; elsewhere torch's own choice stays. Does not know models.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.kernels.cpu import CpuOps, make
+from shoal.kernels.cpu import CpuOps, Library, find, make
 
 ROWS = (1, 16)  # tokens of a pass with one request, and with some
 WORTH = 0.95  # fewer threads must take at most this share of the time
@@ -49,6 +50,16 @@ def choose_threads(level: str = "auto") -> int:
                 best = count
     torch.set_num_threads(best)
     return best
+
+
+def release_threads(level: str = "auto") -> bool:
+    """End the threads that the calling one computed with, for another thread computes from now on.
+
+    Each thread that computes has a pool of its own. One that only waits still counts: where there are more threads than
+    CPUs, OpenMP lets those that wait sleep at once, and waking one takes longer than a small operation.
+    """
+    found = find(level)
+    return isinstance(found, Library) and found.release_threads()
 
 
 def _siblings(cpu: int) -> str | None:

@@ -32,6 +32,7 @@ SOURCE = Path(__file__).with_name("native.c")  # includes the others
 VARIABLE = "SHOAL_CPU_KERNELS"
 LEVELS = ("auto", "amx", "avx512", "avx2", "neon", "portable", "off")
 COMPILE_TIMEOUT_S = 120
+PAUSE_HARD = 2  # of OpenMP's omp_pause_resource_t
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
 # what a level needs of the CPU, and the flags that let the compiler use it; best first
@@ -107,6 +108,11 @@ class Library:
         if self.calls.shoal_has_tiles():
             return "tiles"
         return "dot products" if self.calls.shoal_has_pairs() else "widened"
+
+    def release_threads(self) -> bool:
+        """End the threads that wait for the calling thread's next work; False: this OpenMP cannot."""
+        pause = getattr(self.calls, "omp_pause_resource_all", None)
+        return pause is not None and pause(PAUSE_HARD) == 0
 
     def __str__(self) -> str:
         return f"C kernels, {self.level}{f' ({self.note})' if self.note else ''}"
