@@ -156,21 +156,26 @@ def best_of(runs: list[dict[str, Any]]) -> Best:
     for run in runs:
         so_far = best.setdefault(run["row"], {})
         so_far["runs"] = so_far.get("runs", 0) + 1
-        for better, columns in ((max, COLUMNS), (min, COSTS)):
-            for _, key in columns:
-                if key in run:
-                    so_far[key] = better(run[key], so_far.get(key, run[key]))
+        so_far["workloads"] = so_far.get("workloads", 0) + ("output_tok_s" in run)
+        for _, key in COLUMNS + COSTS:
+            better = min if key == "load_s" else max  # of peak memory the worst: a run without the workload needs less
+            if key in run:
+                so_far[key] = better(run[key], so_far.get(key, run[key]))
     return best
 
 
 def table(best: Best) -> str:
-    """All figures, then each of Shoal's rows over the best peer of its kind (8 bits, or more)."""
+    """All figures, then each of Shoal's rows over the best peer of its kind (8 bits, or more).
+
+    Runs are counted twice: those with the workload, and all.
+    """
     titles = [title for title, _ in COLUMNS + COSTS]
     lines = [f"{'':<26}{'runs':>5}" + "".join(f"{title:>16}" for title in titles)]
     for name, figures in best.items():
         cells = [f"{figures[key]:,.1f}" if key in figures else "-" for _, key in COLUMNS]
         cells += [f"{figures[key]:,.2f}" for _, key in COSTS]
-        lines.append(f"{name:<26}{figures['runs']:>5}" + "".join(f"{cell:>16}" for cell in cells))
+        count = f"{figures['workloads']}/{figures['runs']}"
+        lines.append(f"{name:<26}{count:>5}" + "".join(f"{cell:>16}" for cell in cells))
     for name in (name for name in best if name.startswith("shoal:")):
         small = name.endswith(EIGHT_BITS)
         peers = [one for one in best if not one.startswith("shoal:") and one.endswith(EIGHT_BITS) == small]
