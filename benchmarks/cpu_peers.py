@@ -1,244 +1,211 @@
 """Shoal beside the engines that somebody with a CPU could install instead: one workload, one machine, one table.
 
-    python benchmarks/cpu_peers.py --workload cpu64.json --model DIR --python vllm=VENV/bin/python
+    python benchmarks/cpu_peers.py --workload cpu64.json --model DIR --gguf q8_0=FILE --openvino f16=DIR \\
+      --python vllm=VENV/bin/python --figures runs.jsonl
 
 Runs Shoal and every peer that can be imported, installs none. Each may live in an environment of its own (`--python
 NAME=INTERPRETER`). Every figure is the best of `--runs`, and the runs alternate between the engines, each in a fresh
-process. `--model` is a Hugging Face folder with weights; llama.cpp needs `--gguf` and OpenVINO `--openvino` (a folder
-made by `optimum-cli export openvino`), made from the same model. Without `--model`, Shoal alone runs, on SmolLM2 or on
-`--config`, a config.json with random weights.
+process. `--model` is a Hugging Face folder with weights; llama.cpp needs GGUF files and OpenVINO folders made by
+`optimum-cli export openvino`, from the same model (benchmarks/random_model.py makes all but the last). Without weights
+in `--model`, Shoal alone runs, with random ones.
+
+An engine runs once for each of its variants: `--only shoal:float32,shoal:int8,llama.cpp:q8_0`. A long comparison can be
+done in pieces: `--figures` keeps every run in a file, and the table is made of all runs in it (`--runs 0`: only that).
 
 Measured: output tokens per second over the workload, all requests at once, at most 32 running; decode and prefill speed
-of one request; seconds to load; peak memory. transformers runs padded batches of 32 (`generate`). llama-cpp-python runs
-one request at a time and has no workload figure. The workers for vLLM and OpenVINO follow their documentation.
+of one request; seconds to load; peak memory. How each engine is set up stands in cpu_engines.py. Owns the order of runs
+and the table; knows no engine.
 """
 
 import argparse
 import json
-import resource
+import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from random import Random
+from pathlib import Path
 from typing import Any
 
 MODULES = {
     "shoal": "shoal",
     "vllm": "vllm",
     "openvino": "openvino_genai",
+    "openvino-padded": "openvino_genai",
     "llama.cpp": "llama_cpp",
     "transformers": "transformers",
+    "transformers-cb": "transformers",
 }
-SLOTS = 32
-ONE, PREFILL = (32, 128), (1024, 1)  # one request: prompt and output tokens
-Lengths = Sequence[tuple[int, int]]
-Run = Callable[[Lengths, list[list[int]]], None]
+VARIANTS = {
+    "shoal": ("float32", "bfloat16", "int8"),
+    "vllm": ("float32", "bfloat16"),
+    "transformers": ("float32", "bfloat16"),
+    "transformers-cb": ("float32", "bfloat16"),
+}
+EIGHT_BITS = ("int8", "q8_0")
+COLUMNS = (("workload tok/s", "output_tok_s"), ("decode tok/s", "one_tok_s"), ("prefill tok/s", "prefill_tok_s"))
+COSTS = (("load s", "load_s"), ("memory GB", "memory_gb"))
+Best = dict[str, dict[str, float]]
 
 
-def prompts_of(lengths: Lengths, vocab: int) -> list[list[int]]:
-    source = Random(0)
-    return [[source.randrange(10, vocab - 10) for _ in range(prompt)] for prompt, _ in lengths]
-
-
-def shoal(args: argparse.Namespace) -> tuple[Run, int]:
-    from shoal import LLM, SamplingParams
-
-    more = {"load_format": "dummy"} if args.config else {}
-    llm = LLM(
-        args.config or args.model,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        threads=args.threads,
-        max_num_seqs=SLOTS,
-        prefix_caching=False,
-        **more,
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", help="JSON list of [prompt, output] lengths; none: single requests only")
+    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--gguf", action="append", default=[], metavar="VARIANT=FILE", help="for llama.cpp")
+    parser.add_argument(
+        "--openvino",
+        action="append",
+        default=[],
+        metavar="VARIANT=FOLDER",
+        help="f32, f16 or bf16: the inference precision; any other name leaves it to OpenVINO",
     )
-
-    def run(lengths: Lengths, prompts: list[list[int]]) -> None:
-        params = [SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True) for _, output in lengths]
-        llm.generate(prompts, params)
-
-    return run, vocab_of(args.config) if args.config else llm.tokenizer.vocab_size
-
-
-def vllm(args: argparse.Namespace) -> tuple[Run, int]:
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(args.model, dtype=args.dtype, enforce_eager=True, max_num_seqs=SLOTS, enable_prefix_caching=False)
-
-    def run(lengths: Lengths, prompts: list[list[int]]) -> None:
-        params = [SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True) for _, output in lengths]
-        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-
-    return run, vocab_of(args.model)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--llama-context", type=int, default=24576, help="KV cells of llama.cpp for all sequences")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--only", help="engines, or ENGINE:VARIANT; commas between")
+    parser.add_argument("--python", action="append", default=[], metavar="ENGINE=INTERPRETER")
+    parser.add_argument("--figures", type=Path, help="file to which runs are added; the table is of all in it")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
 
 
-def openvino(args: argparse.Namespace) -> tuple[Run, int]:
-    import openvino_genai as genai
-    from openvino import Tensor
-
-    settings = genai.SchedulerConfig()
-    settings.cache_size, settings.max_num_seqs, settings.max_num_batched_tokens = 4, SLOTS, 512
-    settings.enable_prefix_caching = False
-    pipe = genai.ContinuousBatchingPipeline(args.openvino, settings, "CPU")
-
-    def run(lengths: Lengths, prompts: list[list[int]]) -> None:
-        import numpy as np
-
-        params = []
-        for _, output in lengths:
-            one = genai.GenerationConfig()
-            one.max_new_tokens, one.ignore_eos, one.do_sample = output, True, False
-            params.append(one)
-        pipe.generate([Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts], params)
-
-    return run, vocab_of(args.openvino)
-
-
-def llama_cpp(args: argparse.Namespace) -> tuple[Run, int]:
-    from llama_cpp import Llama
-
-    llm = Llama(args.gguf, n_ctx=2048, n_batch=512, n_threads=args.threads, n_threads_batch=args.threads, verbose=False)
-
-    def run(lengths: Lengths, prompts: list[list[int]]) -> None:
-        for (_, output), prompt in zip(lengths, prompts, strict=True):
-            llm.reset()
-            llm.eval(prompt)
-            for _ in range(output - 1):
-                llm.eval([llm.sample(temp=0.0)])
-
-    return run, llm.n_vocab()
+def rows_of(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """(engine, variant, path of the model) of all that can run."""
+    exported = pairs(args.openvino)
+    paths = {"llama.cpp": pairs(args.gguf), "openvino": exported, "openvino-padded": exported}
+    weights = any(Path(args.model).glob("*.safetensors"))
+    rows = []
+    for engine in MODULES:
+        if engine in paths:
+            rows += [(engine, variant, path) for variant, path in paths[engine].items()]
+        elif weights or engine == "shoal":
+            rows += [(engine, variant, args.model) for variant in VARIANTS[engine]]
+    if args.only:
+        wanted = args.only.split(",")
+        unknown = {one for one in wanted if one.split(":")[0] not in MODULES}
+        if unknown:
+            raise SystemExit(f"--only: there is no engine {', '.join(unknown)}; known: {', '.join(MODULES)}")
+        rows = [row for row in rows if row[0] in wanted or f"{row[0]}:{row[1]}" in wanted]
+        asked = {one for one in wanted if ":" in one} - {f"{engine}:{variant}" for engine, variant, _ in rows}
+        free = [one.split(":", 1) for one in sorted(asked)]
+        rows += [(engine, variant, args.model) for engine, variant in free if engine in VARIANTS]
+    return rows
 
 
-def transformers(args: argparse.Namespace) -> tuple[Run, int]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-
-    def run(lengths: Lengths, prompts: list[list[int]]) -> None:
-        for first in range(0, len(lengths), SLOTS):
-            group, most = prompts[first : first + SLOTS], max(output for _, output in lengths[first : first + SLOTS])
-            width = max(map(len, group))
-            ids = torch.tensor([[0] * (width - len(one)) + one for one in group])
-            mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in group])
-            with torch.inference_mode():
-                model.generate(
-                    ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=0
-                )
-
-    return run, model.config.vocab_size
+def pairs(given: list[str]) -> dict[str, str]:
+    for one in given:
+        if "=" not in one:
+            raise SystemExit(f"{one!r} should be a name, '=' and a path")
+    return dict(one.split("=", 1) for one in given)
 
 
-WORKERS = {
-    "shoal": shoal,
-    "vllm": vllm,
-    "openvino": openvino,
-    "llama.cpp": llama_cpp,
-    "transformers": transformers,
-}
+def environment(engine: str, threads: int) -> dict[str, str]:
+    more = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    if engine == "vllm":
+        more |= {
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+    return {**os.environ, **more}
 
 
-def vocab_of(folder: str) -> int:
-    with open(f"{folder}/config.json") as file:
-        return int(json.load(file)["vocab_size"])
+def run_once(args: argparse.Namespace, row: tuple[str, str, str], python: str) -> dict[str, Any] | None:
+    engine, variant, path = row
+    config = json.loads(Path(args.model, "config.json").read_text())
+    lengths = json.loads(Path(args.workload).read_text())[: args.requests] if args.workload else []
+    task = {
+        "engine": engine,
+        "variant": variant,
+        "model": path,
+        "dummy": not any(Path(args.model).glob("*.safetensors")),
+        "vocab": config["vocab_size"],
+        "threads": args.threads,
+        "llama_context": args.llama_context,
+        "lengths": lengths,
+    }
+    worker = Path(__file__).with_name("cpu_engines.py")
+    done = subprocess.run(
+        [python, str(worker), json.dumps(task)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=environment(engine, args.threads),
+    )
+    if done.returncode:
+        print(f"{engine}:{variant} failed ({done.returncode})\n{done.stdout[-2000:]}", file=sys.stderr)
+        return None
+    return {"row": f"{engine}:{variant}", "requests": len(lengths), **json.loads(done.stdout.strip().splitlines()[-1])}
 
 
-def work(args: argparse.Namespace) -> None:
-    """One engine, in its own process: the last line printed is its figures."""
-    begun = time.perf_counter()
-    run, vocab = WORKERS[args.worker](args)
-    figures: dict[str, Any] = {"load_s": time.perf_counter() - begun}
+def installed(rows: list[tuple[str, str, str]], interpreters: dict[str, str]) -> set[str]:
+    found = set()
+    for engine in sorted({engine for engine, _, _ in rows}):
+        python = interpreters.get(engine, sys.executable)
+        done = subprocess.run([python, "-c", f"import {MODULES[engine]}"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["killed"])[-1]
+            print(f"{engine}: cannot be imported by {python}: {why}", file=sys.stderr)
+        else:
+            found.add(engine)
+    return found
 
-    def timed(lengths: Lengths) -> float:
-        prompts = prompts_of(lengths, vocab)
-        started = time.perf_counter()
-        run(lengths, prompts)
-        return time.perf_counter() - started
 
-    timed([(16, 4)])
-    first_s = timed([(ONE[0], 1)])
-    figures["one_tok_s"] = (ONE[1] - 1) / (timed([ONE]) - first_s)
-    figures["prefill_tok_s"] = PREFILL[0] / timed([PREFILL])
-    if args.worker != "llama.cpp" and not args.one_only:
-        with open(args.workload) as file:
-            lengths = [(int(one), int(other)) for one, other in json.load(file)][: args.requests]
-        figures["output_tok_s"] = sum(output for _, output in lengths) / timed(lengths)
-    figures["memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    print("\n" + json.dumps(figures))
+def best_of(runs: list[dict[str, Any]]) -> Best:
+    best: Best = {}
+    for run in runs:
+        so_far = best.setdefault(run["row"], {})
+        so_far["runs"] = so_far.get("runs", 0) + 1
+        so_far["workloads"] = so_far.get("workloads", 0) + ("output_tok_s" in run)
+        for _, key in COLUMNS + COSTS:
+            better = min if key == "load_s" else max  # of peak memory the worst: a run without the workload needs less
+            if key in run:
+                so_far[key] = better(run[key], so_far.get(key, run[key]))
+    return best
+
+
+def table(best: Best) -> str:
+    """All figures, then each of Shoal's rows over the best peer of its kind (8 bits, or more).
+
+    Runs are counted twice: those with the workload, and all.
+    """
+    titles = [title for title, _ in COLUMNS + COSTS]
+    lines = [f"{'':<26}{'runs':>5}" + "".join(f"{title:>16}" for title in titles)]
+    for name, figures in best.items():
+        cells = [f"{figures[key]:,.1f}" if key in figures else "-" for _, key in COLUMNS]
+        cells += [f"{figures[key]:,.2f}" for _, key in COSTS]
+        count = f"{figures['workloads']}/{figures['runs']}"
+        lines.append(f"{name:<26}{count:>5}" + "".join(f"{cell:>16}" for cell in cells))
+    for name in (name for name in best if name.startswith("shoal:")):
+        small = name.endswith(EIGHT_BITS)
+        peers = [one for one in best if not one.startswith("shoal:") and one.endswith(EIGHT_BITS) == small]
+        cells = []
+        for _, key in COLUMNS:
+            theirs = max((best[one][key] for one in peers if key in best[one]), default=None)
+            cells.append("-" if theirs is None or key not in best[name] else f"{best[name][key] / theirs:.2f}x")
+        lines.append(f"{name + ' / best peer':<31}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", required=True, help="JSON list of [prompt, output] lengths")
-    parser.add_argument("--requests", type=int, help="only the first so many")
-    parser.add_argument("--model", help="Hugging Face folder with weights")
-    parser.add_argument("--config", help="folder with a config.json, for Shoal alone with random weights")
-    parser.add_argument("--gguf", help="the same model for llama.cpp")
-    parser.add_argument("--openvino", help="the same model for OpenVINO")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantization", default="none", help="of Shoal's weights")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--one-only", action="store_true", help="leave the workload out")
-    parser.add_argument("--only", default=",".join(MODULES), help="of these engines; commas between")
-    parser.add_argument("--python", action="append", default=[], metavar="NAME=INTERPRETER")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--worker", choices=tuple(WORKERS), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        work(args)
-        return
-    interpreters = dict(one.split("=", 1) for one in args.python)
-    needs = {"vllm": args.model, "transformers": args.model, "openvino": args.openvino, "llama.cpp": args.gguf}
-    engines, best = [], {}
-    for name in args.only.split(","):
-        python = interpreters.get(name, sys.executable)
-        if not needs.get(name, True):
-            print(f"{name}: left out, there is no model for it", file=sys.stderr)
-        elif subprocess.run([python, "-c", f"import {MODULES[name]}"], capture_output=True, check=False).returncode:
-            print(f"{name}: not installed in {python}", file=sys.stderr)
-        else:
-            engines.append((name, python))
+    args = arguments()
+    interpreters = pairs(args.python)
+    rows = rows_of(args)
+    usable = installed(rows, interpreters) if args.runs else set()
+    runs = []
+    if args.figures and args.figures.exists():
+        runs = [json.loads(line) for line in args.figures.read_text().splitlines()]
     for _ in range(args.runs):
-        for name, python in engines:
-            done = subprocess.run(
-                [python, __file__, *sys.argv[1:], "--worker", name], stdout=subprocess.PIPE, text=True, check=False
-            )
-            if done.returncode:
-                print(f"{name}: failed", file=sys.stderr)
+        for row in (row for row in rows if row[0] in usable):
+            found = run_once(args, row, interpreters.get(row[0], sys.executable))
+            if found is None:
                 continue
-            found, so_far = json.loads(done.stdout.strip().splitlines()[-1]), best.setdefault(name, {})
-            for key, value in found.items():
-                better = min if key in ("load_s", "memory_gb") else max
-                so_far[key] = better(value, so_far.get(key, value))
-    if args.json:
-        print(json.dumps(best))
-        return
-    print(table(best))
-
-
-def table(best: dict[str, dict[str, float]]) -> str:
-    """Figures, and Shoal's over each peer's."""
-    columns = [
-        ("workload tok/s", "output_tok_s"),
-        ("one request", "one_tok_s"),
-        ("prefill", "prefill_tok_s"),
-    ]
-    lines = ["engine        " + "".join(f"{title:>26}" for title, _ in columns) + "    load s  memory GB"]
-    own = best.get("shoal", {})
-    for name, figures in best.items():
-        line = f"{name:<14}"
-        for _, key in columns:
-            cell = "-" if key not in figures else f"{figures[key]:,.1f}"
-            if key in figures and key in own and name != "shoal":
-                cell += f" (Shoal {own[key] / figures[key]:.2f}x)"
-            line += f"{cell:>26}"
-        lines.append(f"{line}{figures['load_s']:>10.1f}{figures['memory_gb']:>11.2f}")
-    return "\n".join(lines)
+            runs.append(found)
+            if args.figures:
+                with args.figures.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+    best = best_of(runs)
+    print(json.dumps(best) if args.json else table(best))
 
 
 if __name__ == "__main__":
