@@ -115,7 +115,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=40.0, help="most time for each table (default: 40)")
     parser.add_argument("--check", action="store_true", help="only compare, measure nothing")
     parser.add_argument("--json", help="also write everything into this file")
-    parser.add_argument("--variants", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -255,7 +254,7 @@ def linear_rows(shape: Shape, usable: dict[str, Any], args: argparse.Namespace) 
     import torch
 
     weights = [[torch.randn(n, k).bfloat16() for n, k in shape.matrices] for _ in range(shape.layers)]
-    ways = dict(linear_ways(shape, weights, usable, args.variants))
+    ways = dict(linear_ways(shape, weights, usable))
     found: dict[str, dict[int, float]] = {name: {} for name in ways}
     total = sum(n * k for n, k in shape.matrices) * shape.layers
     print(f"\n{shape.name}: linear layers of a pass, {total / 1e6:.0f} million weights, ms")
@@ -287,7 +286,7 @@ def take_turns(
 
 
 def linear_ways(
-    shape: Shape, weights: list[list[Any]], usable: dict[str, Any], variants: bool
+    shape: Shape, weights: list[list[Any]], usable: dict[str, Any]
 ) -> Iterator[tuple[str, Callable[[dict[int, Any]], None]]]:
     """(name, a pass through all matrices)."""
     import torch
@@ -326,8 +325,6 @@ def linear_ways(
                         ops.linear(inputs[weight.shape[1]], weight, None)
 
             yield f"{level} {kind}", ours
-    if variants and "amx" in usable:
-        yield from tile_variants(usable["amx"], weights)
 
 
 def onednn_weights(weights: list[list[Any]]) -> list[list[Any]]:
@@ -344,21 +341,6 @@ def onednn_weights(weights: list[list[Any]]) -> list[list[Any]]:
             failed = str(error).splitlines()[0][:120]
     print(f"oneDNN   cannot be used: {failed}")
     return []
-
-
-def tile_variants(ops: Any, weights: list[list[Any]]) -> Iterator[tuple[str, Callable[[dict[int, Any]], None]]]:
-    """Weights fetched ahead or not; from so many tiles of tokens on weights are turned instead of inputs."""
-    calls = ops.calls
-    for prefetch, many in ((0, 1000), (1, 1000), (0, 3), (1, 3), (1, 9)):
-
-        def run(inputs: dict[int, Any], prefetch: int = prefetch, many: int = many) -> None:
-            calls.shoal_tune(prefetch, many)
-            for layer in weights:
-                for weight in layer:
-                    ops.linear(inputs[weight.shape[1]], weight, None)
-            calls.shoal_tune(1, 9)
-
-        yield f"fetch{prefetch} many{many}", run
 
 
 def attention_table(usable: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

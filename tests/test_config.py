@@ -167,3 +167,10 @@ def test_what_a_pass_holds_depends_on_the_device_unless_told() -> None:
     assert (config.settled("cuda").slots, config.settled("cuda").pass_tokens) == (512, 2048)
     told = EngineConfig(max_num_seqs=3, max_num_batched_tokens=70)
     assert told.settled("cuda") == told
+
+
+def test_a_group_may_be_as_large_as_a_device_allows() -> None:
+    config = EngineConfig(batching="static", group_size=128)
+    assert config.settled("cuda").group_size == 128
+    with pytest.raises(ImpossiblePair, match="max_num_seqs 64"):
+        config.settled("cpu")

@@ -151,7 +151,8 @@ def make_executor(runner: Runner, config: EngineConfig, progress: bool = False) 
         from shoal.runner.cuda import CudaExecutor  # loads triton
 
         executor = CudaExecutor(runner, config.pass_tokens)
-        executor.prepare(config.slots, progress)
+        if config.layout != "padded":  # its passes are no graphs
+            executor.prepare(config.slots, progress)
         return executor
     release_threads(config.cpu_kernels)  # those that loaded the weights
     return ThreadedExecutor(runner)

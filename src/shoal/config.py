@@ -293,9 +293,10 @@ class EngineConfig(Options):
             if all(getattr(self, name) in values for name, values in impossible.items()):
                 pair = " with ".join(f"{name}={getattr(self, name)}" for name in impossible)
                 raise ImpossiblePair(f"{pair}: {reason}")
-        if self.batching in ("static", "dynamic") and self.group_size > self.slots:
+        most = self.max_num_seqs or max(SLOTS.values())  # on which device is known later, and then it is checked again
+        if self.batching in ("static", "dynamic") and self.group_size > most:
             raise ImpossiblePair(
-                f"group_size {self.group_size} is more than max_num_seqs {self.slots}; such a group never fills"
+                f"group_size {self.group_size} is more than max_num_seqs {most}; such a group never fills"
             )
         if self.kv_share is not None and not 0 < self.kv_share <= 1:
             raise BadConfig(f"kv_share must be above 0 and at most 1, not {self.kv_share}")

@@ -213,6 +213,12 @@ def test_a_temperature_close_to_nothing_is_greedy(temperature: float, more: dict
     assert set(draws(logits, params, 50)) == {int(logits.argmax())}
 
 
+@pytest.mark.parametrize("top_p", [1e-6, 1e-45, 1e-50])
+def test_a_top_p_close_to_nothing_is_greedy(top_p: float) -> None:
+    logits = crafted(300)
+    assert set(draws(logits, SamplingParams(top_p=top_p, temperature=1.0), 50)) == {int(logits.argmax())}
+
+
 def test_the_highest_temperature_is_nearly_even() -> None:
     found = torch.tensor(draws(crafted(), SamplingParams(temperature=100.0), 20_000)).bincount(minlength=VOCAB)
     assert int(found.min()) > 200

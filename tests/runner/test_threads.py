@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.kernels.cpu import Library, find, make
+from shoal.kernels.cpu import Library, find, make, plain
 from shoal.runner import threads
 from shoal.runner.threads import choose_threads, possible_threads, release_threads
 
@@ -62,6 +62,14 @@ def test_of_two_numbers_the_faster_one_is_taken(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_speed_is_really_measured() -> None:
     assert threads._seconds(make(), 1) > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch says that such a product is slow here
+def test_the_speed_is_measured_without_the_c_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torch itself multiplies 16-bit numbers, and wants both of one type."""
+    for natively in (True, False):
+        monkeypatch.setattr(plain, "computes_natively", lambda dtype, natively=natively: natively)
+        assert threads._seconds(make("off"), 1) > 0
 
 
 def test_what_the_environment_says_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:

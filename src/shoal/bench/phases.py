@@ -81,7 +81,7 @@ class PassPhases:
         requests = len(events.scheduled_ids)
         if self._since_s is not None and requests and events.computed_tokens == requests:
             self.wall_s += now_s - self._since_s
-            for name, seconds in self.watch.seconds.items():
+            for name, seconds in dict(self.watch.seconds).items():  # with two passes in flight the other adds meanwhile
                 self.seconds[name] += seconds
             self.passes += 1
             self.requests += requests

@@ -39,9 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as in `shoal top | head`; the interpreter must not try to write the rest at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # what a shell shows for a program that the same mishap ends
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # it is the reader that has left, as in `shoal top | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is not written at the end either
+            return 141  # what a shell shows for a program that the same mishap ends
+        raise
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -186,7 +186,8 @@ class CudaExecutor:
             self._buffer[:kept].copy_(buffer[:kept])
         if len(new):
             add_blocks(buffer[until:].view(-1, 3), self.block_tables)
-        return buffer
+        # a pass may be recorded now: then it must read from memory that stays
+        return self._buffer if until <= len(self._buffer) else buffer
 
     def _body(self, buffer: Tensor, room: Room) -> Tensor:
         """All layers; the hidden values of those that choose a token are set aside."""

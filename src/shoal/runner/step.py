@@ -3,7 +3,7 @@
 Owns the layout and how a plan fills it. The device's own tables (blocks and last token of every row) and the kernels
 belong to others. Knows no model.
 
-    rows that choose a token │ id, row, position of every token │ decodes │ blocks of queries │ which tokens choose
+    what lines want (kernels/wants.py) │ id, row, position of tokens │ decodes │ blocks of queries │ which tokens choose
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Room:
 
     @property
     def size(self) -> int:
-        """Numbers in all, the rows that choose a token apart."""
+        """Numbers in all, what the lines want apart."""
         tables = 3 * padded(self.tokens) + 3 * padded(self.decodes) + 5 * padded(self.blocks)
         return tables + padded(self.lines)
 

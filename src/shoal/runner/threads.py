@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.kernels.cpu import CpuOps, Library, find, make
+from shoal.kernels.cpu import CpuOps, Library, NativeOps, find, make
 
 ROWS = (1, 16)  # tokens of a pass with one request, and with some
 WORTH = 0.95  # fewer threads must take at most this share of the time
@@ -85,7 +85,7 @@ def _seconds(ops: CpuOps, threads: int) -> float:
     weights = [torch.full((4096, 2048), 0.5, dtype=torch.bfloat16) for _ in range(4)]
     total = 0.0
     for rows in ROWS:
-        x = torch.full((rows, 2048), 0.5)
+        x = torch.full((rows, 2048), 0.5, dtype=torch.float32 if isinstance(ops, NativeOps) else torch.bfloat16)
         taken = []
         for _ in range(4):
             begun = time.perf_counter()

@@ -130,12 +130,12 @@ INLINE void pair_values(char *to, const uint16_t *one, const uint16_t *two, long
 }
 
 /* the values of a tile of tokens: for each 32 tokens and each 16 values a tile; zeros outside first..last */
-static void pair_tile(const Attention *a, const Block *b, long from, long first, long last, char *to) {
+static void pair_tile(const Attention *a, const long *places, long first, long last, char *to) {
   static const uint16_t zeros[MOST_DIM];
   for (long t = first / PAIRED * PAIRED; t < (last + PAIRED - 1) / PAIRED * PAIRED; t += 2) {
     const uint16_t *line[2];
     for (long n = 0; n < 2; n++)
-      line[n] = t + n >= first && t + n < last ? (const uint16_t *)place_in_memory(a, b, a->values, from + t + n) : zeros;
+      line[n] = t + n >= first && t + n < last ? (const uint16_t *)a->values + places[t + n] : zeros;
     pair_values(to + t / PAIRED * a->dim * 64 + t % PAIRED / 2 * 64, line[0], line[1], a->dim);
   }
 }
@@ -168,13 +168,6 @@ INLINE void mix_tile(float *mixed, const uint16_t *share, const char *values, lo
   }
 }
 
-static void fetch_tile(const Attention *a, const Block *b, const void *cache, long from, long end) {
-  for (long t = from; t < end && t < from + TILE; t++) {
-    const char *line = place_in_memory(a, b, cache, t);
-    for (long i = 0; i < a->dim * 2; i += 64) __builtin_prefetch(line + i);
-  }
-}
-
 /* as attend_piece */
 static void attend_piece_tiled(const Attention *a, const Block *b, const char *q, long rows, long position, long oldest,
                                long piece, Seen *seen) {
@@ -189,16 +182,21 @@ static void attend_piece_tiled(const Attention *a, const Block *b, const char *q
   if (oldest > begin) begin = oldest / TILE * TILE;
   for (long from = begin; from < end; from += TILE) {
     long first = oldest > from ? oldest - from : 0, last = end - from < TILE ? end - from : TILE;
-    fetch_tile(a, b, a->values, from + first, from + last);
+    long places[TILE], soon[TILE], coming = end - from - TILE < TILE ? end - from - TILE : TILE;
+    find_tokens(a, b, from, first, last, places);
+    fetch_tokens(a, a->values, places, first, last);
     score_tile(a, b, q, rows, from, first, last, scores);
-    fetch_tile(a, b, a->keys, from + TILE, end);
+    if (coming > 0) {
+      find_tokens(a, b, from + TILE, 0, coming, soon);
+      fetch_tokens(a, a->keys, soon, 0, coming);
+    }
     for (long r = 0; r < rows; r++) {
       float *line = scores + r * TILE;
       float rescale = shares(line, from, position + r / b->count, a->window, seen->top + r, seen->mass + r);
       for (long t = 0; t < TILE; t += LANES) store_as(share + r * TILE + t, load(line + t), BFLOAT16);
       for (long i = 0; i < dim; i += LANES) store(mixed + r * dim + i, load(mixed + r * dim + i) * all(rescale));
     }
-    pair_tile(a, b, from, first, last, values);
+    pair_tile(a, places, first, last, values);
     mix_tile(mixed, share, values, rows, dim, first, last);
   }
   memcpy(seen->mixed, mixed, sizeof(float) * rows * dim);

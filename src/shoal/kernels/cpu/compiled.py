@@ -32,7 +32,6 @@ SOURCE = Path(__file__).with_name("native.c")  # includes the others
 VARIABLE = "SHOAL_CPU_KERNELS"
 LEVELS = ("auto", "amx", "avx512", "avx2", "neon", "portable", "off")
 COMPILE_TIMEOUT_S = 120
-PAUSE_HARD = 2  # of OpenMP's omp_pause_resource_t
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
 # what a level needs of the CPU, and the flags that let the compiler use it; best first
@@ -68,7 +67,7 @@ SIGNATURES: dict[str, list[type]] = {
     "shoal_layers": [_P, _L, _P],
     "shoal_draw": [_P, _L, _P, _I],
     "shoal_draw_room": [_L],
-    "shoal_tune": [_I, _I],
+    "shoal_release_threads": [],
     "shoal_lanes": [],
     "shoal_has_float16": [],
     "shoal_has_tiles": [],
@@ -78,7 +77,7 @@ SIGNATURES: dict[str, list[type]] = {
 
 
 ANSWERS = {"shoal_layers", "shoal_attention", "shoal_linear", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
-ANSWERS |= {"shoal_draw_room", "shoal_has_tiles", "shoal_has_pairs", "shoal_permitted"}
+ANSWERS |= {"shoal_draw_room", "shoal_has_tiles", "shoal_has_pairs", "shoal_permitted", "shoal_release_threads"}
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ class Library:
 
     def release_threads(self) -> bool:
         """End the threads that wait for the calling thread's next work; False: this OpenMP cannot."""
-        pause = getattr(self.calls, "omp_pause_resource_all", None)
-        return pause is not None and pause(PAUSE_HARD) == 0
+        return bool(self.calls.shoal_release_threads() == 0)
 
     def __str__(self) -> str:
         return f"C kernels, {self.level}{f' ({self.note})' if self.note else ''}"

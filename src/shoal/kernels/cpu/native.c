@@ -10,6 +10,7 @@
  *
  * Activations are float32. Weights and KV are float32, bfloat16 or (where the compiler knows it) float16.
  */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -349,7 +350,8 @@ enum { WORTH_THREADS = 1 << 15 }; /* values: fewer are done before a second thre
 
 static int team(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
 
-/* Memory of the calling thread, which only grows: fresh memory would cost a page fault every 4 KiB. */
+/* Memory of the calling thread, which only grows: fresh memory would cost a page fault every 4 KiB. It is not given back when
+ * the thread ends: an engine's threads live as long as it does. */
 enum { ROOM_ROWS, ROOM_TILES, ROOM_PANELS, ROOMS };
 static void *room_for(int use, size_t size) {
   static __thread struct {
@@ -526,10 +528,12 @@ API int shoal_has_tiles(void) { return HAS_TILES; }
 API int shoal_has_pairs(void) { return HAS_PAIRS; }
 /* 0: all instructions of this library may be used. Else the error with which the system refused. */
 API int shoal_permitted(void) { return tiles_permitted(); }
-/* for measurements */
-API void shoal_tune(int prefetch, int many) {
-#if HAS_TILES
-  tile_prefetch = prefetch, tile_many = many;
+/* End the threads that wait for the calling thread's next work. 0: done. */
+API int shoal_release_threads(void) {
+#if defined(_OPENMP) && (_OPENMP >= 201811 || (defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10))
+  return omp_pause_resource_all(omp_pause_hard);
+#else
+  return -1;
 #endif
 }
 
@@ -829,25 +833,45 @@ static float shares(float *scores, long from, long position, long window, float 
   return rescale;
 }
 
+/* where tokens of a tile lie in keys and values, in numbers of the cache's type; counted on, for a division each would cost
+ * more than the rest */
+static void find_tokens(const Attention *a, const Block *b, long from, long first, long last, long *places) {
+  const int64_t *table = a->tables + b->sequence * a->table_width + (from + first) / a->block_size;
+  long offset = (from + first) % a->block_size, line = a->kv_heads * a->dim;
+  for (long t = first; t < last; t++) {
+    places[t] = (*table * a->block_size + offset) * line + b->kv_head * a->dim;
+    if (++offset == a->block_size) offset = 0, table++;
+  }
+}
+
+/* ask for their keys or values: blocks lie anywhere, so the CPU cannot guess what comes next */
+static void fetch_tokens(const Attention *a, const void *cache, const long *places, long first, long last) {
+  long bytes = a->dim * (long)size_of(a->type);
+  for (long t = first; t < last; t++)
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at(cache, places[t], a->type) + i);
+}
+
 static void attend_piece(const Attention *a, const Block *b, const float *q, long rows, long position,
                          long oldest, long piece, Seen *seen) {
   long newest = position + b->queries - 1, dim = a->dim;
   long begin = piece * PIECE, end = begin + PIECE < newest + 1 ? begin + PIECE : newest + 1;
-  const int64_t *table = a->tables + b->sequence * a->table_width;
   float scores[MOST_ROWS * TILE], wide[TILE * MOST_DIM];
   for (long r = 0; r < rows; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0;
   memset(seen->mixed, 0, sizeof(float) * rows * dim);
   if (oldest > begin) begin = oldest / TILE * TILE;
   for (long from = begin; from < end; from += TILE) {
     long first = oldest > from ? oldest - from : 0, last = end - from < TILE ? end - from : TILE;
-    long places[TILE];
+    long places[TILE], soon[TILE], coming = end - from - TILE < TILE ? end - from - TILE : TILE;
     const float *lines[TILE];
-    for (long t = first; t < last; t++) {
-      long slot = table[(from + t) / a->block_size] * a->block_size + (from + t) % a->block_size;
-      places[t] = (slot * a->kv_heads + b->kv_head) * dim;
+    find_tokens(a, b, from, first, last, places);
+    fetch_tokens(a, a->values, places, first, last);
+    for (long t = first; t < last; t++)
       lines[t] = widened(at(a->keys, places[t], a->type), a->type, dim, wide + t * dim);
-    }
     dot_block(q, dim, rows, lines + first, last - first, dim, scores + first, TILE, NULL);
+    if (coming > 0) {
+      find_tokens(a, b, from + TILE, 0, coming, soon);
+      fetch_tokens(a, a->keys, soon, 0, coming);
+    }
     float rescale[MOST_ROWS];
     for (long r = 0; r < rows; r++)
       rescale[r] = shares(scores + r * TILE, from, position + r / b->count, a->window, seen->top + r, seen->mass + r);
@@ -1473,6 +1497,7 @@ static float reached_by(long k, const Draw *d, const float *x, long n, float *ro
 
 /* The least scaled score that top_k and top_p leave. Room: twice the vocabulary and two vectors, and the buckets. */
 static float ranked(const Draw *d, const float *x, long n, long k, float p, float *room, double *buckets) {
+  p = p > FLT_MIN ? p : FLT_MIN; /* a share too small for a float is still above 0: the likeliest stays */
   float *values = room, *weights = room + n + LANES, least = -INFINITY;
   double mass;
   long count;

@@ -152,7 +152,7 @@ typedef struct {
   const char *last; /* the last tile where it is not whole, filled up; or none */
 } Side;
 
-static int tile_prefetch = 1, tile_many = 9; /* tuning: fetch weights ahead; so many tiles of x are many */
+enum { MANY_TILES = 9 }; /* of inputs: from here on weights are turned instead of them */
 
 static void tile_bytes(const Tiled *t, long row) {
   int8_t *to = t->bytes + row * t->row_bytes;
@@ -359,7 +359,7 @@ static void tile_task(const Tiled *t, long panel, long panels, long tile, long t
   long end = panel + panels, blocks = (tiles + 1) / 2;
   for (; panel < end; panel += 2) {
     int two = panel + 1 < end;
-    int pace = (int)((2 * TILE_ROWS + blocks - 1) / blocks) * tile_prefetch;
+    int pace = (int)((2 * TILE_ROWS + blocks - 1) / blocks);
     if (panel + 2 >= end) pace = 0; /* what comes after is another thread's */
     Side w[2];
     for (int n = 0; n <= two; n++)
@@ -386,7 +386,7 @@ static void tile_shape(Tiled *t, TileShape *shape) {
 static int tiled(Tiled *t, int threads) {
   TileShape shape = {.palette = 1};
   long tiles = (t->rows + TILE_ROWS - 1) / TILE_ROWS, panels = (t->outputs + TILE_ROWS - 1) / TILE_ROWS;
-  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = tiles >= tile_many && tiles > 2;
+  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = tiles >= MANY_TILES;
   tile_shape(t, &shape);
   t->ready = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
   if (!t->ready) return 1;
