@@ -67,6 +67,7 @@ def test_the_speed_is_really_measured() -> None:
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch says that such a product is slow here
 def test_the_speed_is_measured_without_the_c_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where torch itself multiplies 16-bit numbers, and wants both of one type."""
+    monkeypatch.setattr(threads, "SHAPE", (256, 64))  # such products are slow here
     for natively in (True, False):
         monkeypatch.setattr(plain, "computes_natively", lambda dtype, natively=natively: natively)
         assert threads._seconds(make("off"), 1) > 0

@@ -6,6 +6,7 @@ Owns flags, printing and exit codes. Every command has --help with an example an
 import argparse
 import logging
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -40,12 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        try:
-            sys.stdout.flush()
-        except BrokenPipeError:  # it is the reader that has left, as in `shoal top | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is not written at the end either
-            return 141  # what a shell shows for a program that the same mishap ends
-        raise
+        if not reader_has_left():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is not written at the end either
+        return 141  # what a shell shows for a program that the same mishap ends
+
+
+def reader_has_left() -> bool:
+    """Whether nobody reads standard output any more, as in `shoal top | head`."""
+    look = select.poll()
+    look.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in look.poll(0))
 
 
 def make_parser() -> argparse.ArgumentParser:

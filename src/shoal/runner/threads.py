@@ -18,6 +18,7 @@ import torch
 
 from shoal.kernels.cpu import CpuOps, Library, NativeOps, find, make
 
+SHAPE = (4096, 2048)  # of each of four matrices: 64 MiB, more than most caches hold
 ROWS = (1, 16)  # tokens of a pass with one request, and with some
 WORTH = 0.95  # fewer threads must take at most this share of the time
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -80,12 +81,12 @@ def _quota() -> float | None:
 
 
 def _seconds(ops: CpuOps, threads: int) -> float:
-    """Of some linear layers, 64 MiB of weights in all, for few tokens and for more."""
+    """Of some linear layers, for few tokens and for more."""
     torch.set_num_threads(threads)
-    weights = [torch.full((4096, 2048), 0.5, dtype=torch.bfloat16) for _ in range(4)]
+    weights = [torch.full(SHAPE, 0.5, dtype=torch.bfloat16) for _ in range(4)]
     total = 0.0
     for rows in ROWS:
-        x = torch.full((rows, 2048), 0.5, dtype=torch.float32 if isinstance(ops, NativeOps) else torch.bfloat16)
+        x = torch.full((rows, SHAPE[1]), 0.5, dtype=torch.float32 if isinstance(ops, NativeOps) else torch.bfloat16)
         taken = []
         for _ in range(4):
             begun = time.perf_counter()
