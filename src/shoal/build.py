@@ -6,11 +6,13 @@ config ─► files ─► spec ─► weights ─► model ─► runner ─►
 
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from shoal import kernels
 from shoal.config import EngineConfig
@@ -82,10 +84,15 @@ class Built:
 
 
 def build(
-    config: EngineConfig, clock: Clock | None = None, progress: bool = False, limits_of: LimitsOf | None = None
+    config: EngineConfig,
+    clock: Clock | None = None,
+    progress: bool = False,
+    limits_of: LimitsOf | None = None,
+    in_idle_moments: bool = False,
 ) -> Built:
-    """Everything that serves one model in this process. `limits_of`: limits of each API key, else all have the same."""
-    return assemble(load(config, progress), config, clock, limits_of, progress)
+    """Everything that serves one model in this process. `limits_of`: limits of each API key, else all have the same.
+    What makes passes faster but may wait (recording a GPU's graphs) is done at once, or in the loop's idle moments."""
+    return assemble(load(config, progress), config, clock, limits_of, progress, in_idle_moments)
 
 
 def load(config: EngineConfig, progress: bool = False) -> Loaded:
@@ -114,6 +121,7 @@ def assemble(
     clock: Clock | None = None,
     limits_of: LimitsOf | None = None,
     progress: bool = False,
+    in_idle_moments: bool = False,
 ) -> Built:
     """An engine over a loaded model."""
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
@@ -128,8 +136,13 @@ def assemble(
     runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
     # a pass too many for each answer costs a CPU more than it gains: planning takes no time beside computing there
     depth = config.depth or (2 if device == "cuda" else 1)
-    executor = make_executor(runner, config, progress)
+    executor, more = make_executor(runner, config)
     loop = EngineLoop(Engine(scheduler), executor, clock or WallClock(), depth=depth, check=config.check)
+    if in_idle_moments:
+        loop.spare = more
+    else:
+        for _ in tqdm(more, desc="graphs", unit="graph", disable=not progress, leave=False):
+            pass
     return Built(
         config=config,
         files=loaded.files,
@@ -145,17 +158,17 @@ def assemble(
     )
 
 
-def make_executor(runner: Runner, config: EngineConfig, progress: bool = False) -> Executor:
-    """Passes on a thread of their own; on a GPU, which needs none, on a stream."""
+def make_executor(runner: Runner, config: EngineConfig) -> tuple[Executor, Iterator[object]]:
+    """Passes on a thread of their own; on a GPU, which needs none, on a stream. And what it may do beforehand."""
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 
         executor = CudaExecutor(runner, config.pass_tokens)
-        if config.layout != "padded":  # its passes are no graphs
-            executor.prepare(config.slots, progress)
-        return executor
+        if config.layout == "padded":  # its passes are no graphs
+            return executor, iter(())
+        return executor, executor.recordings(config.slots)
     release_threads(config.cpu_kernels)  # those that loaded the weights
-    return ThreadedExecutor(runner)
+    return ThreadedExecutor(runner), iter(())
 
 
 def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:

@@ -1,5 +1,7 @@
 """The loop: passes in flight, failures of the executor, idleness."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from shoal.core.clock import VirtualClock
@@ -161,3 +163,48 @@ def test_an_abort_while_nothing_computes_is_told() -> None:
     assert loop.abort("a")
     assert [end.reason for end in loop.turn().finished] == [Reason.ABORT]
     assert loop.idle
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_spare_work_is_done_while_nobody_waits(depth: int) -> None:
+    loop = make_loop(depth)
+    done: list[int] = []
+
+    def work() -> Iterator[None]:
+        for number in range(3):
+            assert loop.engine.in_flight == 0
+            assert loop.idle
+            done.append(number)
+            yield
+
+    loop.spare = work()
+    loop.turn(until_s=0.0)
+    assert done == [0]
+    loop.submit(make_request("a", [1], max_tokens=5))
+    told: list[int] = []
+    while not loop.idle:
+        told += loop.turn().tokens
+    assert told == oracle([1], 5, frozenset(), 0, 0)
+    assert done == [0]  # no more while somebody was there
+    for _ in range(5):
+        loop.turn(until_s=loop.clock.now_s() + 1)
+    assert done == [0, 1, 2]
+    assert loop.spare is None
+
+
+def test_spare_work_that_fails_is_left_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    loop = make_loop(2)
+
+    def work() -> Iterator[None]:
+        raise RuntimeError("no memory left")
+        yield
+
+    loop.spare = work()
+    loop.turn(until_s=0.0)
+    assert loop.spare is None
+    assert "no memory left" in caplog.text
+    loop.submit(make_request("a", [1], max_tokens=5))
+    told: list[int] = []
+    while not loop.idle:
+        told += loop.turn().tokens
+    assert told == oracle([1], 5, frozenset(), 0, 0)

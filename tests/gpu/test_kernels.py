@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.core.params import SamplingParams
-from shoal.core.plan import RowStart
-from shoal.kernels import Batch
+from shoal.kernels import Batch, ref
 from shoal.kernels.ref import RefOps
 from shoal.kernels.wants import WANTS, Filters
 from shoal.runner.sampler import Sampler
 from tests.kernels.ragged import Tables
+from tests.kernels.wanted import wants_of_all_kinds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,6 +108,12 @@ def test_the_likeliest_token(dtype: torch.dtype, vocab: int) -> None:
     tokens = torch.zeros(9, dtype=torch.int32, device="cuda")
     best = torch.zeros(9, device="cuda")
     likeliest(scores, rows, last, tokens, best)
+    twin_last, twins, twin_best = torch.full_like(last, -5), torch.zeros_like(tokens), torch.zeros_like(best)
+    ref.likeliest(scores, rows, twin_last, twins, twin_best)
+    has_meaning = best.isfinite()
+    assert torch.equal(best, twin_best)
+    assert torch.equal(tokens[has_meaning], twins[has_meaning])
+    assert last[[0, 1, 4]].tolist() == twin_last[[0, 1, 4]].tolist()
     firsts = [int((line == line.max()).nonzero()[0]) for line in scores[[0, 1, 2, 3, 6, 7, 8]]]
     assert tokens[[0, 1, 2, 3, 6, 7, 8]].tolist() == firsts
     assert torch.equal(best[:4], scores[:4].float().max(-1).values)
@@ -117,22 +122,10 @@ def test_the_likeliest_token(dtype: torch.dtype, vocab: int) -> None:
     assert last[5] == -5
 
 
-def wants_of_all_kinds(sampler: Sampler, source: random.Random) -> None:
-    for row in range(len(sampler.rows.seed)):
-        params = SamplingParams(
-            temperature=source.choice([0.0, 0.01, 0.3, 1.0, 2.0]),
-            top_k=source.choice([None, 1, 5, 50, 2000, 10**6]),
-            top_p=source.choice([1.0, 1.0, 1e-6, 0.3, 0.9, 0.999]),
-            min_p=source.choice([0.0, 0.0, 0.05, 1.0]),
-        )
-        seed = source.randrange(2**63)
-        sampler.start(RowStart(row, 0, (1, 2), 2, params, seed, source.randrange(4), frozenset(), (0,), False))
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
 @pytest.mark.parametrize(("lines", "vocab"), [(1, 7), (60, 4096), (200, 32003), (40, 151936)])
-def test_draws_are_the_samplers(dtype: torch.dtype, spread: float, lines: int, vocab: int) -> None:
+def test_draws_are_the_twins_and_the_samplers(dtype: torch.dtype, spread: float, lines: int, vocab: int) -> None:
     """Every mix of temperature and filters; all lines at once, then each graph's kinds of filters alone."""
     from shoal.kernels.triton.draw import draw
 
@@ -154,6 +147,13 @@ def test_draws_are_the_samplers(dtype: torch.dtype, spread: float, lines: int, v
     draw(padded, wants, last, tokens, found, filters)
     assert tokens[:lines].tolist() == wanted.tolist() == last.tolist()
     assert torch.equal(found[:lines], best)
+    twins, twin_found, twin_last = tokens.clone(), found.clone(), last.clone()
+    for one in (twins, twin_found, twin_last):
+        one.fill_(-1)
+    ref.draw(padded, wants, twin_last, twins, twin_found)
+    assert tokens.tolist() == twins.tolist()
+    assert last.tolist() == twin_last.tolist()
+    assert torch.equal(found, twin_found)
 
 
 def test_a_line_without_numbers_spoils_no_other() -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from shoal.core.plan import Ints
-from shoal.runner.draws import draw_keys, gumbel
+from shoal.kernels.noise import gumbel
+from shoal.runner.draws import draw_keys
 
 N = 4096
 

@@ -24,8 +24,9 @@ from shoal.core.plan import Ints, RowStart
 from shoal.core.ports import LateMasks
 from shoal.kernels import Ops
 from shoal.kernels.cpu import NativeOps
+from shoal.kernels.noise import gumbel
 from shoal.runner.changes import Edits
-from shoal.runner.draws import draw_keys, gumbel
+from shoal.runner.draws import draw_keys
 from shoal.runner.runner import FORBIDDEN, NOT_FINITE, failed
 from shoal.runner.sampler import Sampler, logprobs_of
 

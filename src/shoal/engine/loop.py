@@ -11,7 +11,7 @@ once they are committed, and the masks are computed while the forward runs. Noth
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shoal.core.clock import Clock
 from shoal.core.events import PassEvents
@@ -37,6 +37,7 @@ class EngineLoop:
         self._owed = 0  # passes that were sampled and whose result was not taken
         self._broken: Exception | None = None  # what the executor raised, to be told by the next turn
         self.on_begin: Callable[[Sequence[str], bool], None] | None = None  # told who is in a pass, before it begins
+        self.spare: Iterator[object] | None = None  # work for moments without requests, some milliseconds a step
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request, self.clock.now_s())
@@ -75,7 +76,7 @@ class EngineLoop:
             except Exception as error:
                 return self._fail(error)
         if not self.engine.in_flight:
-            if not self.engine.news:
+            if not self.engine.news and not self._spare():
                 self._wait(until_s)
             return self.engine.rest(self.clock.now_s())
         try:
@@ -90,6 +91,19 @@ class EngineLoop:
         if self.check:
             self.engine.scheduler.check()
         return events
+
+    def _spare(self) -> bool:
+        """Do some of the spare work, if nobody is waiting for anything; False: there was none to do."""
+        if self.spare is None or not self.engine.idle:
+            return False
+        try:
+            next(self.spare)
+        except StopIteration:
+            self.spare = None
+        except Exception:
+            log.warning("work for idle moments failed, and is left", exc_info=True)
+            self.spare = None
+        return self.spare is not None
 
     def _sample(self) -> None:
         """Let the pass just begun choose its tokens, unless its masks must wait for an earlier one."""

@@ -12,7 +12,9 @@ from torch.nn.functional import embedding, linear, silu
 
 from shoal.kernels import Batch, Layer, composed
 from shoal.kernels.int8 import Weight
+from shoal.kernels.noise import gumbel
 from shoal.kernels.padded import padded_attention
+from shoal.kernels.wants import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P
 
 
 class RefOps:
@@ -117,3 +119,57 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tenso
         seen &= key_at > query_at - window
     weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
+    """Twin of the kernel of that name: the first of the highest of each line; infinity where there is NaN."""
+    for line, row in enumerate(rows.tolist()):
+        token, top = _highest(scores[line].float())
+        _tell(token, row, line, last_token, out)
+        best[line] = top
+
+
+def draw(scores: Tensor, wants: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
+    """Twin of the kernel of that name: one token for each line of scores, as the table of wants.py asks.
+
+    Sorted, and one line at a time. Every filter is a bound on the scores: equal ones are kept or lost together.
+    """
+    fractions = wants.view(torch.float32)
+    for line, row in enumerate(wants[ROW].tolist()):
+        given = scores[line].float()
+        token, top = _highest(given)
+        best[line] = top
+        temperature = fractions[TEMPERATURE, line]
+        if temperature > 0 and bool(top.isfinite()):
+            scaled = (given - top) / temperature
+            least = _bound(scaled, int(wants[TOP_K, line]), float(fractions[TOP_P, line]))
+            least = torch.maximum(least, torch.log(fractions[MIN_P, line]))
+            keys = wants[[KEY, SECOND_KEY], line].unsqueeze(0)
+            ids = torch.arange(len(given), dtype=torch.int32, device=given.device)
+            noisy = (scaled + gumbel(keys, ids)[0]).masked_fill((scaled < least) & (given < top), -torch.inf)
+            token = int(noisy.argmax())
+        _tell(token, row, line, last_token, out)
+
+
+def _highest(scores: Tensor) -> tuple[int, Tensor]:
+    scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return int((scores == scores.max()).nonzero()[0]), scores.max()
+
+
+def _bound(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The lowest score that top_k and then top_p leave; -infinity where they ask for nothing."""
+    ordered = scaled.sort(descending=True).values
+    least = ordered.new_tensor(-torch.inf)
+    if top_k > 0:
+        least = ordered[min(top_k, len(ordered)) - 1]
+        ordered = ordered[ordered >= least]
+    if top_p < 1:
+        reached = ordered.softmax(dim=0).cumsum(dim=0)
+        least = ordered[int((reached < top_p).sum().clamp(max=len(ordered) - 1))]
+    return least
+
+
+def _tell(token: int, row: int, line: int, last_token: Tensor, out: Tensor) -> None:
+    out[line] = token
+    if row >= 0:
+        last_token[row] = token

@@ -105,20 +105,22 @@ class CudaExecutor:
         self._begun: Begun | None = None
         self._waiting: deque[Waiting] = deque()
 
-    def prepare(self, most: int, progress: bool = False) -> None:
-        """Record the graphs of all decodes of up to `most` rows, for nobody, and before anybody waits for one.
+    def recordings(self, most: int) -> Iterator[int]:
+        """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is under way.
 
         The others (beside prompts, with a long past, with filters) are too many: they are recorded when they come.
         """
-        sizes = [size for size in LINES if size <= min(most, self._lines)]
-        with self._here():
-            for size in tqdm(sizes, desc="graphs", unit="graph", disable=not progress, leave=False):
-                room = Room(size, size, 0, size)
+        for size in LINES:
+            if size > min(most, self._lines):
+                return
+            room = Room(size, size, 0, size)
+            with self._here():
                 work = partial(self._body, self._send(NOTHING, room), room)
-                for _ in range(2):  # as it is, then recorded
+                for _ in range(2):  # as it is, then recorded; where requests did that already, a pass for nobody
                     self.graphs.run(room, work)
                     self.graphs.run(("head", size, None), partial(self._head, size, None))
-        self.stream.synchronize()
+            self.stream.synchronize()
+            yield size
 
     @contextmanager
     def _here(self) -> Iterator[None]:

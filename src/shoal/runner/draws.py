@@ -1,13 +1,11 @@
 """Counter-based randomness: noise that is a function of (seed, sample, position, token id) and of nothing else.
 
 So neighbours, preemption, a restart or another machine cannot change what a request draws. A token is chosen as the
-largest of score + Gumbel noise, which draws from the softmax of the scores; only those ids whose noise is asked for
-are hashed. Knows no requests and no logits.
+largest of score + Gumbel noise (kernels/noise.py), which draws from the softmax of the scores; here are its keys.
+Knows no requests and no logits.
 """
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from shoal.core.plan import Ints
 
@@ -29,22 +27,3 @@ def draw_keys(seeds: Ints, samples: Ints, positions: Ints) -> "np.ndarray[tuple[
             key = _mix64(key + np.uint64(_GOLDEN)) ^ part.astype(np.uint64)
         key = _mix64(key + np.uint64(_GOLDEN))
     return np.ascontiguousarray(key).view(np.int32).reshape(-1, 2)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int32."""
-    return (x >> bits) & ((1 << (32 - bits)) - 1)
-
-
-def _scramble(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 16)) * 0x7FEB352D
-    x = (x ^ _shift(x, 15)) * (0x846CA68B - 2**32)
-    return x ^ _shift(x, 16)
-
-
-def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
-    """float32 noise [n, k] for int32 keys [n, 2] and int32 token ids [k] or [n, k]."""
-    mixed = _scramble(ids * (0x9E3779B1 - 2**32) + keys[:, :1])
-    mixed = _scramble(mixed ^ keys[:, 1:])
-    uniform = (_shift(mixed, 9).to(torch.float32) + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))

@@ -23,9 +23,10 @@ from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Ops
 from shoal.kernels.cpu.native import NativeOps, SamplingState
+from shoal.kernels.noise import gumbel
 from shoal.kernels.wants import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P, Filters
 from shoal.runner.changes import Changes
-from shoal.runner.draws import draw_keys, gumbel
+from shoal.runner.draws import draw_keys
 from shoal.runner.inputs import put
 
 FIRST_LOOK = 1024  # so many of the likeliest tokens usually hold the mass that top_p asks for

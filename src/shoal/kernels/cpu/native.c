@@ -1205,7 +1205,7 @@ API int shoal_has_float16(void) { return HAS_FLOAT16; }
 /* ---------------------------------------------------------------- choosing tokens
  *
  * For every line of scores: bias, penalties, forbidden ends and a grammar's mask; the likeliest token, or a draw after
- * temperature, top_k, top_p and min_p. The meaning is that of runner/sampler.py, the noise that of runner/draws.py.
+ * temperature, top_k, top_p and min_p. The meaning is that of runner/sampler.py, the noise that of kernels/noise.py.
  *
  * A token is drawn as the largest of score + noise, so most tokens need no noise: those whose score is so far below the
  * largest sum found so far that no noise brings them there. The noise itself is worked out for the few that are left, with

@@ -7,8 +7,8 @@ Pieces whose best is below what is known already are not read again.
 
     best of pieces, of line ─► rounds for top_k ─► rounds for top_p ─► best of pieces with noise, of line
 
-Noise is that of runner/draws.py: a function of a line's two keys and of the token. A line of temperature 0 takes the
-likeliest. Sums run in an order of their own line alone. The plain meaning is runner/sampler.py. Knows tensors only.
+Noise is that of kernels/noise.py: a function of a line's two keys and of the token. A line of temperature 0 takes the
+likeliest. Sums run in an order of their own line alone. The plain twin is `draw` of kernels/ref.py. Knows tensors only.
 """
 
 import torch
@@ -121,7 +121,7 @@ def _scramble(x):
 
 @triton.jit
 def _noise(first, second, ids):
-    """As runner/draws.py says. The logarithm must be exact near 1, where the noise of the winners comes from."""
+    """As kernels/noise.py says. The logarithm must be exact near 1, where the noise of the winners comes from."""
     mixed = _scramble(ids.to(tl.uint32) * 0x9E3779B1 + first)
     mixed = _scramble(mixed ^ second)
     uniform = ((mixed >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07

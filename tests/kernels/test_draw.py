@@ -1,0 +1,50 @@
+"""The plain twin of the draw against the sampler, which transformers' own processors are compared with.
+
+tests/gpu compares the kernel with both.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.kernels import ref
+from shoal.kernels.cpu import CpuOps
+from shoal.kernels.wants import WANTS
+from shoal.runner.sampler import Sampler
+from tests.kernels.wanted import wants_of_all_kinds
+
+
+@pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
+@pytest.mark.parametrize(("lines", "vocab"), [(1, 7), (60, 4096), (200, 1500)])
+def test_the_twin_draws_what_the_sampler_draws(spread: float, lines: int, vocab: int) -> None:
+    source = random.Random(vocab + int(100 * spread))
+    torch.manual_seed(vocab)
+    scores = (spread * torch.randn(lines + 3, vocab)).to(torch.bfloat16)
+    scores[0, 3] = float("-inf")
+    sampler = Sampler(lines, vocab, "cpu", CpuOps())
+    wants_of_all_kinds(sampler, source)
+    rows, positions = np.arange(lines), np.array([source.randrange(10**5) for _ in range(lines)])
+    wanted, best, _ = sampler.sample(scores[:lines].float(), rows, positions)
+    table = np.zeros((WANTS, lines + 3), dtype=np.int32)
+    sampler.tell(table, rows, positions)
+    tokens, last = torch.full((lines + 3,), -1, dtype=torch.int32), torch.full((lines,), -1)
+    found = torch.zeros(lines + 3)
+    ref.draw(scores, torch.from_numpy(table), last, tokens, found)
+    assert tokens[:lines].tolist() == wanted.tolist() == last.tolist()
+    assert torch.equal(found[:lines], best)
+
+
+def test_what_has_no_meaning_is_told_and_nobodys_row_is_left_alone() -> None:
+    scores = torch.randn(4, 50)
+    scores[1, 7] = float("nan")
+    scores[2] = float("-inf")
+    scores[3, [9, 30]] = 40.0
+    rows = torch.tensor([1, 0, -1, 2], dtype=torch.int32)
+    last, tokens, best = torch.full((3,), -5), torch.full((4,), -1, dtype=torch.int32), torch.zeros(4)
+    ref.likeliest(scores, rows, last, tokens, best)
+    assert best.isfinite().tolist() == [True, False, False, True]
+    assert [int(tokens[0]), int(tokens[3])] == [int(scores[0].argmax()), 9]
+    assert last.tolist() == [int(tokens[1]), int(tokens[0]), 9]
+    assert all(0 <= token < 50 for token in tokens.tolist())
