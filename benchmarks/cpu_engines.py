@@ -36,6 +36,7 @@ def shoal(task: Task) -> Run:
         load_format="dummy" if task["dummy"] else "auto",
         dtype="auto" if small else task["variant"],
         quantization="int8" if small else "none",
+        device="cpu",  # also where there is a GPU
         threads=task["threads"],
         max_num_seqs=SLOTS,
         max_num_batched_tokens=PASS_TOKENS,

@@ -76,6 +76,28 @@ def test_attention_is_the_same_in_any_company_and_cut(ops: NativeOps, dtype: tor
 
 
 @pytest.mark.parametrize("ops", NATIVE)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (22, 11, 64), (20, 1, 64), (36, 2, 32)])
+@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (5, 0), (16, 90)])
+def test_many_decodes_are_as_each_alone(
+    ops: NativeOps, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, window: int
+) -> None:
+    """KV heads are worked on together where there are sequences enough for all threads, and one by one elsewhere."""
+    lengths = [1, 15, 64, 65, 200, 513, 40, 128, 31, 700]
+    tables = Tables(lengths, block_size)
+    cache = torch.randn(2, tables.blocks, block_size, kv_heads, dim).to(dtype)
+    pieces = [(row, length - 1, 1) for row, length in enumerate(lengths)]
+    together = tables.batch(pieces)
+    q = torch.randn(len(lengths), heads, dim).to(dtype).float()
+    whole = attend(ops, together, q, cache, window)
+    wanted = REF.attention(q, cache[0].float(), cache[1].float(), together, 0.125, window)
+    tolerance = 2e-2 if dtype == torch.bfloat16 and ops.library.bfloat16_products == "tiles" else 2e-5
+    torch.testing.assert_close(whole, wanted, atol=tolerance, rtol=tolerance)
+    for place, piece in enumerate(pieces):
+        assert torch.equal(attend(ops, tables.batch([piece]), q[place : place + 1], cache, window)[0], whole[place])
+
+
+@pytest.mark.parametrize("ops", NATIVE)
 def test_threads_change_no_bit(ops: NativeOps, threads: object) -> None:
     tables = Tables([1300, 40, 700], 16)
     batch = tables.batch([(0, 1299, 1), (1, 0, 40), (2, 699, 1)])

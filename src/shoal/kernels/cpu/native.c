@@ -171,7 +171,10 @@ INLINE __m128 folded(floats x) {
 
 /* all lanes, added in one fixed order: halves onto each other, then neighbours */
 INLINE float sum(floats x) {
-#if defined(__AVX2__)
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  float32x4_t two = vpaddq_f32((float32x4_t)x, (float32x4_t)x);
+  return vgetq_lane_f32(vpaddq_f32(two, two), 0);
+#elif defined(__AVX2__)
   __m128 two = _mm_hadd_ps(folded(x), folded(x));
   return _mm_cvtss_f32(_mm_hadd_ps(two, two));
 #else
@@ -423,6 +426,19 @@ static void put(const Linear *t, long row, long column, float value) {
   t->out[place] = value;
 }
 
+/* the same for [rows, count] values; most layers have no bias, and then a row is done at once */
+static void put_group(const Linear *t, long row, long rows, long column, int count, const float *values) {
+  for (long i = 0; i < rows; i++, values += count) {
+    long place = (row + i) * t->outputs + column;
+    if (t->bias || count != DOT_COLUMNS)
+      for (int n = 0; n < count; n++) put(t, row + i, column + n, values[n]);
+    else if (t->residual)
+      for (int n = 0; n < DOT_COLUMNS; n++) t->out[place + n] = values[n] + t->residual[place + n];
+    else
+      memcpy(t->out + place, values, sizeof(float) * DOT_COLUMNS);
+  }
+}
+
 INLINE void two_streams(const Linear *t, int type, int rows, long first, long count) {
   long k = t->inputs, half = count / 2;
   for (long step = 0; step < count - half; step++) {
@@ -481,8 +497,7 @@ static void many_rows(const Linear *t, long row, long rows, long first, long cou
     for (int n = 0; n < group; n++) w[n] = widened(at(t->weight, (j + n) * k, t->type), t->type, k, wide + n * k);
     const char *soon = at(t->weight, (j + group) * k, t->type);
     dot_block(t->x + row * k, k, rows, w, group, k, found, group, soon);
-    for (long i = 0; i < rows; i++)
-      for (int n = 0; n < group; n++) put(t, row + i, j + n, found[i * group + n]);
+    put_group(t, row, rows, j, group, found);
     j += group;
   }
 }
@@ -727,10 +742,13 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, const fl
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 768 : 192;
   width = width < 12 ? 12 : width > most ? most : width;
   long tasks = (outputs + width - 1) / width;
+  if (few) /* sooner done than shared */
+    for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, totals + r, x + r * real, real, inputs);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
+    if (!few)
 #pragma omp for schedule(static)
-    for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, totals + r, x + r * real, real, inputs);
+      for (long r = 0; r < rows; r++) steps[r] = to_bytes(small + r * inputs, totals + r, x + r * real, real, inputs);
 #pragma omp for schedule(dynamic, 1)
     for (long task = 0; task < blocks * tasks; task++) {
       long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
