@@ -123,6 +123,11 @@ def test_a_missing_file_is_refused() -> None:
         options("--config", "/nowhere/server.yaml")
 
 
+def test_a_folder_is_no_config_file(tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match=f"is a folder, not a YAML file; for a model's folder: shoal serve {tmp_path}"):
+        options("--config", str(tmp_path))
+
+
 def test_a_config_survives_the_way_to_another_process() -> None:
     serve = ServeConfig(api_key=("a=sk-123456789",), served_model_name=("x", "y"), port=0)
     assert serve_config_from_json(json.loads(json.dumps(as_json(serve)))) == serve

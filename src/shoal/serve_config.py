@@ -131,6 +131,10 @@ def _from_file(path: str | None) -> dict[str, Any]:
 
     try:
         read = yaml.safe_load(Path(path).read_text())
+    except IsADirectoryError as error:
+        raise BadConfig(
+            f"--config: {path} is a folder, not a YAML file; for a model's folder: shoal serve {path}"
+        ) from error
     except OSError as error:
         raise BadConfig(f"cannot read the config file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -77,7 +77,9 @@ def test_attention_is_the_same_in_any_company_and_cut(ops: NativeOps, dtype: tor
 
 @pytest.mark.parametrize("ops", NATIVE)
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (22, 11, 64), (20, 1, 64), (36, 2, 32)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (22, 11, 64), (20, 1, 64), (36, 2, 32)]
+)
 @pytest.mark.parametrize(("block_size", "window"), [(16, 0), (5, 0), (16, 90)])
 def test_many_decodes_are_as_each_alone(
     ops: NativeOps, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, window: int
