@@ -263,6 +263,8 @@ static const float *widened(const void *from, int type, long n, float *to) {
   return to;
 }
 
+#include "arm.c"
+
 /* ---------------------------------------------------------------- dot products
  *
  * A tile of rows of x times rows of w, both along memory: out[i, j] = x_i . w_j. Each of the sums runs over k in
@@ -296,6 +298,13 @@ INLINE void dots(const float *const *x, const float *const *w, long k, int rows,
 #pragma GCC unroll 8
     for (int j = 0; j < columns; j++) sums[i][j] = all(0);
   long at_k = 0;
+#if HAS_ARM_TILES
+  if (rows == DOT_ROWS && columns == DOT_COLUMNS && k >= LANES) {
+    ArmTile tile = arm_tile((const void *const *)x, (const void *const *)w, k / LANES, soon, pace);
+    arm_dots(sums, &tile);
+    at_k = k / LANES * LANES;
+  }
+#endif
   for (; at_k + LINE <= k; at_k += LINE) {
     for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon);
 #pragma GCC unroll 4
@@ -407,7 +416,7 @@ static float to_bytes(int8_t *to, int32_t *total, const float *x, long n, long p
  * DOT_COLUMNS, which stay in the first cache while all rows of x pass by and the next group is fetched; 16-bit weights
  * are widened once per group. */
 
-enum { LINE_BLOCK = 64 };
+enum { LINE_BLOCK = 32 };
 
 typedef struct {
   const float *x;
@@ -651,7 +660,15 @@ INLINE void dots8(const Linear8 *t, const int8_t *const *x, const int8_t *const 
   for (int i = 0; i < rows; i++)
 #pragma GCC unroll 8
     for (int j = 0; j < columns; j++) sums[i][j] = (counts){0};
-  for (long k = 0; k < t->inputs; k += INT8_PAD) {
+  long k = 0;
+#if HAS_ARM_TILES && defined(__ARM_FEATURE_DOTPROD)
+  if (rows == DOT_ROWS && columns == DOT_COLUMNS) {
+    k = t->inputs;
+    ArmTile tile = arm_tile((const void *const *)x, (const void *const *)w, k / INT8_STEP, soon, pace);
+    arm_dots8(sums, &tile);
+  }
+#endif
+  for (; k < t->inputs; k += INT8_PAD) {
     for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon);
 #pragma GCC unroll 4
     for (int n = 0; n < INT8_PAD; n += INT8_STEP) {
