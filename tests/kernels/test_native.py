@@ -100,6 +100,33 @@ def test_many_decodes_are_as_each_alone(
 
 
 @pytest.mark.parametrize("ops", NATIVE)
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float16])
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 3, 64), (8, 2, 128), (8, 1, 64), (2, 5, 48), (5, 4, 16)])
+def test_a_decode_is_the_same_among_many_alone_and_in_a_prompt(
+    ops: NativeOps, dtype: torch.dtype, window: int, kv_heads: int, group: int, dim: int
+) -> None:
+    """Many single queries take several KV heads in a block, one alone takes one; a stretch has many rows."""
+    if dtype not in ops.types or dim % ops.lanes:
+        pytest.skip("torch computes it")
+    lengths = [1, 2, 5, 9, 60, 63, 64, 65, 66, 100, 127, 128, 129, 130, 200, 511, 512, 513, 600, 1040]
+    tables = Tables(lengths, 16)
+    cache = torch.randn(2, tables.blocks, 16, kv_heads, dim).to(dtype)
+    stretch = tables.batch([(row, max(0, length - 9), min(9, length)) for row, length in enumerate(lengths)])
+    q = torch.randn(stretch.starts[-1], kv_heads * group, dim).to(dtype).float()
+    ends = [start - 1 for start in stretch.starts[1:]]
+    whole = attend(ops, stretch, q, cache, window)[ends]
+    wanted = REF.attention(q, cache[0].float(), cache[1].float(), stretch, 0.125, window)[ends]
+    tolerance = 3e-2 if dtype == torch.bfloat16 and ops.library.bfloat16_products == "tiles" else 2e-5
+    torch.testing.assert_close(whole, wanted, atol=tolerance, rtol=tolerance)
+    decodes = tables.batch([(row, length - 1, 1) for row, length in enumerate(lengths)])
+    assert torch.equal(attend(ops, decodes, q[ends], cache, window), whole)
+    for row, length in enumerate(lengths):
+        alone = attend(ops, tables.batch([(row, length - 1, 1)]), q[ends[row] : ends[row] + 1], cache, window)
+        assert torch.equal(alone, whole[row : row + 1]), length
+
+
+@pytest.mark.parametrize("ops", NATIVE)
 def test_threads_change_no_bit(ops: NativeOps, threads: object) -> None:
     tables = Tables([1300, 40, 700], 16)
     batch = tables.batch([(0, 1299, 1), (1, 0, 40), (2, 699, 1)])

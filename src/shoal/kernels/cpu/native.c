@@ -788,6 +788,13 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, const fl
  * among threads, or not, with the same result to the last bit. */
 
 enum { TILE = 64, PIECE = 512, MOST_ROWS = 32, MOST_DIM = 256 };
+/* at once: rows and keys of scores, vectors of sums, vectors of exponentials; AVX2 has half the registers */
+#if defined(__AVX2__) && !defined(__AVX512F__)
+enum { SOME_ROWS = 3, MOST_KEYS = 4 };
+#else
+enum { SOME_ROWS = 4, MOST_KEYS = 8 };
+#endif
+enum { MOST_VECTORS = MIX_VECTORS * 4, TOGETHER = 4 };
 
 typedef struct {
   float *out;     /* [tokens, heads, dim] */
@@ -799,10 +806,11 @@ typedef struct {
   int type; /* of keys and values */
 } Attention;
 
-/* a block of rows: `queries` queries from `first` on, times `count` query heads from `head` on */
+/* a block of rows: `queries` queries from `first` on, times `count` query heads from `head` on; a single query may take those
+ * of several KV heads */
 typedef struct {
-  long sequence, kv_head, head, count, first, queries, piece; /* piece: only this one; below 0: all */
-  float *partial;                                             /* where a piece goes */
+  long sequence, kv_head, kv_heads, head, count, first, queries, piece; /* piece: only this one; below 0: all */
+  float *partial;                                                       /* where a piece goes */
 } Block;
 
 /* what rows have seen: the largest score, the sum of exponentials, values weighted by them */
@@ -811,62 +819,251 @@ typedef struct {
   float *mixed;
 } Seen;
 
-INLINE void mix(float *const *to, const float *const *share, const float *rescale, const float *const *values,
-                long begin, long end, long place, int rows, int vectors) {
-  floats sums[DOT_ROWS][MIX_VECTORS];
-#pragma GCC unroll 8
-  for (int i = 0; i < rows; i++)
-#pragma GCC unroll 8
-    for (int v = 0; v < vectors; v++) sums[i][v] = load(to[i] + place + v * LANES) * all(rescale[i]);
-  for (long t = begin; t < end; t++) {
-    floats value[MIX_VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < vectors; v++) value[v] = load(values[t] + place + v * LANES);
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; i++)
-#pragma GCC unroll 8
-      for (int v = 0; v < vectors; v++) sums[i][v] = fused(value[v], all(share[i][t]), sums[i][v]);
+/* 2 LANES values of a type, as float32 */
+INLINE void load_two(floats *out, const void *p, int type) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  if (type == BFLOAT16) {
+    uint16x8_t x = vld1q_u16(p), zero = vdupq_n_u16(0);
+    out[0] = (floats)vzip1q_u16(zero, x), out[1] = (floats)vzip2q_u16(zero, x);
+    return;
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < rows; i++)
-#pragma GCC unroll 8
-    for (int v = 0; v < vectors; v++) store(to[i] + place + v * LANES, sums[i][v]);
+#endif
+  out[0] = load_as(p, type), out[1] = load_as(at(p, LANES, type), type);
 }
 
-typedef void Mix(float *const *, const float *const *, const float *, const float *const *, long, long, long);
-#define MIX(rows)                                                                                                   \
-  static void mix_##rows(float *const *to, const float *const *share, const float *rescale,                         \
-                         const float *const *values, long begin, long end, long dim) {                              \
-    long place = 0;                                                                                                 \
-    for (; place + MIX_VECTORS * LANES <= dim; place += MIX_VECTORS * LANES)                                        \
-      mix(to, share, rescale, values, begin, end, place, rows, MIX_VECTORS);                                        \
-    for (; place < dim; place += LANES) mix(to, share, rescale, values, begin, end, place, rows, 1);                \
-  }
-MIX(1) MIX(2) MIX(3) MIX(4)
-static Mix *const mixes[] = {mix_1, mix_2, mix_3, mix_4};
+/* tokens of a tile, in keys or values: token t at places[t] from `start` on, in numbers of the type */
+typedef struct {
+  const void *start;
+  const long *places;
+} Tokens;
 
-/* scores of one row become shares: what it may not see is 0; returns what former sums must be multiplied by */
-static float shares(float *scores, long from, long position, long window, float *top, float *mass) {
+INLINE const void *token(Tokens from, long t, int type) { return at(from.start, from.places[t], type); }
+
+/* memory that will be needed: so many bytes of each of some tokens, in the order in which they lie */
+typedef struct {
+  const char *start;
+  const long *places; /* as those of Tokens */
+  long token, last, byte, bytes, size;
+} Ahead;
+
+/* Ask for the next lines of it: blocks lie anywhere, so the CPU cannot guess what comes next. It can only wait for about 20
+ * lines at once, so they are asked for evenly while something is computed. */
+INLINE void fetch(Ahead *ahead, long lines) {
+  for (; lines > 0 && ahead->token < ahead->last; lines--) {
+    __builtin_prefetch(ahead->start + ahead->places[ahead->token] * ahead->size + ahead->byte);
+    ahead->byte += 64;
+    if (ahead->byte >= ahead->bytes) ahead->byte = 0, ahead->token++;
+  }
+}
+
+INLINE long lines_of(long values, int type) { return (values * (long)size_of(type) + 63) / 64; }
+
+/* Scores of some rows of queries and `count` keys. Each sum runs over dim in LANES lanes from left to right, then the lanes
+ * are added: the same for every number of rows and keys, and for keys widened before. */
+INLINE void score(const float *q, Tokens keys, long t, int type, long dim, int rows, int count, float *scores) {
+  floats sums[SOME_ROWS][MOST_KEYS];
+  const void *lines[MOST_KEYS];
+#pragma GCC unroll 8
+  for (int j = 0; j < count; j++) {
+    lines[j] = token(keys, t + j, type);
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) sums[i][j] = all(0);
+  }
+  long k = 0;
+  for (; k + 2 * LANES <= dim; k += 2 * LANES) {
+    floats left[SOME_ROWS][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; i++) load_two(left[i], q + i * dim + k, FLOAT32);
+#pragma GCC unroll 8
+    for (int j = 0; j < count; j++) {
+      floats right[2];
+      load_two(right, at(lines[j], k, type), type);
+#pragma GCC unroll 2
+      for (int n = 0; n < 2; n++)
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; i++) sums[i][j] = fused(left[i][n], right[n], sums[i][j]);
+    }
+  }
+  for (; k < dim; k += LANES)
+#pragma GCC unroll 8
+    for (int j = 0; j < count; j++)
+#pragma GCC unroll 8
+      for (int i = 0; i < rows; i++)
+        sums[i][j] = fused(load(q + i * dim + k), load_as(at(lines[j], k, type), type), sums[i][j]);
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < count; j += 4)
+      sum4(scores + i * TILE + t + j, sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
+}
+
+/* `count` tokens more for the sums of `mix` */
+INLINE void mix_step(floats sums[][MOST_VECTORS], const float *shares, Tokens values, long t, int type, long place,
+                     int rows, int vectors, int count) {
+  floats share[SOME_ROWS];
+#pragma GCC unroll 8
+  for (int i = 0; i < rows && count == 4 && LANES == 4; i++) share[i] = load(shares + i * TILE + t);
+#pragma GCC unroll 4
+  for (int n = 0; n < count; n++) {
+    const void *line = at(token(values, t + n, type), place, type);
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v += 2) {
+      floats value[2];
+      if (vectors > 1)
+        load_two(value, at(line, v * LANES, type), type);
+      else
+        value[0] = load_as(line, type);
+#pragma GCC unroll 8
+      for (int i = 0; i < rows; i++) {
+        floats one = count == 4 && LANES == 4 ? all(share[i][n]) : all(shares[i * TILE + t + n]);
+        sums[i][v] = fused(value[0], one, sums[i][v]);
+        if (vectors > 1) sums[i][v + 1] = fused(value[1], one, sums[i][v + 1]);
+      }
+    }
+  }
+}
+
+/* some rows of sums of values times their shares, from `place` on; token by token, whatever the number of rows */
+INLINE void mix(float *to, const float *shares, const float *rescale, Tokens values, Ahead *ahead, long first, long last,
+                int type, long dim, long place, int rows, int vectors) {
+  floats sums[SOME_ROWS][MOST_VECTORS];
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; v++) sums[i][v] = load(to + i * dim + place + v * LANES) * all(rescale[i]);
+  long t = first;
+  for (; t + 4 <= last; t += 4) {
+    fetch(ahead, lines_of(4 * vectors * LANES, type));
+    mix_step(sums, shares, values, t, type, place, rows, vectors, 4);
+  }
+  for (; t < last; t++) mix_step(sums, shares, values, t, type, place, rows, vectors, 1);
+#pragma GCC unroll 8
+  for (int i = 0; i < rows; i++)
+#pragma GCC unroll 16
+    for (int v = 0; v < vectors; v++) store(to + i * dim + place + v * LANES, sums[i][v]);
+}
+
+/* One function for every type and number of rows. Scores: of several KV heads, each with so many rows; a key is read from
+ * first rounded down to last rounded up. */
+typedef void Score(const float *, Tokens, Ahead *, long, long, long, long, float *);
+typedef void Mix(float *, const float *, const float *, Tokens, Ahead *, long, long, long);
+#define ATTEND(type, rows)                                                                                          \
+  static void score_##type##_##rows(const float *q, Tokens keys, Ahead *ahead, long first, long last, long dim,     \
+                                    long heads, float *scores) {                                                    \
+    enum { COUNT = rows > 2 ? 4 : MOST_KEYS };                                                                      \
+    for (long t = first / COUNT * COUNT; t < last; t += COUNT)                                                      \
+      for (long h = 0; h < heads; h++) {                                                                            \
+        Tokens here = {at(keys.start, h * dim, type), keys.places};                                                 \
+        fetch(ahead, lines_of(COUNT * dim, type));                                                                  \
+        score(q + h * rows * dim, here, t, type, dim, rows, COUNT, scores + h * rows * TILE);                       \
+      }                                                                                                             \
+  }                                                                                                                 \
+  static void mix_##type##_##rows(float *to, const float *shares, const float *rescale, Tokens values,              \
+                                  Ahead *ahead, long first, long last, long dim) {                                  \
+    enum { VECTORS = MIX_VECTORS * (4 / rows) };                                                                     \
+    long place = 0;                                                                                                 \
+    for (; place + VECTORS * LANES <= dim; place += VECTORS * LANES)                                                \
+      mix(to, shares, rescale, values, ahead, first, last, type, dim, place, rows, VECTORS);                        \
+    for (; place + 2 * LANES <= dim; place += 2 * LANES)                                                            \
+      mix(to, shares, rescale, values, ahead, first, last, type, dim, place, rows, 2);                              \
+    if (place < dim) mix(to, shares, rescale, values, ahead, first, last, type, dim, place, rows, 1);               \
+  }
+ATTEND(FLOAT32, 1) ATTEND(FLOAT32, 2) ATTEND(FLOAT32, 3)
+ATTEND(BFLOAT16, 1) ATTEND(BFLOAT16, 2) ATTEND(BFLOAT16, 3)
+ATTEND(FLOAT16, 1) ATTEND(FLOAT16, 2) ATTEND(FLOAT16, 3)
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define OF_TYPE(name, type) {name##_##type##_1, name##_##type##_2, name##_##type##_3}
+#else
+ATTEND(FLOAT32, 4) ATTEND(BFLOAT16, 4) ATTEND(FLOAT16, 4)
+#define OF_TYPE(name, type) {name##_##type##_1, name##_##type##_2, name##_##type##_3, name##_##type##_4}
+#endif
+static Score *const scorers[][SOME_ROWS] = {OF_TYPE(score, FLOAT32), OF_TYPE(score, BFLOAT16), OF_TYPE(score, FLOAT16)};
+static Mix *const mixers[][SOME_ROWS] = {OF_TYPE(mix, FLOAT32), OF_TYPE(mix, BFLOAT16), OF_TYPE(mix, FLOAT16)};
+
+/* the larger of each; what is not a number is not looked at */
+INLINE floats larger(floats x, floats best) {
+#if defined(__ARM_NEON) && defined(__aarch64__)
+  return (floats)vmaxnmq_f32((float32x4_t)x, (float32x4_t)best);
+#else
+  return choose(x > best, x, best);
+#endif
+}
+
+/* As `exponential`, of TOGETHER vectors, none above 0; 0 below -87.7. Step by step for all of them: a CPU does not look far
+ * enough ahead to find the steps of the next vector itself (36 cycles for a vector of 4 on a Neoverse-N1 one by one). */
+INLINE void exponentials(floats *x) {
+  floats shifted[TOGETHER], p[TOGETHER];
+#define EACH(step) _Pragma("GCC unroll 4") for (int n = 0; n < TOGETHER; n++) step
+  EACH(x[n] = choose(x[n] < all(-88.1f), all(-88.1f), x[n]));
+  EACH(shifted[n] = fused(x[n], all(1.44269504f), all(12582912.0f)));
+  EACH(p[n] = shifted[n] - all(12582912.0f));
+  EACH(x[n] = fused(p[n], all(-0.693359375f), x[n]));
+  EACH(x[n] = fused(p[n], all(2.12194440e-4f), x[n]));
+  EACH(p[n] = fused(all(1.9875691500e-4f), x[n], all(1.3981999507e-3f)));
+  EACH(p[n] = fused(p[n], x[n], all(8.3334519073e-3f)));
+  EACH(p[n] = fused(p[n], x[n], all(4.1665795894e-2f)));
+  EACH(p[n] = fused(p[n], x[n], all(1.6666665459e-1f)));
+  EACH(p[n] = fused(p[n], x[n], all(5.0000001201e-1f)));
+  EACH(p[n] = p[n] * x[n]);
+  EACH(p[n] = fused(p[n], x[n], x[n]) + all(1.0f));
+  EACH(x[n] = p[n] * (floats)(((ints)shifted[n] + 127) << 23)); /* 2^-127 comes out as 0 */
+#undef EACH
+}
+
+/* What a row may not see of a tile becomes -infinity; returns its largest score up to now. `width`: how much of the tile it
+ * sees, in whole steps. */
+static float mask(float *scores, long from, long position, long window, float top, long *width) {
+  enum { STEP = TOGETHER * LANES };
   long last = position - from, first = window ? last - window + 1 : 0; /* it sees first..last of this tile */
-  for (long t = 0; t < first && t < TILE; t++) scores[t] = -INFINITY;
-  for (long t = last < -1 ? 0 : last + 1; t < TILE; t++) scores[t] = -INFINITY;
-  floats best = all(*top);
-  for (int t = 0; t < TILE; t += LANES) {
-    floats x = load(scores + t);
-    best = choose(x > best, x, best);
-  }
-  float now = largest(best), base = now == -INFINITY ? 0 : now;
+  long end = last < 0 ? 0 : last + 1 > TILE ? TILE : (last + STEP) / STEP * STEP;
+  for (long t = 0; t < first && t < end; t++) scores[t] = -INFINITY;
+  for (long t = last + 1; t < end; t++) scores[t] = -INFINITY;
+  floats best[TOGETHER];
+#pragma GCC unroll 4
+  for (int n = 0; n < TOGETHER; n++) best[n] = all(top);
+  for (long t = 0; t < end; t += STEP)
+#pragma GCC unroll 4
+    for (int n = 0; n < TOGETHER; n++) best[n] = larger(load(scores + t + n * LANES), best[n]);
+#pragma GCC unroll 4
+  for (int n = 1; n < TOGETHER; n++) best[0] = larger(best[n], best[0]);
+  *width = end;
+  return largest(best[0]);
+}
+
+/* scores of one row become shares: what it may not see is 0; returns their sum */
+static float share_out(float *scores, long width, float base) {
   floats total = all(0);
-  for (int t = 0; t < TILE; t += LANES) {
-    floats share = exponential(load(scores + t) - all(base));
-    store(scores + t, share);
-    total += share;
+  for (long t = 0; t < width; t += TOGETHER * LANES) {
+    floats x[TOGETHER];
+#pragma GCC unroll 4
+    for (int n = 0; n < TOGETHER; n++) x[n] = load(scores + t + n * LANES) - all(base);
+    exponentials(x);
+#pragma GCC unroll 4
+    for (int n = 0; n < TOGETHER; n++) store(scores + t + n * LANES, x[n]), total += x[n];
   }
-  float rescale = exponential_one(*top - base);
+  for (long t = width; t < TILE; t += LANES) store(scores + t, all(0));
+  return sum(total);
+}
+
+INLINE float base_of(float top) { return top == -INFINITY ? 0 : top; }
+
+#if HAS_TILES
+/* ask for keys or values of tokens */
+static void fetch_tokens(const Attention *a, const void *cache, const long *places, long first, long last) {
+  long bytes = a->dim * (long)size_of(a->type);
+  for (long t = first; t < last; t++)
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at(cache, places[t], a->type) + i);
+}
+
+/* both for one row; returns what former sums must be multiplied by */
+static float shares(float *scores, long from, long position, long window, float *top, float *mass) {
+  long width;
+  float now = mask(scores, from, position, window, *top, &width), rescale = exponential_one(*top - base_of(now));
   *top = now;
-  *mass = fused_one(*mass, rescale, sum(total));
+  *mass = fused_one(*mass, rescale, share_out(scores, width, base_of(now)));
   return rescale;
 }
+#endif
 
 /* where tokens of a tile lie in keys and values, in numbers of the cache's type; counted on, for a division each would cost
  * more than the rest */
@@ -879,46 +1076,133 @@ static void find_tokens(const Attention *a, const Block *b, long from, long firs
   }
 }
 
-/* ask for their keys or values: blocks lie anywhere, so the CPU cannot guess what comes next */
-static void fetch_tokens(const Attention *a, const void *cache, const long *places, long first, long last) {
-  long bytes = a->dim * (long)size_of(a->type);
-  for (long t = first; t < last; t++)
-    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at(cache, places[t], a->type) + i);
+/* where the block's first query stands */
+static long first_position(const Attention *a, const Block *b) {
+  long queries = a->starts[b->sequence + 1] - a->starts[b->sequence];
+  return a->contexts[b->sequence] - queries + b->first;
 }
 
-static void attend_piece(const Attention *a, const Block *b, const float *q, long rows, long position,
-                         long oldest, long piece, Seen *seen) {
-  long newest = position + b->queries - 1, dim = a->dim;
+/* the oldest position that any of its queries sees */
+static long oldest_of(const Attention *a, const Block *b) {
+  long position = first_position(a, b);
+  return a->window && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
+}
+
+/* the softmax of all rows of a block, one step for all after the other: no row waits for its own largest score */
+static void share_rows(const Attention *a, const Block *b, long rows, long from, float *scores, Seen *seen,
+                       float *rescale) {
+  long position = first_position(a, b), widths[MOST_ROWS];
+  float now[MOST_ROWS];
+  for (long r = 0; r < rows; r++)
+    now[r] = mask(scores + r * TILE, from, position + r / b->count, a->window, seen->top[r], widths + r);
+  for (long r = 0; r < rows; r++) rescale[r] = seen->top[r] - base_of(now[r]);
+  for (long r = 0; r < rows; r += LANES) store(rescale + r, exponential(load(rescale + r)));
+  for (long r = 0; r < rows; r++) {
+    float total = share_out(scores + r * TILE, widths[r], base_of(now[r]));
+    seen->mass[r] = fused_one(seen->mass[r], rescale[r], total), seen->top[r] = now[r];
+  }
+}
+
+/* the tokens of a tile that a block sees: first..last, counted from `from` on */
+typedef struct {
+  long from, first, last, places[TILE];
+} Tile;
+
+/* the tile from `from` on, of a piece that ends at `end` */
+static void find_tile(const Attention *a, const Block *b, long from, long end, Tile *tile) {
+  long oldest = oldest_of(a, b), first = oldest > from ? oldest - from : 0, last = end - from < TILE ? end - from : TILE;
+  tile->from = from, tile->first = first, tile->last = last;
+  find_tokens(a, b, from, first, last, tile->places);
+  /* keys are scored in groups: what a group lacks is the nearest token, and the score is dropped */
+  for (long t = first / MOST_KEYS * MOST_KEYS; t < first; t++) tile->places[t] = tile->places[first];
+  for (long t = last; t % MOST_KEYS; t++) tile->places[t] = tile->places[last - 1];
+}
+
+/* the first tile of a piece; returns where the piece ends */
+static long first_tile(const Attention *a, const Block *b, long piece, Tile *tile) {
+  long oldest = oldest_of(a, b), newest = first_position(a, b) + b->queries - 1;
   long begin = piece * PIECE, end = begin + PIECE < newest + 1 ? begin + PIECE : newest + 1;
-  float scores[MOST_ROWS * TILE], wide[TILE * MOST_DIM];
+  find_tile(a, b, oldest > begin ? oldest / TILE * TILE : begin, end, tile);
+  return end;
+}
+
+static Ahead ahead_of(const Attention *a, const Block *b, const void *cache, const Tile *tile) {
+  long size = (long)size_of(a->type);
+  return (Ahead){cache, tile->places, tile->first, tile->last, 0, b->kv_heads * a->dim * size, size};
+}
+
+/* room for the keys or values of a tile, one behind the other in float32 */
+typedef struct {
+  float values[TILE * MOST_DIM];
+  long places[TILE];
+} Copy;
+
+/* Where many rows use a tile, narrow values are widened once; and float32 is copied where tokens lie so far apart that a cache
+ * puts them all in the same places (2 KiB: a sixth of a prompt's time on a Neoverse-N1). */
+static int is_copied(const Attention *a, long rows) {
+  return rows > SOME_ROWS && (a->type != FLOAT32 || a->kv_heads * a->dim * 4 % 2048 == 0);
+}
+
+/* keys or values of a tile, from a KV head of the block on: in the cache, or copied */
+static Tokens tokens_of(const Attention *a, const Tile *tile, const void *cache, long head, Copy *copy) {
+  Tokens found = {at(cache, head * a->dim, a->type), tile->places};
+  if (!copy) return found;
+  for (long t = tile->first / MOST_KEYS * MOST_KEYS; t < tile->last || t % MOST_KEYS; t++) {
+    float *to = copy->values + t * a->dim;
+    const float *wide = widened(token(found, t, a->type), a->type, a->dim, to);
+    if (wide != to) memcpy(to, wide, sizeof(float) * a->dim);
+    copy->places[t] = t * a->dim;
+  }
+  return (Tokens){copy->values, copy->places};
+}
+
+/* `each`: rows of a KV head. Few of them: token by token through all KV heads, as they lie in memory. */
+static void score_rows(const Attention *a, const Block *b, const Tile *tile, const float *q, long each, Copy *copy,
+                       Ahead *ahead, float *scores) {
+  long some = each > SOME_ROWS ? 1 : b->kv_heads;
+  for (long h = 0; h < b->kv_heads; h += some) {
+    Tokens keys = tokens_of(a, tile, a->keys, h, copy);
+    for (long done = 0; done < each; done += SOME_ROWS) {
+      long these = each - done < SOME_ROWS ? each - done : SOME_ROWS, r = h * each + done;
+      scorers[copy ? FLOAT32 : a->type][these - 1](q + r * a->dim, keys, ahead, tile->first, tile->last, a->dim, some,
+                                                   scores + r * TILE);
+    }
+  }
+}
+
+static void mix_rows(const Attention *a, const Block *b, const Tile *tile, float *mixed, long each, Copy *copy,
+                     Ahead *ahead, const float *scores, const float *rescale) {
+  for (long h = 0; h < b->kv_heads; h++) {
+    Tokens values = tokens_of(a, tile, a->values, h, copy);
+    for (long done = 0; done < each; done += SOME_ROWS) {
+      long these = each - done < SOME_ROWS ? each - done : SOME_ROWS, r = h * each + done;
+      mixers[copy ? FLOAT32 : a->type][these - 1](mixed + r * a->dim, scores + r * TILE, rescale + r, values, ahead,
+                                                  tile->first, tile->last, a->dim);
+    }
+  }
+}
+
+static void attend_piece(const Attention *a, const Block *b, const float *q, long rows, long piece, Seen *seen) {
+  long each = rows / b->kv_heads;
+  float scores[MOST_ROWS * TILE], rescale[MOST_ROWS] = {0};
+  Copy room, *copy = is_copied(a, each) ? &room : NULL;
+  Tile tiles[2];
   for (long r = 0; r < rows; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0;
-  memset(seen->mixed, 0, sizeof(float) * rows * dim);
-  if (oldest > begin) begin = oldest / TILE * TILE;
-  for (long from = begin; from < end; from += TILE) {
-    long first = oldest > from ? oldest - from : 0, last = end - from < TILE ? end - from : TILE;
-    long places[TILE], soon[TILE], coming = end - from - TILE < TILE ? end - from - TILE : TILE;
-    const float *lines[TILE];
-    find_tokens(a, b, from, first, last, places);
-    fetch_tokens(a, a->values, places, first, last);
-    for (long t = first; t < last; t++)
-      lines[t] = widened(at(a->keys, places[t], a->type), a->type, dim, wide + t * dim);
-    dot_block(q, dim, rows, lines + first, last - first, dim, scores + first, TILE, NULL);
-    if (coming > 0) {
-      find_tokens(a, b, from + TILE, 0, coming, soon);
-      fetch_tokens(a, a->keys, soon, 0, coming);
+  memset(seen->mixed, 0, sizeof(float) * rows * a->dim);
+  long end = first_tile(a, b, piece, tiles);
+  for (int turn = 0, more = 1; more; turn = !turn) {
+    const Tile *tile = tiles + turn;
+    Tile *then = tiles + !turn;
+    Ahead ahead = ahead_of(a, b, a->values, tile);
+    score_rows(a, b, tile, q, each, copy, &ahead, scores);
+    share_rows(a, b, rows, tile->from, scores, seen, rescale);
+    more = tile->from + TILE < end;
+    ahead.last = 0;
+    if (more) {
+      find_tile(a, b, tile->from + TILE, end, then);
+      ahead = ahead_of(a, b, a->keys, then);
     }
-    float rescale[MOST_ROWS];
-    for (long r = 0; r < rows; r++)
-      rescale[r] = shares(scores + r * TILE, from, position + r / b->count, a->window, seen->top + r, seen->mass + r);
-    for (long t = first; t < last; t++)
-      lines[t] = widened(at(a->values, places[t], a->type), a->type, dim, wide + t * dim);
-    for (long r = 0; r < rows; r += DOT_ROWS) {
-      float *to[DOT_ROWS];
-      const float *share[DOT_ROWS];
-      int these = rows - r < DOT_ROWS ? (int)(rows - r) : DOT_ROWS;
-      for (int i = 0; i < these; i++) to[i] = seen->mixed + (r + i) * dim, share[i] = scores + (r + i) * TILE;
-      mixes[these - 1](to, share, rescale + r, lines, first, last, dim);
-    }
+    mix_rows(a, b, tile, seen->mixed, each, copy, &ahead, scores, rescale);
   }
 }
 
@@ -930,15 +1214,14 @@ typedef struct {
   char turned[HAS_TILES ? MOST_ROWS * MOST_DIM * 2 : 1]; /* for tiles */
 } Queries;
 
-static void see_piece(const Attention *a, const Block *b, const Queries *q, long rows, long position, long oldest,
-                      long piece, Seen *seen) {
+static void see_piece(const Attention *a, const Block *b, const Queries *q, long rows, long piece, Seen *seen) {
 #if HAS_TILES
   if (in_tiles(a)) {
-    attend_piece_tiled(a, b, q->turned, rows, position, oldest, piece, seen);
+    attend_piece_tiled(a, b, q->turned, rows, first_position(a, b), oldest_of(a, b), piece, seen);
     return;
   }
 #endif
-  attend_piece(a, b, q->wide, rows, position, oldest, piece, seen);
+  attend_piece(a, b, q->wide, rows, piece, seen);
 }
 
 /* one row: what was seen before, and a later piece */
@@ -958,22 +1241,10 @@ static void finish(const Attention *a, const Block *b, long rows, const float *m
   }
 }
 
-/* where the block's first query stands */
-static long first_position(const Attention *a, const Block *b) {
-  long queries = a->starts[b->sequence + 1] - a->starts[b->sequence];
-  return a->contexts[b->sequence] - queries + b->first;
-}
-
-/* the oldest position that any of its queries sees */
-static long oldest_of(const Attention *a, const Block *b) {
-  long position = first_position(a, b);
-  return a->window && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
-}
-
 static void attend(const Attention *a, const Block *b) {
   Queries q;
   float mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
-  long rows = b->queries * b->count, dim = a->dim, position = first_position(a, b), oldest = oldest_of(a, b);
+  long rows = b->queries * b->count, dim = a->dim;
   for (long r = 0; r < rows; r++) {
     long token = a->starts[b->sequence] + b->first + r / b->count;
     const float *from = a->q + token * a->q_stride + (b->head + r % b->count) * dim;
@@ -984,16 +1255,16 @@ static void attend(const Attention *a, const Block *b) {
 #endif
   if (b->piece >= 0) {
     Seen seen = {.mixed = b->partial + 2 * rows};
-    see_piece(a, b, &q, rows, position, oldest, b->piece, &seen);
+    see_piece(a, b, &q, rows, b->piece, &seen);
     memcpy(b->partial, seen.top, sizeof(float) * rows);
     memcpy(b->partial + rows, seen.mass, sizeof(float) * rows);
     return;
   }
   Seen seen = {.mixed = mixed}, next = {.mixed = later};
-  long first = oldest / PIECE, last = (position + b->queries - 1) / PIECE;
-  see_piece(a, b, &q, rows, position, oldest, first, &seen);
+  long first = oldest_of(a, b) / PIECE, last = (first_position(a, b) + b->queries - 1) / PIECE;
+  see_piece(a, b, &q, rows, first, &seen);
   for (long piece = first + 1; piece <= last; piece++) {
-    see_piece(a, b, &q, rows, position, oldest, piece, &next);
+    see_piece(a, b, &q, rows, piece, &next);
     for (long r = 0; r < rows; r++)
       join(seen.top + r, seen.mass + r, mixed + r * dim, next.top[r], next.mass[r], later + r * dim, dim);
   }
@@ -1014,19 +1285,21 @@ static void join_pieces(const Attention *a, const Block *b, long pieces) {
   finish(a, b, rows, seen + rows, seen + 2 * rows);
 }
 
-/* The blocks of a pass, those with most work first: stretches of queries, then single queries, their past cut in pieces
- * where it is long. Returns how many; with no `blocks` it only counts, and says how many floats partial results take. */
-static long cut(const Attention *a, Block *blocks, float *partial, long *floats_needed) {
+/* The blocks of a pass, those with most work first: stretches of queries, then single queries with `together` KV heads in a
+ * block, their past cut in pieces where it is long. Returns how many; with no `blocks` it only counts, and says how many
+ * floats partial results take. */
+static long cut(const Attention *a, long together, Block *blocks, float *partial, long *floats_needed) {
   long group = a->heads / a->kv_heads, count = group < MOST_ROWS ? group : MOST_ROWS, found = 0, used = 0;
   for (int single = 0; single < 2; single++)
     for (long s = 0; s < a->sequences; s++) {
-      long queries = a->starts[s + 1] - a->starts[s], step = MOST_ROWS / count;
+      long queries = a->starts[s + 1] - a->starts[s], step = MOST_ROWS / count, some = single ? together : 1;
       if (queries < 1 || (queries == 1) != single) continue;
       for (long last = queries; last > 0; last -= step)
-        for (long kv_head = 0; kv_head < a->kv_heads; kv_head++)
+        for (long kv_head = 0; kv_head < a->kv_heads; kv_head += some)
           for (long head = 0; head < group; head += count) {
             Block b = {.sequence = s, .kv_head = kv_head, .head = kv_head * group + head, .piece = -1};
-            b.count = group - head < count ? group - head : count;
+            b.kv_heads = a->kv_heads - kv_head < some ? a->kv_heads - kv_head : some;
+            b.count = b.kv_heads * (group - head < count ? group - head : count);
             b.first = last > step ? last - step : 0, b.queries = last - b.first;
             long first = oldest_of(a, &b) / PIECE, pieces = first_position(a, &b) / PIECE - first + 1;
             if (!single || pieces == 1) {
@@ -1042,6 +1315,19 @@ static long cut(const Attention *a, Block *blocks, float *partial, long *floats_
   return found;
 }
 
+/* How many KV heads of a single query one block takes: a token's lie side by side in memory, but threads must have enough to
+ * share. */
+static long heads_together(const Attention *a, int threads) {
+  long group = a->heads / a->kv_heads, most = MOST_ROWS / group, singles = 0;
+#if HAS_TILES
+  if (in_tiles(a)) return 1;
+#endif
+  for (long s = 0; s < a->sequences; s++) singles += a->starts[s + 1] - a->starts[s] == 1 ? a->contexts[s] / PIECE + 1 : 0;
+  if (most > a->kv_heads) most = a->kv_heads;
+  while (most > 1 && singles * (a->kv_heads / most) < 4 * threads) most--;
+  return most > 1 ? most : 1;
+}
+
 /* 0: done. 1: no memory. */
 API int shoal_attention(float *out, const float *q, long q_stride, const void *keys, const void *values, int type,
                         const int64_t *tables, long table_width, const int64_t *starts, const int64_t *contexts,
@@ -1049,14 +1335,14 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
                         int threads) {
   Attention a = {out,         q,         keys,  values,   tables, starts,     contexts, q_stride,
                  table_width, sequences, heads, kv_heads, dim,    block_size, window,   scale,  type};
-  long needed, count = cut(&a, NULL, NULL, &needed);
+  long needed, together = heads_together(&a, threads), count = cut(&a, together, NULL, NULL, &needed);
   Block *blocks = malloc(sizeof(Block) * (count + 1));
   float *partial = malloc(sizeof(float) * (needed + LANES));
   if (!blocks || !partial) {
     free(blocks), free(partial);
     return 1;
   }
-  cut(&a, blocks, partial, &needed);
+  cut(&a, together, blocks, partial, &needed);
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
   {
 #pragma omp for schedule(dynamic, 1)
