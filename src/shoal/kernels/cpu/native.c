@@ -846,8 +846,8 @@ typedef struct {
   long token, last, byte, bytes, size;
 } Ahead;
 
-/* Ask for the next lines of it: blocks lie anywhere, so the CPU cannot guess what comes next. It can only wait for about 20
- * lines at once, so they are asked for evenly while something is computed. */
+/* Ask for the next lines of it: blocks lie anywhere, so the CPU cannot guess what comes next. It can wait for only
+ * so many lines at once (about 20 on a Neoverse-N1, reckoned from its speed), so they are asked for evenly while something is computed. */
 INLINE void fetch(Ahead *ahead, long lines) {
   for (; lines > 0 && ahead->token < ahead->last; lines--) {
     __builtin_prefetch(ahead->start + ahead->places[ahead->token] * ahead->size + ahead->byte);
@@ -990,7 +990,7 @@ INLINE floats larger(floats x, floats best) {
 }
 
 /* As `exponential`, of TOGETHER vectors, none above 0; 0 below -87.7. Step by step for all of them: a CPU does not look far
- * enough ahead to find the steps of the next vector itself (36 cycles for a vector of 4 on a Neoverse-N1 one by one). */
+ * enough ahead to find the steps of the next vector itself (some 36 cycles for a vector of 4 on a Neoverse-N1 one by one, by a sampled profile). */
 INLINE void exponentials(floats *x) {
   floats shifted[TOGETHER], p[TOGETHER];
 #define EACH(step) _Pragma("GCC unroll 4") for (int n = 0; n < TOGETHER; n++) step
@@ -1138,7 +1138,7 @@ typedef struct {
 } Copy;
 
 /* Where many rows use a tile, narrow values are widened once; and float32 is copied where tokens lie so far apart that a cache
- * puts them all in the same places (2 KiB: a sixth of a prompt's time on a Neoverse-N1). */
+ * puts them all in the same places (measured at 4 KiB: a sixth of a prompt's time on a Neoverse-N1). */
 static int is_copied(const Attention *a, long rows) {
   return rows > SOME_ROWS && (a->type != FLOAT32 || a->kv_heads * a->dim * 4 % 2048 == 0);
 }
