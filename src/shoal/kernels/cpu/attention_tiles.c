@@ -22,8 +22,8 @@ static void shape_attention(long rows) {
   tiles_begin(&shape);
 }
 
-/* rows of queries, rounded: for each 16 of them and each 32 values, 16 pairs by the rows */
-static void turn_queries(char *to, const float *q, long rows, long dim) {
+/* rows of queries of one KV head, rounded: for each 16 of them and each 32 values, 16 pairs by the rows */
+static void turn_rows(char *to, const float *q, long rows, long dim) {
   for (long first = 0; first < rows; first += GROUP) {
     long these = rows < GROUP ? rows : GROUP;
     for (long at_dim = 0; at_dim < dim; at_dim += PAIRED, to += these * 64) {
@@ -36,33 +36,52 @@ static void turn_queries(char *to, const float *q, long rows, long dim) {
   }
 }
 
-static const char *place_in_memory(const Attention *a, const Block *b, const void *cache, long token) {
-  long block = a->tables[b->sequence * a->table_width + token / a->block_size];
-  long slot = block * a->block_size + token % a->block_size;
-  return (const char *)cache + (slot * a->kv_heads + b->kv_head) * a->dim * 2;
+/* the same for every KV head of a block */
+static void turn_queries(char *to, const float *q, long rows, long dim, long kv_heads) {
+  long each = rows / kv_heads;
+  for (long r = 0; r < rows; r += each) turn_rows(to + r * dim * 2, q + r * dim, each, dim);
 }
 
-/* 16 keys: in the cache, or copied where its blocks do not hold 16 in a row; first and last as in the group */
-static const char *keys_of(const Attention *a, const Block *b, long from, long first, long last, char *room,
-                           long *stride) {
-  long line = a->dim * 2;
+/* What the next tile needs, keys and values, asked for evenly while this one is worked on: SOME lines of each at every step
+ * of the products, a few beside every pair of values: a third of a tile with the scores, with the pairs, with the mixing. */
+enum { SOME = 11 };
+
+typedef struct {
+  Ahead keys, values;
+} Coming;
+
+INLINE void ask(Coming *coming, long lines) {
+  fetch(&coming->keys, lines);
+  fetch(&coming->values, lines);
+}
+
+static Coming coming_of(const Attention *a, const Block *b, const Tile *tile) {
+  if (!b || b->queries > 1) return (Coming){{0}, {0}}; /* a prompt's are used again and again, and lie near */
+  return (Coming){ahead_of(a, b, a->keys, tile), ahead_of(a, b, a->values, tile)};
+}
+
+/* 16 keys from `here` on in the tile: in the cache, or copied where its blocks do not hold 16 in a row */
+static const char *keys_of(const Attention *a, const Tile *tile, long head, long here, char *room, long *stride) {
+  long line = a->dim * 2, known = tile->first > here ? tile->first : here;
+  const uint16_t *keys = (const uint16_t *)a->keys + head * a->dim;
   *stride = a->kv_heads * line;
-  if (a->block_size % GROUP == 0) return place_in_memory(a, b, a->keys, from);
+  if (a->block_size % GROUP == 0) return (const char *)(keys + tile->places[known] - (known - here) * a->kv_heads * a->dim);
   *stride = line;
   memset(room, 0, GROUP * line);
-  for (long t = first > 0 ? first : 0; t < GROUP && t < last; t++)
-    memcpy(room + t * line, place_in_memory(a, b, a->keys, from + t), line);
+  for (long t = known; t < here + GROUP && t < tile->last; t++)
+    memcpy(room + (t - here) * line, keys + tile->places[t], line);
   return room;
 }
 
 /* scores of a group of 16 keys (of two, if there are at most 16 rows), into [keys, rows], one set of 16 rows after the
  * other, or one group after the other */
 INLINE void score_group(const char *const *keys, const long *stride, const char *q, long rows, long dim, int both,
-                        float *found) {
+                        Coming *coming, float *found) {
   long width = (rows < GROUP ? rows : GROUP) * 4, many = rows > GROUP, set = dim * GROUP * 2;
   tile_zero(0);
   tile_zero(1);
   for (long n = 0; n < dim / PAIRED; n++) {
+    ask(coming, SOME);
     tile_load(3, q + n * width * GROUP, width);
     tile_load(2, keys[0] + n * TILE_BYTES, stride[0]);
     tile_add_bfloat16(0, 2, 3);
@@ -75,37 +94,54 @@ INLINE void score_group(const char *const *keys, const long *stride, const char 
     }
   }
   tile_store(0, found, width);
-  if (many || both) tile_store(1, found + GROUP * GROUP, width);
+  if (many) tile_store(1, found + GROUP * TILE, width);
+  if (both) tile_store(1, found + GROUP * rows, width);
 }
 
 /* [16 keys, rows] to rows of scores */
 static void turn_scores(float *scores, const float *found, long rows) {
-  uint32_t turned[TILE_SIZE / 4];
-  if (rows == GROUP)
-    turn16(turned, (const char *)found, TILE_BYTES);
-  else
-    turn_words(turned, (const uint32_t *)found, GROUP, rows);
-  for (long r = 0; r < rows; r++) memcpy(scores + r * TILE, turned + r * GROUP, sizeof(float) * GROUP);
+  if (rows == GROUP) {
+    turn16_to((uint32_t *)scores, TILE, (const char *)found, TILE_BYTES);
+    return;
+  }
+#if defined(__AVX512F__)
+  __m512i keys = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i places = _mm512_mullo_epi32(keys, _mm512_set1_epi32((int)rows));
+  for (long r = 0; r < rows; r++, places = _mm512_add_epi32(places, _mm512_set1_epi32(1))) {
+    __m512i line = _mm512_srli_epi32(places, 4);
+    __m512 row = _mm512_permutexvar_ps(places, _mm512_loadu_ps(found));
+    for (int n = 1; n < rows; n++)
+      row = _mm512_mask_permutexvar_ps(row, _mm512_cmpeq_epi32_mask(line, _mm512_set1_epi32(n)), places,
+                                       _mm512_loadu_ps(found + n * GROUP));
+    _mm512_storeu_ps(scores + r * TILE, row);
+  }
+#else
+  for (long r = 0; r < rows; r++)
+    for (long t = 0; t < GROUP; t++) scores[r * TILE + t] = found[t * rows + r];
+#endif
 }
 
-/* all scores of a tile of tokens; those outside first..last are nonsense */
-static void score_tile(const Attention *a, const Block *b, const char *q, long rows, long from, long first, long last,
-                       float *scores) {
+/* all scores of a tile and a KV head, as [groups, 16 keys, rows], one set of 16 rows after the other */
+static void score_tile(const Attention *a, const Tile *tile, long head, const char *q, long rows, Coming *coming,
+                       float *found) {
   char room[2][GROUP * MOST_DIM * 2];
-  float found[2 * GROUP * GROUP];
-  for (long group = first / GROUP; group * GROUP < last;) {
+  long width = rows < GROUP ? rows : GROUP;
+  for (long here = tile->first / GROUP * GROUP; here < tile->last;) {
     const char *keys[2];
-    long stride[2], here = group * GROUP;
-    int both = rows <= GROUP && here + GROUP < last;
-    for (int n = 0; n <= both; n++)
-      keys[n] = keys_of(a, b, from + here + n * GROUP, first - here - n * GROUP, last - here - n * GROUP, room[n],
-                        stride + n);
-    score_group(keys, stride, q, rows, a->dim, both, found);
-    turn_scores(scores + here, found, rows < GROUP ? rows : GROUP);
-    if (both) turn_scores(scores + here + GROUP, found + GROUP * GROUP, rows);
-    if (rows > GROUP) turn_scores(scores + GROUP * TILE + here, found + GROUP * GROUP, GROUP);
-    group += 1 + both;
+    long stride[2];
+    int both = rows <= GROUP && here + GROUP < tile->last;
+    for (int n = 0; n <= both; n++) keys[n] = keys_of(a, tile, head, here + n * GROUP, room[n], stride + n);
+    score_group(keys, stride, q, rows, a->dim, both, coming, found + here * width);
+    here += (1 + both) * GROUP;
   }
+}
+
+/* the same as rows of scores; those outside first..last are nonsense */
+static void turn_tile(const Tile *tile, const float *found, long rows, float *scores) {
+  long width = rows < GROUP ? rows : GROUP;
+  for (long set = 0; set < rows; set += GROUP)
+    for (long here = tile->first / GROUP * GROUP; here < tile->last; here += GROUP)
+      turn_scores(scores + set * TILE + here, found + set * TILE + here * width, width);
 }
 
 /* two rows of n values, value by value beside each other, 16 pairs to a row of a tile */
@@ -130,27 +166,31 @@ INLINE void pair_values(char *to, const uint16_t *one, const uint16_t *two, long
 }
 
 /* the values of a tile of tokens: for each 32 tokens and each 16 values a tile; zeros outside first..last */
-static void pair_tile(const Attention *a, const long *places, long first, long last, char *to) {
+static void pair_tile(const Attention *a, const Tile *tile, long head, Coming *coming, char *to) {
+  long first = tile->first, last = tile->last, few = (a->dim + 47) / 48; /* a third of the lines of a head */
+  const uint16_t *values = (const uint16_t *)a->values + head * a->dim;
   static const uint16_t zeros[MOST_DIM];
   for (long t = first / PAIRED * PAIRED; t < (last + PAIRED - 1) / PAIRED * PAIRED; t += 2) {
     const uint16_t *line[2];
     for (long n = 0; n < 2; n++)
-      line[n] = t + n >= first && t + n < last ? (const uint16_t *)a->values + places[t + n] : zeros;
+      line[n] = t + n >= first && t + n < last ? values + tile->places[t + n] : zeros;
+    ask(coming, few);
     pair_values(to + t / PAIRED * a->dim * 64 + t % PAIRED / 2 * 64, line[0], line[1], a->dim);
   }
 }
 
-/* mixed [16 or 32 rows, dim] plus shares [the same rows, TILE] times values */
-INLINE void mix_tile(float *mixed, const uint16_t *share, const char *values, long rows, long dim, long first,
-                     long last) {
+/* shares [16 or 32 rows, TILE] times values: [the same rows, dim] */
+INLINE void mix_tile(float *product, const uint16_t *share, const char *values, long rows, long dim, const Tile *tile,
+                     Coming *coming) {
   int many = rows > GROUP;
   for (long i = 0; i < dim; i += 2 * GROUP) { /* many rows: two sets of rows; few: two sets of values */
     for (int half = 0; half < 1 + many; half++) {
-      float *one = mixed + i + half * GROUP, *two = many ? one + GROUP * dim : one + GROUP;
-      tile_load(6, one, dim * 4);
-      tile_load(7, two, dim * 4);
-      for (long t = first / PAIRED * PAIRED; t < last; t += PAIRED) {
+      float *one = product + i + half * GROUP, *two = many ? one + GROUP * dim : one + GROUP;
+      tile_zero(6);
+      tile_zero(7);
+      for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED) {
         const char *here = values + t / PAIRED * dim * 64 + (i / GROUP + half) * TILE_SIZE;
+        ask(coming, SOME);
         tile_load(4, share + t, TILE * 2);
         tile_load(5, here, TILE_BYTES);
         tile_add_bfloat16(6, 4, 5);
@@ -168,37 +208,46 @@ INLINE void mix_tile(float *mixed, const uint16_t *share, const char *values, lo
   }
 }
 
-/* as attend_piece */
-static void attend_piece_tiled(const Attention *a, const Block *b, const char *q, long rows, long position, long oldest,
-                               long piece, Seen *seen) {
-  long newest = position + b->queries - 1, dim = a->dim, all_rows = rows > GROUP ? 2 * GROUP : rows;
-  long begin = piece * PIECE, end = begin + PIECE < newest + 1 ? begin + PIECE : newest + 1;
-  float scores[MOST_ROWS * TILE], mixed[MOST_ROWS * MOST_DIM];
+/* a row of shares, rounded */
+INLINE void narrow_shares(uint16_t *to, const float *from) {
+#if defined(__AVX512BF16__)
+  for (long t = 0; t < TILE; t += PAIRED)
+    _mm512_storeu_si512(to + t, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + t + LANES), (__m512)load(from + t)));
+#else
+  for (long t = 0; t < TILE; t += LANES) store_as(to + t, load(from + t), BFLOAT16);
+#endif
+}
+
+/* as attend_piece; of several KV heads each has at most 16 rows */
+static void attend_piece_tiled(const Attention *a, const Block *b, const char *q, long rows, long piece,
+                               const Block *next, Seen *seen) {
+  long dim = a->dim, each = rows / b->kv_heads;
+  float found[MOST_ROWS * TILE], scores[MOST_ROWS * TILE], rescale[MOST_ROWS] = {0};
+  float product[MOST_ROWS * MOST_DIM]; /* above 16 rows there are always 32 */
   uint16_t share[MOST_ROWS * TILE];
   char values[TILE / PAIRED * MOST_DIM * 64];
+  Tile tiles[2];
   for (long r = 0; r < rows; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0;
-  memset(mixed, 0, sizeof(float) * all_rows * dim);
-  memset(share, 0, sizeof(uint16_t) * all_rows * TILE);
-  if (oldest > begin) begin = oldest / TILE * TILE;
-  for (long from = begin; from < end; from += TILE) {
-    long first = oldest > from ? oldest - from : 0, last = end - from < TILE ? end - from : TILE;
-    long places[TILE], soon[TILE], coming = end - from - TILE < TILE ? end - from - TILE : TILE;
-    find_tokens(a, b, from, first, last, places);
-    fetch_tokens(a, a->values, places, first, last);
-    score_tile(a, b, q, rows, from, first, last, scores);
-    if (coming > 0) {
-      find_tokens(a, b, from + TILE, 0, coming, soon);
-      fetch_tokens(a, a->keys, soon, 0, coming);
+  memset(seen->mixed, 0, sizeof(float) * rows * dim);
+  if (each > GROUP) memset(share, 0, sizeof share);
+  long end = first_tile(a, b, piece, tiles);
+  for (int turn = 0, more = 1; more; turn = !turn) {
+    const Tile *tile = tiles + turn;
+    more = tile->from + TILE < end;
+    const Block *after = next_tile(a, b, tile, end, next, tiles + !turn);
+    Coming coming = coming_of(a, after, tiles + !turn);
+    for (long h = 0; h < b->kv_heads; h++)
+      score_tile(a, tile, h, q + h * each * dim * 2, each, &coming, found + h * each * TILE);
+    for (long h = 0; h < b->kv_heads; h++) turn_tile(tile, found + h * each * TILE, each, scores + h * each * TILE);
+    share_rows(a, b, rows, tile->from, scores, seen, rescale);
+    for (long r = 0; r < rows; r++) narrow_shares(share + r * TILE, scores + r * TILE);
+    for (long h = 0; h < b->kv_heads; h++) {
+      pair_tile(a, tile, h, &coming, values);
+      mix_tile(product + h * each * dim, share + h * each * TILE, values, each, dim, tile, &coming);
     }
-    for (long r = 0; r < rows; r++) {
-      float *line = scores + r * TILE;
-      float rescale = shares(line, from, position + r / b->count, a->window, seen->top + r, seen->mass + r);
-      for (long t = 0; t < TILE; t += LANES) store_as(share + r * TILE + t, load(line + t), BFLOAT16);
-      for (long i = 0; i < dim; i += LANES) store(mixed + r * dim + i, load(mixed + r * dim + i) * all(rescale));
-    }
-    pair_tile(a, places, first, last, values);
-    mix_tile(mixed, share, values, rows, dim, first, last);
+    for (long r = 0; r < rows; r++)
+      for (long i = r * dim; i < (r + 1) * dim; i += LANES)
+        store(seen->mixed + i, fused(load(seen->mixed + i), all(rescale[r]), load(product + i)));
   }
-  memcpy(seen->mixed, mixed, sizeof(float) * rows * dim);
 }
 #endif

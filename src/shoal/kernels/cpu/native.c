@@ -847,10 +847,11 @@ typedef struct {
 } Ahead;
 
 /* Ask for the next lines of it: blocks lie anywhere, so the CPU cannot guess what comes next. It can wait for only
- * so many lines at once (about 20 on a Neoverse-N1, reckoned from its speed), so they are asked for evenly while something is computed. */
+ * so many lines at once (about 20 on a Neoverse-N1, reckoned from its speed), so they are asked for evenly while something is computed.
+ * Tiles take so much of so many tokens at once that the first cache would not hold it. */
 INLINE void fetch(Ahead *ahead, long lines) {
   for (; lines > 0 && ahead->token < ahead->last; lines--) {
-    __builtin_prefetch(ahead->start + ahead->places[ahead->token] * ahead->size + ahead->byte);
+    __builtin_prefetch(ahead->start + ahead->places[ahead->token] * ahead->size + ahead->byte, 0, HAS_TILES ? 2 : 3);
     ahead->byte += 64;
     if (ahead->byte >= ahead->bytes) ahead->byte = 0, ahead->token++;
   }
@@ -984,6 +985,8 @@ static Mix *const mixers[][SOME_ROWS] = {OF_TYPE(mix, FLOAT32), OF_TYPE(mix, BFL
 INLINE floats larger(floats x, floats best) {
 #if defined(__ARM_NEON) && defined(__aarch64__)
   return (floats)vmaxnmq_f32((float32x4_t)x, (float32x4_t)best);
+#elif defined(__AVX512F__)
+  return (floats)_mm512_max_ps((__m512)x, (__m512)best);
 #else
   return choose(x > best, x, best);
 #endif
@@ -1010,14 +1013,27 @@ INLINE void exponentials(floats *x) {
 #undef EACH
 }
 
+/* scores[first..last - 1] stay; the others before `end` become -infinity */
+INLINE void keep(float *scores, long first, long last, long end) {
+#if defined(__AVX512F__)
+  if (first <= 0 && last >= end) return;
+  uint64_t kept = last < TILE ? ((uint64_t)1 << last) - 1 : ~(uint64_t)0;
+  if (first > 0) kept &= first < TILE ? ~(uint64_t)0 << first : 0;
+  for (long t = 0; t < end; t += LANES) /* whole vectors: to load what was stored in parts would be to wait for it */
+    store(scores + t, (floats)_mm512_mask_mov_ps((__m512)all(-INFINITY), (__mmask16)(kept >> t), (__m512)load(scores + t)));
+#else
+  for (long t = 0; t < first && t < end; t++) scores[t] = -INFINITY;
+  for (long t = last; t < end; t++) scores[t] = -INFINITY;
+#endif
+}
+
 /* What a row may not see of a tile becomes -infinity; returns its largest score up to now. `width`: how much of the tile it
  * sees, in whole steps. */
 static float mask(float *scores, long from, long position, long window, float top, long *width) {
   enum { STEP = TOGETHER * LANES };
   long last = position - from, first = window ? last - window + 1 : 0; /* it sees first..last of this tile */
   long end = last < 0 ? 0 : last + 1 > TILE ? TILE : (last + STEP) / STEP * STEP;
-  for (long t = 0; t < first && t < end; t++) scores[t] = -INFINITY;
-  for (long t = last + 1; t < end; t++) scores[t] = -INFINITY;
+  keep(scores, first, last + 1, end);
   floats best[TOGETHER];
 #pragma GCC unroll 4
   for (int n = 0; n < TOGETHER; n++) best[n] = all(top);
@@ -1046,24 +1062,6 @@ static float share_out(float *scores, long width, float base) {
 }
 
 INLINE float base_of(float top) { return top == -INFINITY ? 0 : top; }
-
-#if HAS_TILES
-/* ask for keys or values of tokens */
-static void fetch_tokens(const Attention *a, const void *cache, const long *places, long first, long last) {
-  long bytes = a->dim * (long)size_of(a->type);
-  for (long t = first; t < last; t++)
-    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)at(cache, places[t], a->type) + i);
-}
-
-/* both for one row; returns what former sums must be multiplied by */
-static float shares(float *scores, long from, long position, long window, float *top, float *mass) {
-  long width;
-  float now = mask(scores, from, position, window, *top, &width), rescale = exponential_one(*top - base_of(now));
-  *top = now;
-  *mass = fused_one(*mass, rescale, share_out(scores, width, base_of(now)));
-  return rescale;
-}
-#endif
 
 /* where tokens of a tile lie in keys and values, in numbers of the cache's type; counted on, for a division each would cost
  * more than the rest */
@@ -1126,6 +1124,17 @@ static long first_tile(const Attention *a, const Block *b, long piece, Tile *til
   return end;
 }
 
+/* the tile that comes after one of a piece that ends at `end`: returns whose it is, or none */
+static const Block *next_tile(const Attention *a, const Block *b, const Tile *tile, long end, const Block *next,
+                              Tile *found) {
+  if (tile->from + TILE < end) {
+    find_tile(a, b, tile->from + TILE, end, found);
+    return b;
+  }
+  if (next) first_tile(a, next, next->piece < 0 ? oldest_of(a, next) / PIECE : next->piece, found);
+  return next;
+}
+
 static Ahead ahead_of(const Attention *a, const Block *b, const void *cache, const Tile *tile) {
   long size = (long)size_of(a->type);
   return (Ahead){cache, tile->places, tile->first, tile->last, 0, b->kv_heads * a->dim * size, size};
@@ -1182,7 +1191,9 @@ static void mix_rows(const Attention *a, const Block *b, const Tile *tile, float
   }
 }
 
-static void attend_piece(const Attention *a, const Block *b, const float *q, long rows, long piece, Seen *seen) {
+/* next: the block that the thread will take after this one, or none */
+static void attend_piece(const Attention *a, const Block *b, const float *q, long rows, long piece, const Block *next,
+                         Seen *seen) {
   long each = rows / b->kv_heads;
   float scores[MOST_ROWS * TILE], rescale[MOST_ROWS] = {0};
   Copy room, *copy = is_copied(a, each) ? &room : NULL;
@@ -1197,11 +1208,9 @@ static void attend_piece(const Attention *a, const Block *b, const float *q, lon
     score_rows(a, b, tile, q, each, copy, &ahead, scores);
     share_rows(a, b, rows, tile->from, scores, seen, rescale);
     more = tile->from + TILE < end;
+    const Block *after = next_tile(a, b, tile, end, next, then);
     ahead.last = 0;
-    if (more) {
-      find_tile(a, b, tile->from + TILE, end, then);
-      ahead = ahead_of(a, b, a->keys, then);
-    }
+    if (after) ahead = ahead_of(a, after, a->keys, then);
     mix_rows(a, b, tile, seen->mixed, each, copy, &ahead, scores, rescale);
   }
 }
@@ -1214,14 +1223,15 @@ typedef struct {
   char turned[HAS_TILES ? MOST_ROWS * MOST_DIM * 2 : 1]; /* for tiles */
 } Queries;
 
-static void see_piece(const Attention *a, const Block *b, const Queries *q, long rows, long piece, Seen *seen) {
+static void see_piece(const Attention *a, const Block *b, const Queries *q, long rows, long piece, const Block *next,
+                      Seen *seen) {
 #if HAS_TILES
   if (in_tiles(a)) {
-    attend_piece_tiled(a, b, q->turned, rows, first_position(a, b), oldest_of(a, b), piece, seen);
+    attend_piece_tiled(a, b, q->turned, rows, piece, next, seen);
     return;
   }
 #endif
-  attend_piece(a, b, q->wide, rows, piece, seen);
+  attend_piece(a, b, q->wide, rows, piece, next, seen);
 }
 
 /* one row: what was seen before, and a later piece */
@@ -1241,7 +1251,7 @@ static void finish(const Attention *a, const Block *b, long rows, const float *m
   }
 }
 
-static void attend(const Attention *a, const Block *b) {
+static void attend(const Attention *a, const Block *b, const Block *next) {
   Queries q;
   float mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
   long rows = b->queries * b->count, dim = a->dim;
@@ -1251,22 +1261,22 @@ static void attend(const Attention *a, const Block *b) {
     for (long i = 0; i < dim; i += LANES) store(q.wide + r * dim + i, load(from + i) * all(a->scale));
   }
 #if HAS_TILES
-  if (in_tiles(a)) turn_queries(q.turned, q.wide, rows, dim), shape_attention(rows);
+  if (in_tiles(a)) turn_queries(q.turned, q.wide, rows, dim, b->kv_heads), shape_attention(rows / b->kv_heads);
 #endif
   if (b->piece >= 0) {
     Seen seen = {.mixed = b->partial + 2 * rows};
-    see_piece(a, b, &q, rows, b->piece, &seen);
+    see_piece(a, b, &q, rows, b->piece, next, &seen);
     memcpy(b->partial, seen.top, sizeof(float) * rows);
     memcpy(b->partial + rows, seen.mass, sizeof(float) * rows);
     return;
   }
-  Seen seen = {.mixed = mixed}, next = {.mixed = later};
+  Seen seen = {.mixed = mixed}, more = {.mixed = later};
   long first = oldest_of(a, b) / PIECE, last = (first_position(a, b) + b->queries - 1) / PIECE;
-  see_piece(a, b, &q, rows, first, &seen);
+  see_piece(a, b, &q, rows, first, first < last ? NULL : next, &seen);
   for (long piece = first + 1; piece <= last; piece++) {
-    see_piece(a, b, &q, rows, piece, &next);
+    see_piece(a, b, &q, rows, piece, piece < last ? NULL : next, &more);
     for (long r = 0; r < rows; r++)
-      join(seen.top + r, seen.mass + r, mixed + r * dim, next.top[r], next.mass[r], later + r * dim, dim);
+      join(seen.top + r, seen.mass + r, mixed + r * dim, more.top[r], more.mass[r], later + r * dim, dim);
   }
   finish(a, b, rows, seen.mass, mixed);
 }
@@ -1320,7 +1330,7 @@ static long cut(const Attention *a, long together, Block *blocks, float *partial
 static long heads_together(const Attention *a, int threads) {
   long group = a->heads / a->kv_heads, most = MOST_ROWS / group, singles = 0;
 #if HAS_TILES
-  if (in_tiles(a)) return 1;
+  if (in_tiles(a) && group > GROUP) return 1;
 #endif
   for (long s = 0; s < a->sequences; s++) singles += a->starts[s + 1] - a->starts[s] == 1 ? a->contexts[s] / PIECE + 1 : 0;
   if (most > a->kv_heads) most = a->kv_heads;
@@ -1343,20 +1353,29 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
     return 1;
   }
   cut(&a, together, blocks, partial, &needed);
+  long taken = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
   {
-#pragma omp for schedule(dynamic, 1)
-    for (long n = 0; n < count; n++) attend(&a, blocks + n);
+    long next;
+#pragma omp atomic capture
+    next = taken++;
+    for (long n = next; n < count; n = next) { /* one ahead, so that its memory can be asked for in time */
+#pragma omp atomic capture
+      next = taken++;
+      attend(&a, blocks + n, next < count ? blocks + next : NULL);
+    }
 #if HAS_TILES
     if (in_tiles(&a)) tiles_end();
 #endif
-    if (needed)
+    if (needed) {
+#pragma omp barrier
 #pragma omp for schedule(dynamic, 1)
       for (long n = 0; n < count; n++) {
         const Block *b = blocks + n;
         int starts_here = b->piece >= 0 && b->piece == oldest_of(&a, b) / PIECE;
         if (starts_here) join_pieces(&a, b, first_position(&a, b) / PIECE - b->piece + 1);
       }
+    }
   }
   free(blocks), free(partial);
   return 0;

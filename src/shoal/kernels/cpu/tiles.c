@@ -89,8 +89,8 @@ static void pretend_int8(int sums, int a, int b) {
 static int tiles_permitted(void) { return 0; }
 #endif
 
-/* 16 rows of 16 words, `stride` bytes apart, rows and columns exchanged */
-static void turn16(uint32_t *to, const char *from, long stride) {
+/* 16 rows of 16 words, `stride` bytes apart, rows and columns exchanged; to_stride: in words */
+static void turn16_to(uint32_t *to, long to_stride, const char *from, long stride) {
 #if defined(__AVX512F__)
   __m512i a[16], b[16];
 #pragma GCC unroll 16
@@ -109,16 +109,18 @@ static void turn16(uint32_t *to, const char *from, long stride) {
     __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
     __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
     __m512i high_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-    _mm512_storeu_si512(to + j * 16, _mm512_shuffle_i32x4(low, high, 0x88));
-    _mm512_storeu_si512(to + (4 + j) * 16, _mm512_shuffle_i32x4(odd, high_odd, 0x88));
-    _mm512_storeu_si512(to + (8 + j) * 16, _mm512_shuffle_i32x4(low, high, 0xdd));
-    _mm512_storeu_si512(to + (12 + j) * 16, _mm512_shuffle_i32x4(odd, high_odd, 0xdd));
+    _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(low, high, 0x88));
+    _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(odd, high_odd, 0x88));
+    _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, high, 0xdd));
+    _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(odd, high_odd, 0xdd));
   }
 #else
   for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) memcpy(to + j * 16 + i, from + i * stride + j * 4, 4);
+    for (int j = 0; j < 16; j++) memcpy(to + j * to_stride + i, from + i * stride + j * 4, 4);
 #endif
 }
+
+static void turn16(uint32_t *to, const char *from, long stride) { turn16_to(to, TILE_ROWS, from, stride); }
 
 /* [rows, columns] words to [columns, rows] */
 static void turn_words(uint32_t *to, const uint32_t *from, long rows, long columns) {
