@@ -7,7 +7,7 @@ with the definition, and rows with themselves in other company (to the last bit)
 
 - all linear layers of one pass (without the head), milliseconds, weights from memory as in a real pass: torch's
   F.linear in bfloat16 (float32 on a CPU without products of bfloat16), oneDNN on weights it has packed itself, and each
-  level in bfloat16 and int8;
+  level in bfloat16 and int8, with tiles also on weights laid in them, as a model has them;
 - attention of one layer, microseconds: 32 sequences of 250 tokens that each add one, and a prompt of 512.
 
 Best of several rounds in one process, the ways taking turns. --threads N also binds the process to N cores.
@@ -293,6 +293,7 @@ def linear_ways(
 
     from shoal.kernels.cpu import computes_natively
     from shoal.kernels.int8 import quantize
+    from shoal.models.layers import weight_of
 
     natively = computes_natively(torch.bfloat16)
     known = weights if natively else [[weight.float() for weight in layer] for layer in weights]
@@ -325,6 +326,9 @@ def linear_ways(
                         ops.linear(inputs[weight.shape[1]], weight, None)
 
             yield f"{level} {kind}", ours
+        if ops.calls.shoal_has_tiles():
+            laid = [[weight_of(ops.arranged({"w.weight": w.clone()}), "w") for w in layer] for layer in weights]
+            yield f"{level} laid", partial(ours, ops=ops, those=laid)
 
 
 def onednn_weights(weights: list[list[Any]]) -> list[list[Any]]:

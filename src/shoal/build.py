@@ -211,7 +211,8 @@ def load_model(
         params = load_weights(reader, spec, dtype, device, progress=progress)
     if config.quantization == "int8":
         params = to_int8(params)
-    return make_model(spec, params, kernels.pick(device, config.cpu_kernels))
+    ops = kernels.pick(device, config.cpu_kernels)
+    return make_model(spec, ops.arranged(params), ops)
 
 
 def free_memory(device: str = "cpu") -> int:

@@ -14,8 +14,10 @@ from shoal import kernels
 from shoal.errors import ShoalError
 from shoal.kernels import Batch, composed
 from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make, plain
-from shoal.kernels.int8 import quantize
+from shoal.kernels.int8 import Int8Weight, Weight, quantize
+from shoal.kernels.laid import LaidWeight, can_be_laid
 from shoal.kernels.ref import RefOps
+from shoal.models.layers import weight_of
 from tests.kernels.pretended import pretended
 from tests.kernels.ragged import Tables
 
@@ -44,6 +46,83 @@ def test_a_row_is_the_same_whoever_is_beside_it(ops: NativeOps, dtype: torch.dty
     for first, end in ((0, 1), (3, 5), (7, 10), (20, 24), (30, 35), (2, 33), (11, 80), (70, 140), (100, 299)):
         assert torch.equal(ops.linear(x[first:end], weight, bias), whole[first:end])
         assert torch.equal(ops.linear(x[first:end], small, bias), whole8[first:end])
+
+
+TILED = [pytest.param(param.values[0], id=param.id) for param in NATIVE if param.values[0].calls.shoal_has_tiles()]
+
+
+def laid(ops: NativeOps, weight: torch.Tensor) -> LaidWeight:
+    """A copy of it, in tiles."""
+    found = ops.arranged({"w.weight": weight.clone()})
+    assert "w.laid" in found
+    return LaidWeight(found["w.weight"])
+
+
+def laid8(ops: NativeOps, weight: Int8Weight) -> Int8Weight:
+    found = ops.arranged({"w.weight": weight.values.clone(), "w.scales": weight.scales})
+    assert "w.laid" in found
+    return replace(weight, values=found["w.weight"], laid=True)
+
+
+@pytest.mark.parametrize("ops", TILED)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 16), (576, 48), (160, 208), (1536, 80)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_in_tiles_give_the_same_bits(ops: NativeOps, inputs: int, outputs: int, biased: bool) -> None:
+    """For every number of rows, with and without a bias and a residual; the matrix can be had back."""
+    weight = torch.randn(outputs, inputs).bfloat16()
+    bias = torch.randn(outputs).bfloat16() if biased else None
+    small, tiles = quantize(weight), laid(ops, weight)
+    small_tiles = laid8(ops, small)
+    assert not torch.equal(tiles.values, weight), "nothing was laid"
+    assert torch.equal(tiles.full(), weight)
+    assert torch.equal(small_tiles.full(), small.full())
+    for rows in (1, 2, 7, 15, 16, 17, 29, 31, 32, 33, 48, 70, 150, 300):
+        x, residual = torch.randn(rows, inputs), torch.randn(rows, outputs)
+        assert torch.equal(ops.linear(x, tiles, bias), ops.linear(x, weight, bias)), rows
+        assert torch.equal(ops.linear(x, small_tiles, bias), ops.linear(x, small, bias)), rows
+        added = ops.linear_add(x, tiles, bias, residual.clone())
+        assert torch.equal(added, ops.linear_add(x, weight, bias, residual.clone())), rows
+
+
+@pytest.mark.parametrize("ops", TILED)
+def test_rows_of_weights_in_tiles(ops: NativeOps) -> None:
+    weight, ids = torch.randn(96, 128).bfloat16(), torch.tensor([0, 95, 17, 16, 15, 17])
+    small = quantize(weight)
+    tiles, small_tiles = laid(ops, weight), laid8(ops, small)
+    for found in (ops.embed(ids, tiles), CpuOps().embed(ids, tiles).float(), REF.embed(ids, tiles).float()):
+        assert torch.equal(found, weight[ids].float())
+    for found in (ops.embed(ids, small_tiles), REF.embed(ids, small_tiles)):
+        assert torch.equal(found, small.rows(ids))
+    many = torch.randint(96, (3000,))  # enough for all threads
+    assert torch.equal(ops.embed(many, tiles), weight[many].float())
+
+
+@pytest.mark.parametrize("ops", TILED)
+def test_a_product_without_tiles_of_weights_in_them(ops: NativeOps) -> None:
+    weight, x = torch.randn(32, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    assert torch.equal(CpuOps().linear(x, laid(ops, weight), None), CpuOps().linear(x, weight, None))
+    assert torch.equal(REF.linear(x, laid(ops, weight), None), REF.linear(x, weight, None))
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_only_whole_tiles_are_laid(ops: NativeOps) -> None:
+    """What has a rest, other types and vectors stay as they are, and so does everything without tiles."""
+    kept = {
+        "rows.weight": torch.randn(17, 64).bfloat16(),
+        "columns.weight": torch.randn(16, 40).bfloat16(),
+        "wide.weight": torch.randn(16, 64),
+        "turned.weight": torch.randn(64, 16).bfloat16().T,
+        "norm.weight": torch.randn(64).bfloat16(),
+        "some.bias": torch.randn(64).bfloat16(),
+    }
+    before = {name: tensor.clone() for name, tensor in kept.items()}
+    whole = torch.randn(16, 64).bfloat16()
+    found = ops.arranged({**kept, "whole.weight": whole.clone()})
+    has_tiles = bool(ops.calls.shoal_has_tiles())
+    assert set(found) == {*kept, "whole.weight", *(["whole.laid"] if has_tiles else [])}
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert torch.equal(found["whole.weight"], whole) is not has_tiles
+    assert not any(map(can_be_laid, (kept["rows.weight"], kept["columns.weight"], kept["turned.weight"])))
 
 
 def attend(ops: NativeOps, batch: Batch, q: torch.Tensor, cache: torch.Tensor, window: int) -> torch.Tensor:
@@ -415,6 +494,11 @@ def a_layer(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, normed: boo
     )
 
 
+def as_arranged(ops: NativeOps, weight: torch.Tensor) -> Weight:
+    """As a model would get it."""
+    return weight_of(ops.arranged({"w.weight": weight.clone()}), "w")
+
+
 @pytest.mark.parametrize("ops", NATIVE)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("normed", "biased"), [(False, False), (True, True)])
@@ -425,11 +509,12 @@ def test_all_layers_in_one_call(ops: NativeOps, dtype: torch.dtype, normed: bool
         replace(one, **{name: quantize(getattr(one, name)) for name in ("qkv", "out", "gate_up", "down")})
         for one in layers
     ]
+    in_tiles = [replace(one, out=as_arranged(ops, one.out), down=as_arranged(ops, one.down)) for one in layers]
     tables = Tables([40, 9], 16)
     angles = torch.randn(14, 16)
     turn = (angles.cos(), angles.sin())
     start = torch.randn(14, 48)
-    for these in (layers, small):
+    for these in (layers, small, in_tiles):
         found = []
         runs = [ops.layers, partial(composed.layers, ops)]
         compared = these is layers and dtype == torch.float32

@@ -78,6 +78,9 @@ class Layer:
 class Ops(Protocol):
     """Everything a model computes that a device may want to compute in its own way."""
 
+    def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A model's parameters, by name, as these operations like to read them; those given are used up."""
+
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight [vocab, hidden]: the residual stream's beginning, in the type that activations shall have."""
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.kernels.laid import LaidWeight, straight
+
 PAD = 64  # inputs are filled up with zeros to a multiple of this
 
 
@@ -23,6 +25,8 @@ class Int8Weight:
     scales: Tensor
     """float32 [outputs]"""
     inputs: int
+    laid: bool = False
+    """The values are in tiles (kernels.laid)."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -31,11 +35,14 @@ class Int8Weight:
 
     def full(self) -> Tensor:
         """float32 [outputs, inputs]."""
-        return self.values[:, : self.inputs].float() * self.scales[:, None]
+        return self._straight()[:, : self.inputs].float() * self.scales[:, None]
 
     def rows(self, ids: Tensor) -> Tensor:
         """float32 [ids, inputs]: some of its rows."""
-        return self.values[ids, : self.inputs].float() * self.scales[ids, None]
+        return self._straight()[ids, : self.inputs].float() * self.scales[ids, None]
+
+    def _straight(self) -> Tensor:
+        return straight(self.values) if self.laid else self.values
 
 
 def quantize(weight: Tensor) -> Int8Weight:
@@ -51,4 +58,4 @@ def quantize(weight: Tensor) -> Int8Weight:
     return Int8Weight(values, scales, inputs)
 
 
-Weight = Tensor | Int8Weight
+Weight = Tensor | Int8Weight | LaidWeight

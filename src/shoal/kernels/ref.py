@@ -20,6 +20,10 @@ from shoal.kernels.wants import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K,
 class RefOps:
     """Ops, clearly."""
 
+    def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As they are."""
+        return params
+
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
         return embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids)

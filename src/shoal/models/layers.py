@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.int8 import Int8Weight, Weight
+from shoal.kernels.laid import LaidWeight
 from shoal.models.spec import RopeSpec
 
 FIRST_POSITIONS = 4096
@@ -30,11 +31,11 @@ class Place:
 
 
 def weight_of(params: Mapping[str, Tensor], name: str) -> Weight:
-    """A matrix, in 8 bits where its scales are there."""
-    weight = params[f"{name}.weight"]
+    """A matrix: in 8 bits where its scales are there, in tiles where it says so."""
+    weight, laid = params[f"{name}.weight"], f"{name}.laid" in params
     if f"{name}.scales" not in params:
-        return weight
-    return Int8Weight(weight, params[f"{name}.scales"], int(params[f"{name}.inputs"]))
+        return LaidWeight(weight) if laid else weight
+    return Int8Weight(weight, params[f"{name}.scales"], int(params[f"{name}.inputs"]), laid)
 
 
 class RopeTable:

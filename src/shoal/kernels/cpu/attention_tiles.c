@@ -12,7 +12,8 @@ static int in_tiles(const Attention *a) { return a->type == BFLOAT16 && a->dim %
 
 enum { GROUP = 16, GROUPS = TILE / GROUP, PAIRED = 32 }; /* PAIRED: values of 64 bytes */
 
-/* the tiles of a block: 0, 1 scores; 2 keys; 3 queries; 4 shares; 5 values; 6, 7 mixed. Above 16 rows all are whole. */
+/* The tiles of a block: 0, 1 scores; 2 keys or values; 3 queries; 4 shares; 5 keys or values; 6, 7 mixed. Above 16 rows all are
+ * whole, and used for more. */
 static void shape_attention(long rows) {
   TileShape shape = {.palette = 1};
   int few = rows < GROUP ? (int)rows : GROUP;
@@ -29,9 +30,11 @@ static void turn_rows(char *to, const float *q, long rows, long dim) {
     for (long at_dim = 0; at_dim < dim; at_dim += PAIRED, to += these * 64) {
       uint32_t lines[TILE_SIZE / 4] = {0};
       for (long r = 0; r < these && first + r < rows; r++)
-        for (long i = 0; i < PAIRED; i += LANES)
-          store_as((uint16_t *)(lines + r * 16) + i, load(q + (first + r) * dim + at_dim + i), BFLOAT16);
-      turn_words((uint32_t *)to, lines, these, 16);
+        narrow_line((uint16_t *)(lines + r * 16), q + (first + r) * dim + at_dim);
+      if (these == GROUP)
+        turn16((uint32_t *)to, (const char *)lines, TILE_BYTES);
+      else
+        turn_words((uint32_t *)to, lines, these, 16);
     }
   }
 }
@@ -73,29 +76,35 @@ static const char *keys_of(const Attention *a, const Tile *tile, long head, long
   return room;
 }
 
-/* scores of a group of 16 keys (of two, if there are at most 16 rows), into [keys, rows], one set of 16 rows after the
- * other, or one group after the other */
+/* Scores of one or two groups of 16 keys and one or two sets of up to 16 rows: [keys, rows], a group's behind the former's,
+ * a set's GROUP * TILE behind the former's. */
 INLINE void score_group(const char *const *keys, const long *stride, const char *q, long rows, long dim, int both,
                         Coming *coming, float *found) {
-  long width = (rows < GROUP ? rows : GROUP) * 4, many = rows > GROUP, set = dim * GROUP * 2;
+  long many = rows > GROUP, width = (many ? GROUP : rows) * 4, set = dim * GROUP * 2;
   tile_zero(0);
-  tile_zero(1);
+  if (both) tile_zero(1);
+  if (many) tile_zero(6);
+  if (many && both) tile_zero(7);
   for (long n = 0; n < dim / PAIRED; n++) {
     ask(coming, SOME);
     tile_load(3, q + n * width * GROUP, width);
     tile_load(2, keys[0] + n * TILE_BYTES, stride[0]);
     tile_add_bfloat16(0, 2, 3);
-    if (many) {
-      tile_load(4, q + set + n * width * GROUP, width);
-      tile_add_bfloat16(1, 2, 4);
-    } else if (both) {
+    if (both) {
       tile_load(5, keys[1] + n * TILE_BYTES, stride[1]);
       tile_add_bfloat16(1, 5, 3);
     }
+    if (many) {
+      tile_load(4, q + set + n * width * GROUP, width);
+      tile_add_bfloat16(6, 2, 4);
+      if (both) tile_add_bfloat16(7, 5, 4);
+    }
   }
+  float *then = found + GROUP * width / 4; /* the second group's */
   tile_store(0, found, width);
-  if (many) tile_store(1, found + GROUP * TILE, width);
-  if (both) tile_store(1, found + GROUP * rows, width);
+  if (both) tile_store(1, then, width);
+  if (many) tile_store(6, found + GROUP * TILE, width);
+  if (many && both) tile_store(7, then + GROUP * TILE, width);
 }
 
 /* [16 keys, rows] to rows of scores */
@@ -129,7 +138,7 @@ static void score_tile(const Attention *a, const Tile *tile, long head, const ch
   for (long here = tile->first / GROUP * GROUP; here < tile->last;) {
     const char *keys[2];
     long stride[2];
-    int both = rows <= GROUP && here + GROUP < tile->last;
+    int both = here + GROUP < tile->last;
     for (int n = 0; n <= both; n++) keys[n] = keys_of(a, tile, head, here + n * GROUP, room[n], stride + n);
     score_group(keys, stride, q, rows, a->dim, both, coming, found + here * width);
     here += (1 + both) * GROUP;
@@ -179,43 +188,34 @@ static void pair_tile(const Attention *a, const Tile *tile, long head, Coming *c
   }
 }
 
-/* shares [16 or 32 rows, TILE] times values: [the same rows, dim] */
+/* shares [16 or 32 rows, TILE] times values: [the same rows, dim], 32 of them at once */
 INLINE void mix_tile(float *product, const uint16_t *share, const char *values, long rows, long dim, const Tile *tile,
                      Coming *coming) {
   int many = rows > GROUP;
-  for (long i = 0; i < dim; i += 2 * GROUP) { /* many rows: two sets of rows; few: two sets of values */
-    for (int half = 0; half < 1 + many; half++) {
-      float *one = product + i + half * GROUP, *two = many ? one + GROUP * dim : one + GROUP;
-      tile_zero(6);
-      tile_zero(7);
-      for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED) {
-        const char *here = values + t / PAIRED * dim * 64 + (i / GROUP + half) * TILE_SIZE;
-        ask(coming, SOME);
-        tile_load(4, share + t, TILE * 2);
-        tile_load(5, here, TILE_BYTES);
-        tile_add_bfloat16(6, 4, 5);
-        if (many) {
-          tile_load(3, share + GROUP * TILE + t, TILE * 2);
-          tile_add_bfloat16(7, 3, 5);
-        } else {
-          tile_load(2, here + TILE_SIZE, TILE_BYTES);
-          tile_add_bfloat16(7, 4, 2);
-        }
+  for (long i = 0; i < dim; i += 2 * GROUP) {
+    tile_zero(6);
+    tile_zero(7);
+    if (many) tile_zero(0);
+    if (many) tile_zero(1);
+    for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED) {
+      const char *here = values + t / PAIRED * dim * 64 + i / GROUP * TILE_SIZE;
+      ask(coming, SOME);
+      tile_load(4, share + t, TILE * 2);
+      tile_load(5, here, TILE_BYTES);
+      tile_add_bfloat16(6, 4, 5);
+      tile_load(2, here + TILE_SIZE, TILE_BYTES);
+      tile_add_bfloat16(7, 4, 2);
+      if (many) {
+        tile_load(3, share + GROUP * TILE + t, TILE * 2);
+        tile_add_bfloat16(0, 3, 5);
+        tile_add_bfloat16(1, 3, 2);
       }
-      tile_store(6, one, dim * 4);
-      tile_store(7, two, dim * 4);
     }
+    tile_store(6, product + i, dim * 4);
+    tile_store(7, product + i + GROUP, dim * 4);
+    if (many) tile_store(0, product + GROUP * dim + i, dim * 4);
+    if (many) tile_store(1, product + GROUP * dim + i + GROUP, dim * 4);
   }
-}
-
-/* a row of shares, rounded */
-INLINE void narrow_shares(uint16_t *to, const float *from) {
-#if defined(__AVX512BF16__)
-  for (long t = 0; t < TILE; t += PAIRED)
-    _mm512_storeu_si512(to + t, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + t + LANES), (__m512)load(from + t)));
-#else
-  for (long t = 0; t < TILE; t += LANES) store_as(to + t, load(from + t), BFLOAT16);
-#endif
 }
 
 /* as attend_piece; of several KV heads each has at most 16 rows */
@@ -240,7 +240,7 @@ static void attend_piece_tiled(const Attention *a, const Block *b, const char *q
       score_tile(a, tile, h, q + h * each * dim * 2, each, &coming, found + h * each * TILE);
     for (long h = 0; h < b->kv_heads; h++) turn_tile(tile, found + h * each * TILE, each, scores + h * each * TILE);
     share_rows(a, b, rows, tile->from, scores, seen, rescale);
-    for (long r = 0; r < rows; r++) narrow_shares(share + r * TILE, scores + r * TILE);
+    for (long t = 0; t < rows * TILE; t += PAIRED) narrow_line(share + t, scores + t);
     for (long h = 0; h < b->kv_heads; h++) {
       pair_tile(a, tile, h, &coming, values);
       mix_tile(product + h * each * dim, share + h * each * TILE, values, each, dim, tile, &coming);

@@ -55,14 +55,14 @@ FLAGS = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"}
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
-    "shoal_linear": [_P, _P, _P, _I, _P, _P, _L, _L, _L, _I],
-    "shoal_linear8": [_P, _P, _P, _P, _P, _I, _P, _L, _L, _L, _L, _I],
+    "shoal_linear": [_P, _P, _P, _I, _I, _P, _P, _L, _L, _L, _I],
+    "shoal_linear8": [_P, _P, _P, _I, _P, _P, _I, _P, _L, _L, _L, _L, _I],
     "shoal_attention": [_P, _P, _L, _P, _P, _I, _P, _L, _P, _P, _L, _L, _L, _L, _L, _F, _L, _I],
     "shoal_rms_norm": [_P, _P, _P, _I, _L, _L, _F, _I],
     "shoal_silu_mul": [_P, _P, _L, _L, _I],
     "shoal_rotate_store": [_P, _L, _L, _L, _L, _P, _P, _I, _F, _P, _P, _L, _P, _P, _I, _P, _I],
-    "shoal_embed": [_P, _P, _I, _P, _L, _L],
-    "shoal_embed8": [_P, _P, _P, _P, _L, _L, _L],
+    "shoal_embed": [_P, _P, _I, _I, _P, _L, _L, _I],
+    "shoal_embed8": [_P, _P, _I, _P, _P, _L, _L, _L, _I],
     "shoal_argmax": [_P, _P, _P, _L, _L, _I],
     "shoal_layers": [_P, _L, _P],
     "shoal_draw": [_P, _L, _P, _I],
@@ -73,11 +73,13 @@ SIGNATURES: dict[str, list[type]] = {
     "shoal_has_tiles": [],
     "shoal_has_pairs": [],
     "shoal_permitted": [],
+    "shoal_lay": [_P, _L, _L, _I],
 }
 
 
 ANSWERS = {"shoal_layers", "shoal_attention", "shoal_linear", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
 ANSWERS |= {"shoal_draw_room", "shoal_has_tiles", "shoal_has_pairs", "shoal_permitted", "shoal_release_threads"}
+ANSWERS |= {"shoal_embed", "shoal_embed8", "shoal_lay"}
 
 
 @dataclass(frozen=True)

@@ -512,16 +512,17 @@ static void many_rows(const Linear *t, long row, long rows, long first, long cou
 }
 
 /* 0: done. 1: no memory. */
-API int shoal_linear(float *out, const float *x, const void *weight, int type, const void *bias, const float *residual,
-                     long rows, long inputs, long outputs, int threads) {
+API int shoal_linear(float *out, const float *x, const void *weight, int type, int laid, const void *bias,
+                     const float *residual, long rows, long inputs, long outputs, int threads) {
   if (rows < 1) return 0;
 #if HAS_TILES
   Tiled work = {.weight = weight, .row_bytes = inputs * 2, .x = x, .bias = bias, .bias_type = type,
-                .residual = residual, .out = out, .rows = rows, .inputs = inputs, .outputs = outputs};
+                .residual = residual, .out = out, .rows = rows, .inputs = inputs, .outputs = outputs, .laid = laid};
   if (type == BFLOAT16) return tiled(&work, threads);
 #elif HAS_PAIRS
   if (type == BFLOAT16) return paired(out, x, weight, bias, residual, rows, inputs, outputs, threads);
 #endif
+  (void)laid;
   Linear t = {x, weight, bias, residual, out, rows, inputs, outputs, type};
   int few = rows <= DOT_ROWS;
   long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
@@ -549,6 +550,16 @@ API int shoal_linear(float *out, const float *x, const void *weight, int type, c
 }
 
 API int shoal_has_tiles(void) { return HAS_TILES; }
+/* Lay a matrix in tiles, where it is: from then on every call that takes it must be told. 0: done. 1: no memory. -1: this
+ * library has no tiles. */
+API int shoal_lay(void *weight, long rows, long row_bytes, int threads) {
+#if HAS_TILES
+  return lay_in_tiles(weight, rows, row_bytes, threads);
+#else
+  (void)weight, (void)rows, (void)row_bytes, (void)threads;
+  return -1;
+#endif
+}
 API int shoal_has_pairs(void) { return HAS_PAIRS; }
 /* 0: all instructions of this library may be used. Else the error with which the system refused. */
 API int shoal_permitted(void) { return tiles_permitted(); }
@@ -739,7 +750,7 @@ static void many_rows8(const Linear8 *t, long row, long rows, long first, long c
 }
 
 /* 0: done. 1: no memory. `x` has `real` inputs. */
-API int shoal_linear8(float *out, const float *x, const int8_t *weight, const float *scales, const void *bias,
+API int shoal_linear8(float *out, const float *x, const int8_t *weight, int laid, const float *scales, const void *bias,
                       int bias_type, const float *residual, long rows, long real, long inputs, long outputs,
                       int threads) {
   if (rows < 1) return 0;
@@ -750,9 +761,10 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, const fl
 #if HAS_TILES
   Tiled work = {.weight = (const char *)weight, .row_bytes = inputs, .x = x, .bytes = small, .x_scales = steps,
                 .x_sums = totals, .scales = scales, .bias = bias, .bias_type = bias_type, .residual = residual,
-                .out = out, .rows = rows, .inputs = real, .outputs = outputs};
+                .out = out, .rows = rows, .inputs = real, .outputs = outputs, .laid = laid};
   return tiled(&work, threads);
 #endif
+  (void)laid;
   Linear8 t = {small, weight, steps, scales, totals, bias, residual, out, rows, inputs, outputs, bias_type};
   int few = rows <= DOT_ROWS;
   long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
@@ -1465,18 +1477,44 @@ API void shoal_rotate_store(float *qkv, long tokens, long heads, long kv_heads, 
   }
 }
 
-API void shoal_embed(float *out, const void *weight, int type, const int64_t *ids, long tokens, long n) {
-  for (long t = 0; t < tokens; t++) {
-    const char *from = at(weight, ids[t] * n, type);
-    for (long i = 0; i < n; i++) out[t * n + i] = load_one(at(from, i, type), type);
+/* rows of a matrix, `laid` in tiles or as torch has it. 0: done. 1: no memory. */
+API int shoal_embed(float *out, const void *weight, int type, int laid, const int64_t *ids, long tokens, long n,
+                    int threads) {
+  int failed = 0;
+#pragma omp parallel num_threads(team(threads, tokens * n)) reduction(| : failed)
+  {
+    char *room = laid ? malloc(n * (long)size_of(type)) : NULL;
+    failed = laid && !room;
+#pragma omp for schedule(static)
+    for (long t = 0; t < tokens; t++) {
+      const char *from = at(weight, ids[t] * n, type);
+      if (failed) continue;
+      if (laid) laid_row(room, weight, ids[t], n * (long)size_of(type)), from = room;
+      for (long i = 0; i < n; i++) out[t * n + i] = load_one(at(from, i, type), type);
+    }
+    free(room);
   }
+  return failed;
 }
 
 /* of bytes, with a scale for each row of weight */
-API void shoal_embed8(float *out, const int8_t *weight, const float *scales, const int64_t *ids, long tokens, long n,
-                      long padded) {
-  for (long t = 0; t < tokens; t++)
-    for (long i = 0; i < n; i++) out[t * n + i] = (float)weight[ids[t] * padded + i] * scales[ids[t]];
+API int shoal_embed8(float *out, const int8_t *weight, int laid, const float *scales, const int64_t *ids, long tokens,
+                     long n, long padded, int threads) {
+  int failed = 0;
+#pragma omp parallel num_threads(team(threads, tokens * n)) reduction(| : failed)
+  {
+    int8_t *room = laid ? malloc(padded) : NULL;
+    failed = laid && !room;
+#pragma omp for schedule(static)
+    for (long t = 0; t < tokens; t++) {
+      const int8_t *from = weight + ids[t] * padded;
+      if (failed) continue;
+      if (laid) laid_row(room, (const char *)weight, ids[t], padded), from = room;
+      for (long i = 0; i < n; i++) out[t * n + i] = (float)from[i] * scales[ids[t]];
+    }
+    free(room);
+  }
+  return failed;
 }
 
 /* ---------------------------------------------------------------- all layers of a pass in one call
@@ -1489,7 +1527,7 @@ typedef struct {
   const void *weight, *bias;
   const float *scales;          /* of INT8 */
   long inputs, padded, outputs; /* padded: inputs of INT8, filled up */
-  int type, bias_type;
+  int type, bias_type, laid;    /* laid: in tiles */
 } Matrix;
 
 typedef struct {
@@ -1511,9 +1549,10 @@ typedef struct {
 
 static int product(float *out, const float *x, const Matrix *m, const float *residual, const Pass *p) {
   if (m->type == INT8)
-    return shoal_linear8(out, x, m->weight, m->scales, m->bias, m->bias_type, residual, p->tokens, m->inputs, m->padded,
+    return shoal_linear8(out, x, m->weight, m->laid, m->scales, m->bias, m->bias_type, residual, p->tokens, m->inputs, m->padded,
                          m->outputs, p->threads);
-  return shoal_linear(out, x, m->weight, m->type, m->bias, residual, p->tokens, m->inputs, m->outputs, p->threads);
+  return shoal_linear(out, x, m->weight, m->type, m->laid, m->bias, residual, p->tokens, m->inputs, m->outputs,
+                      p->threads);
 }
 
 static int layer(const Layer *l, const Pass *p) {

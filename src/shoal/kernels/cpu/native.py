@@ -21,6 +21,7 @@ from shoal.kernels import Batch, Layer
 from shoal.kernels.cpu.compiled import Library
 from shoal.kernels.cpu.plain import CpuOps
 from shoal.kernels.int8 import Int8Weight, Weight
+from shoal.kernels.laid import LaidWeight, can_be_laid
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_DIM = 256
@@ -42,7 +43,7 @@ Matrix = _structure(
     "Matrix",
     _several("weight bias scales", _POINTER)
     | _several("inputs padded outputs", _LONG)
-    | _several("type bias_type", _INT),
+    | _several("type bias_type laid", _INT),
 )
 LayerStruct = _structure(
     "LayerStruct",
@@ -86,6 +87,11 @@ def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> int:
     return int(array.__array_interface__["data"][0])
 
 
+def _values(weight: Tensor | LaidWeight) -> tuple[Tensor, bool]:
+    """(where its numbers are, whether they are in tiles)."""
+    return (weight, False) if isinstance(weight, Tensor) else (weight.values, True)
+
+
 class NativeOps(CpuOps):
     """Ops in C. Remembers, for the last pass only, its lengths as C reads them."""
 
@@ -100,28 +106,57 @@ class NativeOps(CpuOps):
         self._draw_room = torch.empty(0)
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
+    def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Matrices laid in tiles, where they are, if this library multiplies in tiles."""
+        if not self.calls.shoal_has_tiles():
+            return params
+        found = dict(params)
+        for name, values in params.items():
+            if values.dtype not in (torch.bfloat16, torch.int8) or not can_be_laid(values):
+                continue
+            row_bytes = values.shape[1] * values.element_size()
+            if self.calls.shoal_lay(values.data_ptr(), values.shape[0], row_bytes, torch.get_num_threads()):
+                raise MemoryError("no memory to lay the weights in tiles")
+            found[f"{name.removesuffix('.weight')}.laid"] = torch.tensor(1)
+        return found
+
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in float32."""
         if isinstance(weight, Int8Weight):
             return self._embed8(ids, weight)
-        if weight.dtype not in self.types:
+        values, laid = _values(weight)
+        if values.dtype not in self.types:
             return super().embed(ids, weight).float()
-        out = torch.empty(len(ids), weight.shape[1])
-        kind = self.types[weight.dtype]
-        self.calls.shoal_embed(out.data_ptr(), weight.data_ptr(), kind, ids.data_ptr(), len(ids), weight.shape[1])
+        out = torch.empty(len(ids), values.shape[1])
+        failed = self.calls.shoal_embed(
+            out.data_ptr(),
+            values.data_ptr(),
+            self.types[values.dtype],
+            laid,
+            ids.data_ptr(),
+            len(ids),
+            values.shape[1],
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError("no memory for a row of the embedding")
         return out
 
     def _embed8(self, ids: Tensor, weight: Int8Weight) -> Tensor:
         out = torch.empty(len(ids), weight.inputs)
-        self.calls.shoal_embed8(
+        failed = self.calls.shoal_embed8(
             out.data_ptr(),
             weight.values.data_ptr(),
+            weight.laid,
             weight.scales.data_ptr(),
             ids.data_ptr(),
             len(ids),
             weight.inputs,
             weight.values.shape[1],
+            torch.get_num_threads(),
         )
+        if failed:
+            raise MemoryError("no memory for a row of the embedding")
         return out
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
@@ -138,19 +173,21 @@ class NativeOps(CpuOps):
             return self._linear(x.float(), weight, bias, wide).to(x.dtype)
         if isinstance(weight, Int8Weight):
             return self._linear8(x, weight, bias, residual)
-        kind = self.types.get(weight.dtype)
-        if kind is None or not weight.is_contiguous() or (bias is not None and bias.dtype != weight.dtype):
+        values, laid = _values(weight)
+        kind = self.types.get(values.dtype)
+        if kind is None or not values.is_contiguous() or (bias is not None and bias.dtype != values.dtype):
             plain = super().linear(x, weight, bias)
             return plain if residual is None else plain + residual
         x = x.contiguous()
         rows, inputs = x.shape
-        outputs = weight.shape[0]
+        outputs = values.shape[0]
         out = torch.empty(rows, outputs) if residual is None else residual.contiguous()
         failed = self.calls.shoal_linear(
             out.data_ptr(),
             x.data_ptr(),
-            weight.data_ptr(),
+            values.data_ptr(),
             kind,
+            laid,
             None if bias is None else bias.data_ptr(),
             None if residual is None else out.data_ptr(),
             rows,
@@ -171,6 +208,7 @@ class NativeOps(CpuOps):
             out.data_ptr(),
             x.data_ptr(),
             weight.values.data_ptr(),
+            weight.laid,
             weight.scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
             0 if bias is None else self.types[bias.dtype],
@@ -378,13 +416,14 @@ class NativeOps(CpuOps):
         found.outputs, found.inputs = weight.shape
         if isinstance(weight, Int8Weight):
             found.type, found.padded, found.scales = INT8, weight.values.shape[1], weight.scales.data_ptr()
-            found.weight = weight.values.data_ptr()
+            found.weight, found.laid = weight.values.data_ptr(), weight.laid
             return found
-        if weight.dtype not in self.types or not weight.is_contiguous():
+        values, found.laid = _values(weight)
+        if values.dtype not in self.types or not values.is_contiguous():
             return None
-        if bias is not None and bias.dtype != weight.dtype:
+        if bias is not None and bias.dtype != values.dtype:
             return None
-        found.type, found.weight = self.types[weight.dtype], weight.data_ptr()
+        found.type, found.weight = self.types[values.dtype], values.data_ptr()
         return found
 
     def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,10 @@ class CpuOps:
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Batch], dict[int, _Cut]] | None = None
 
+    def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As they are."""
+        return params
+
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
         return embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids)

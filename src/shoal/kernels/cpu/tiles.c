@@ -1,13 +1,17 @@
 /* Linear layers in tiles of 16 by 16: Intel's AMX, for bfloat16 and for 8-bit weights. A part of native.c.
  *
  * A product of tiles takes its left side as it lies in memory, 16 rows of 64 bytes, and its right side turned: 16 groups of
- * four bytes by 16 columns. Weights are kept as torch has them, with no second copy, so one side is turned on the way:
+ * four bytes by 16 columns. Weights that the model owns are turned once, where they are, before the first pass:
+ *
+ *     sums = x W'      W is laid in tiles, 16 outputs by 64 bytes, one behind the other; x passes by as it is
+ *
+ * Others lie as torch has them, with no second copy, so one side is turned on the way:
  *
  *     few rows of x:   sums' = W x'    x is small, and turned; weights stream by, 16 rows at a time; sums are turned back
  *     many rows of x:  sums  = x W'    32 rows of W are turned, and all rows of x pass by them
  *
  * x is rounded to bfloat16, or to bytes, and filled up with zeros. Every sum runs over the inputs from left to right in one
- * accumulator, the same products in the same order both ways, so neighbours change no bit. The instructions take tiny
+ * accumulator, the same products in the same order all ways, so neighbours change no bit. The instructions take tiny
  * numbers (denormals) for 0, whatever the process has set.
  *
  * SHOAL_PRETEND_TILES computes the tiles in plain C: for tests on machines without them. */
@@ -128,6 +132,15 @@ static void turn_words(uint32_t *to, const uint32_t *from, long rows, long colum
     for (long j = 0; j < columns; j++) to[j * rows + i] = from[i * columns + j];
 }
 
+/* 32 values for a tile, rounded */
+INLINE void narrow_line(uint16_t *to, const float *from) {
+#if defined(__AVX512BF16__)
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from)));
+#else
+  for (long i = 0; i < 32; i += LANES) store_as(to + i, load(from + i), BFLOAT16);
+#endif
+}
+
 /* the work of a call */
 typedef struct {
   const char *weight; /* rows of row_bytes */
@@ -143,7 +156,8 @@ typedef struct {
   long rows, inputs, outputs, steps;
   int bias_type;
   int columns[2]; /* of the first and the second tile of x: less than 16 only where there are no more rows */
-  int many;       /* rows: weights are turned, not x */
+  int laid;       /* weights are in tiles */
+  int many;       /* rows, or laid: x is not turned */
   char *ready;    /* x: for each 16 rows, steps of TILE_SIZE bytes, or 64 for every column if there are fewer */
 } Tiled;
 
@@ -176,6 +190,10 @@ static void ready_step(const Tiled *t, long tile, long step) {
     }
     const float *from = t->x + (first + i) * t->inputs + step * 32;
     long n = t->inputs - step * 32 < 32 ? t->inputs - step * 32 : 32, k = 0;
+    if (n == 32) {
+      narrow_line(line, from);
+      continue;
+    }
     for (; k + LANES <= n; k += LANES) store_as(line + k, load(from + k), BFLOAT16);
     for (; k < n; k++) store_one(line + k, from[k], BFLOAT16);
     for (; k < 32; k++) line[k] = 0;
@@ -192,7 +210,13 @@ static void copy_tile(char *to, const char *from, long stride, long rows, long b
   for (long r = 0; r < rows; r++) memcpy(to + r * TILE_BYTES, from + r * stride, bytes);
 }
 
-/* 16 rows of weights; `room`: a tile for every step */
+/* 16 rows of weights that are laid in tiles */
+static Side laid_panel(const Tiled *t, long n, char *room) {
+  (void)room;
+  return (Side){t->weight + n * TILE_ROWS * t->row_bytes, TILE_BYTES, TILE_SIZE, NULL};
+}
+
+/* 16 rows of weights as torch has them; `room`: a tile for every step */
 static Side panel_of(const Tiled *t, long n, char *room) {
   Side found = {t->weight + n * TILE_ROWS * t->row_bytes, t->row_bytes, TILE_BYTES, NULL};
   long rows = t->outputs - n * TILE_ROWS, rest = t->row_bytes % TILE_BYTES;
@@ -337,12 +361,13 @@ static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, lon
   long to_stride[2] = {TILE_BYTES, TILE_BYTES};
   Side x[2];
   for (int n = 0; n < tiles; n++) {
-    long width = t->columns[n] * 4;
-    x[n] = (Side){t->ready + (tile + n) * t->steps * TILE_SIZE, width, width * TILE_ROWS, NULL};
-    if (!t->many) to_stride[n] = width;
+    long width = t->many ? TILE_BYTES : t->columns[n] * 4;
+    x[n] = (Side){t->ready + (tile + n) * t->steps * TILE_SIZE, width, t->columns[n] * TILE_BYTES, NULL};
+    to_stride[n] = width;
   }
   int lefts = t->many ? tiles : panels, rights = t->many ? panels : tiles;
-  int straight = t->many && !t->bytes && !t->bias && !t->residual && (tile + tiles) * TILE_ROWS <= t->rows &&
+  int whole = (t->laid && t->rows <= 2 * TILE_ROWS) || (tile + tiles) * TILE_ROWS <= t->rows;
+  int straight = t->many && !t->bytes && !t->bias && !t->residual && whole &&
                  (panel + panels) * TILE_ROWS <= t->outputs; /* the sums are the results */
   for (int l = 0; l < lefts; l++)
     for (int r = 0; r < rights; r++)
@@ -365,7 +390,7 @@ static void tile_task(const Tiled *t, long panel, long panels, long tile, long t
     if (panel + 2 >= end) pace = 0; /* what comes after is another thread's */
     Side w[2];
     for (int n = 0; n <= two; n++)
-      w[n] = (t->many ? turned_panel : panel_of)(t, panel + n, room + n * 2 * t->steps * TILE_SIZE);
+      w[n] = (t->laid ? laid_panel : t->many ? turned_panel : panel_of)(t, panel + n, room + n * 2 * t->steps * TILE_SIZE);
     const char *soon = t->weight + (panel + 2) * TILE_ROWS * t->row_bytes;
     for (long n = tile; n < tile + tiles; n += 2, soon += pace * 64 * t->steps)
       tile_pair(t, w, panel, 1 + two, n, n + 1 < tile + tiles ? 2 : 1, soon, pace);
@@ -377,18 +402,21 @@ enum { FEW_VALUES = 1 << 13, CACHED = 1 << 20 };
 static void tile_shape(Tiled *t, TileShape *shape) {
   for (int n = 0; n < 2; n++) {
     long left = t->rows - n * TILE_ROWS;
-    t->columns[n] = t->rows <= 2 * TILE_ROWS && left > 0 && left < TILE_ROWS ? (int)left : TILE_ROWS;
+    int few = t->rows <= 2 * TILE_ROWS && left > 0 && left < TILE_ROWS && (t->laid || !t->many);
+    t->columns[n] = few ? (int)left : TILE_ROWS;
   }
-  for (int n = 0; n < 8; n++) /* sums of the first and the second right side, the left sides, the right ones */
-    shape->rows[n] = TILE_ROWS,
-    shape->bytes[n] = (uint16_t)(n < 4 ? t->columns[n / 2] * 4 : n < 6 ? TILE_BYTES : t->columns[n - 6] * 4);
+  for (int n = 0; n < 8; n++) { /* sums of the first and the second right side, the left sides, the right ones */
+    int x_rows = t->many && n < 6 ? t->columns[n % 2] : TILE_ROWS;
+    int x_columns = t->many || n == 4 || n == 5 ? TILE_ROWS : t->columns[n < 4 ? n / 2 : n - 6];
+    shape->rows[n] = (uint8_t)x_rows, shape->bytes[n] = (uint16_t)(x_columns * 4);
+  }
 }
 
 /* 0: done. 1: no memory. */
 static int tiled(Tiled *t, int threads) {
   TileShape shape = {.palette = 1};
   long tiles = (t->rows + TILE_ROWS - 1) / TILE_ROWS, panels = (t->outputs + TILE_ROWS - 1) / TILE_ROWS;
-  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = tiles >= MANY_TILES;
+  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = t->laid || tiles >= MANY_TILES;
   tile_shape(t, &shape);
   t->ready = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
   if (!t->ready) return 1;
@@ -400,8 +428,9 @@ static int tiled(Tiled *t, int threads) {
   long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task */
   height = height < 4 ? 4 : height > 32 ? 32 : height;
   long blocks = (tiles + height - 1) / height;
+  height = (tiles + 2 * blocks - 1) / (2 * blocks) * 2; /* of the same size, not a small one in the end */
   long width = panels / (threads * (tiles > 2 ? 8 : 2)) / 2 * 2, most = tiles > 2 ? 8 : 96;
-  width = width > most ? most : width < 2 ? (panels < threads * 4 && !t->many ? 1 : 2) : width;
+  width = width > most ? most : width < 2 ? (panels < threads * 4 && (t->laid || !t->many) ? 1 : 2) : width;
   long tasks = (panels + width - 1) / width;
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
@@ -427,6 +456,32 @@ static int tiled(Tiled *t, int threads) {
   return failed;
 }
 
+/* Lay a matrix in tiles, where it is; of `rows` a multiple of 16 and `row_bytes` one of 64. 0: done. 1: no memory. */
+static int lay_in_tiles(char *weight, long rows, long row_bytes, int threads) {
+  int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
+  {
+    char *room = malloc(TILE_ROWS * row_bytes);
+    failed = !room;
+#pragma omp for schedule(static)
+    for (long row = 0; row < rows; row += TILE_ROWS) {
+      char *panel = weight + row * row_bytes;
+      if (failed) continue;
+      memcpy(room, panel, TILE_ROWS * row_bytes);
+      for (long byte = 0; byte < row_bytes; byte += TILE_BYTES)
+        turn16((uint32_t *)(panel + byte * TILE_ROWS), room + byte, row_bytes);
+    }
+    free(room);
+  }
+  return failed;
+}
+
 #else
 static int tiles_permitted(void) { return 0; }
 #endif
+
+/* a row of a matrix that is laid in tiles */
+static void laid_row(void *to, const char *weight, long row, long row_bytes) {
+  const char *from = weight + (row - row % 16) * row_bytes + row % 16 * 4;
+  for (long n = 0; n < row_bytes / 4; n++, from += 64) memcpy((char *)to + n * 4, from, 4);
+}
