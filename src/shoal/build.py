@@ -25,6 +25,7 @@ from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.kernels.cpu import keep_in
 from shoal.kv.manager import KVManager
 from shoal.models import Model, make_model
 from shoal.models.spec import ModelSpec, spec_from_config
@@ -89,9 +90,13 @@ def build(
     progress: bool = False,
     limits_of: LimitsOf | None = None,
     in_idle_moments: bool = False,
+    spare_folder: Path | None = None,
 ) -> Built:
     """Everything that serves one model in this process. `limits_of`: limits of each API key, else all have the same.
-    What makes passes faster but may wait (recording a GPU's graphs) is done at once, or in the loop's idle moments."""
+    What makes passes faster but may wait (recording a GPU's graphs) is done at once, or in the loop's idle moments.
+    `spare_folder`: for what is compiled, where the home folder cannot be written."""
+    if spare_folder is not None:
+        keep_in(spare_folder)
     return assemble(load(config, progress), config, clock, limits_of, progress, in_idle_moments)
 
 

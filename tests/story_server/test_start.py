@@ -1,6 +1,8 @@
 """Starts that fail: one line with what to change, code 2, at once; and starts where some folder cannot be written."""
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.story_server.servers import SMALL
+from tests.story_server.servers import RESTARTS, SMALL, running
 
 
 def refused(tmp_path: Path, model: Path, *flags: str) -> tuple[int, str]:
@@ -29,3 +31,24 @@ def test_more_memory_than_there_is(tmp_path: Path, tiny_model: Path, flag: str) 
     (told,) = [line for line in said.splitlines() if line.startswith("shoal: ")]
     assert told.endswith(f"lower {flag}")
     assert time.monotonic() - begun_s < 60
+
+
+def test_without_a_home_kernels_are_compiled_once_and_go_with_the_server(tmp_path: Path, tiny_model: Path) -> None:
+    """A user of its own often has none."""
+    real = shutil.which("cc")
+    if real is None:
+        pytest.skip("no compiler here")
+    temporary, compiler, calls = tmp_path / "t", tmp_path / "cc", tmp_path / "calls"
+    temporary.mkdir()
+    compiler.write_text(f'#!/bin/sh\necho "$1" >> {calls}\nexec {real} "$@" -O0\n')
+    compiler.chmod(0o755)
+    env = {"HOME": "/dev/null", "XDG_CACHE_HOME": "", "TMPDIR": str(temporary), "CC": str(compiler)}
+    with running(tmp_path / "logs", tiny_model, *SMALL, "--cpu-kernels", "portable", env=env) as server:
+        (library,) = temporary.glob("shoal-*/kernels/*.so")
+        assert library.parent.stat().st_mode & 0o077 == 0
+        (pid,) = server.engine_pids()
+        os.kill(pid, signal.SIGKILL)
+        server.wait_for("another engine", lambda: server.health() == 200 and server.metrics().get(RESTARTS, 0) > 0)
+        assert server.complete(max_tokens=2).status_code == 200
+        assert calls.read_text().splitlines().count("-O3") == 1
+    assert not list(temporary.iterdir())
