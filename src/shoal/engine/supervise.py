@@ -37,7 +37,7 @@ class Child:
 
     name: str
     module: str
-    config: Callable[[int], Mapping[str, Any]]  # of the life with this number
+    config: Callable[[int], Mapping[str, Any]]  # of the life with this number; an EngineError: there can be none
     fds: Sequence[int] = ()  # files it inherits
     process: "subprocess.Popen[bytes] | None" = None
     ready: bool = False
@@ -147,7 +147,12 @@ class Supervisor:
                 return 1
         self._check_pulse(child)
         if child.process is None and not child.given_up and self.clock.now_s() >= child.start_at_s:
-            self._start(child)
+            try:
+                self._start(child)
+            except EngineError as error:
+                log.error("%s cannot be started: %s", child.name, error)
+                child.given_up = True
+                return 1
         return None
 
     def _give_up(self, child: Child) -> bool:
@@ -155,6 +160,12 @@ class Supervisor:
         child.given_up = True
         if all(front.given_up for front in self.fronts):
             return False
+        if child is self.engine:
+            try:
+                self._on_given_up()
+            except OSError as error:  # else they would wait for it for ever
+                log.error("the fronts cannot be told that no engine will come: %s", error)
+                return False
         so = "requests are answered with 503" if child is self.engine else "the other fronts answer"
         log.error(
             "%s failed to start %d times in a row and is not tried again; %s until this server is restarted",
@@ -162,8 +173,6 @@ class Supervisor:
             child.failures,
             so,
         )
-        if child is self.engine:
-            self._on_given_up()
         return True
 
     def _check_pulse(self, child: Child) -> None:
@@ -179,8 +188,9 @@ class Supervisor:
             self._buried(child, child.process.returncode)
 
     def _start(self, child: Child) -> None:
+        about = child.config(child.lives)
         read, write = os.pipe()
-        config = {**child.config(child.lives), "ready_fd": write, "after_fault": child.after_fault}
+        config = {**about, "ready_fd": write, "after_fault": child.after_fault}
         child.process = subprocess.Popen(
             [sys.executable, "-m", child.module],
             stdin=subprocess.PIPE,
