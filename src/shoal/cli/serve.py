@@ -61,7 +61,7 @@ def run_serve(args: argparse.Namespace) -> int:
             children[1:],
             serve.drain_timeout,
             lambda: say_hello(engine, serve, listener, args.json),
-            on_hangup=(lambda: reload_keys(serve, folder)) if serve.api_keys_file else None,
+            on_hangup=lambda: reload_keys(serve, folder),
             on_given_up=(folder.path / GIVEN_UP).touch,
         )
         return supervisor.run()
@@ -104,6 +104,9 @@ def load_keys(serve: ServeConfig) -> list[ApiKey]:
 
 def reload_keys(serve: ServeConfig, folder: PrivateFolder) -> None:
     """Read the key file again; one that cannot be used changes nothing."""
+    if not serve.api_keys_file:
+        log.warning("SIGHUP changes nothing: there is no key file to read again; start the server with --api-keys-file")
+        return
     try:
         keys = load_keys(serve)
         folder.publish(keys)
