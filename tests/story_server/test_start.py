@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.core.keys import ApiKey, digest_of
+from shoal.key_file import line_of
 from tests.story_server.servers import RESTARTS, SMALL, running
 
 
@@ -31,6 +33,15 @@ def test_more_memory_than_there_is(tmp_path: Path, tiny_model: Path, flag: str) 
     (told,) = [line for line in said.splitlines() if line.startswith("shoal: ")]
     assert told.endswith(f"lower {flag}")
     assert time.monotonic() - begun_s < 60
+
+
+def test_a_key_of_a_tier_that_there_is_not(tmp_path: Path, tiny_model: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(line_of(ApiKey(name="alice", digest=digest_of("sk-alice-0123"), tier="premum")))
+    code, said = refused(tmp_path, tiny_model, "--api-keys-file", str(file), "--order", "slo")
+    assert code == 2
+    assert "'alice': tier 'premum' is not known; known tiers: premium, standard, batch; change the key's tier" in said
+    assert "sk-" not in said
 
 
 def test_without_a_home_kernels_are_compiled_once_and_go_with_the_server(tmp_path: Path, tiny_model: Path) -> None:

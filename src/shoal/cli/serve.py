@@ -19,8 +19,9 @@ from typing import Any
 from shoal.cli.common import new_command
 from shoal.config import EngineConfig, add_flags
 from shoal.core.keys import ApiKey
+from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, EngineError
-from shoal.key_file import PUBLISHED, hashed, joined, publish, read_key_file
+from shoal.key_file import PUBLISHED, check_tiers, hashed, joined, publish, read_key_file
 from shoal.serve_config import ServeConfig, as_json, read_options
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from shoal.obs.logs import set_up_logs
 
     set_up_logs(serve.log_level, serve.log_format)
-    keys = load_keys(serve)
+    tiers = engine.read_tiers()
+    keys = load_keys(serve, tiers)
     listener = listen(serve)
     folder = PrivateFolder()
     try:
@@ -61,7 +63,7 @@ def run_serve(args: argparse.Namespace) -> int:
             children[1:],
             serve.drain_timeout,
             lambda: say_hello(engine, serve, listener, args.json),
-            on_hangup=lambda: reload_keys(serve, folder),
+            on_hangup=lambda: reload_keys(serve, tiers, folder),
             on_given_up=(folder.path / GIVEN_UP).touch,
         )
         return supervisor.run()
@@ -97,18 +99,20 @@ class PrivateFolder:
             raise EngineError(f"the folder {self.path} cannot be made again: {error.strerror}") from error
 
 
-def load_keys(serve: ServeConfig) -> list[ApiKey]:
+def load_keys(serve: ServeConfig, tiers: Tiers) -> list[ApiKey]:
     """All keys there are, from flags and from the file."""
-    return joined(hashed(serve.keys()), read_key_file(serve.api_keys_file) if serve.api_keys_file else [])
+    keys = joined(hashed(serve.keys()), read_key_file(serve.api_keys_file) if serve.api_keys_file else [])
+    check_tiers(keys, tiers)
+    return keys
 
 
-def reload_keys(serve: ServeConfig, folder: PrivateFolder) -> None:
+def reload_keys(serve: ServeConfig, tiers: Tiers, folder: PrivateFolder) -> None:
     """Read the key file again; one that cannot be used changes nothing."""
     if not serve.api_keys_file:
         log.warning("SIGHUP changes nothing: there is no key file to read again; start the server with --api-keys-file")
         return
     try:
-        keys = load_keys(serve)
+        keys = load_keys(serve, tiers)
         folder.publish(keys)
     except (BadConfig, OSError) as error:
         log.error("the API keys stay as they were: %s", error)
