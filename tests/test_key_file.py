@@ -4,16 +4,20 @@ import hashlib
 import io
 import json
 import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal.cli import main
-from shoal.cli.serve import load_keys, reload_keys
+from shoal.cli.serve import PrivateFolder, load_keys, reload_keys
+from shoal.config import EngineConfig
 from shoal.core.keys import ApiKey, digest_of
+from shoal.core.tiers import Tiers
 from shoal.engine.limits import KeyLimits
-from shoal.errors import BadConfig
+from shoal.errors import BadConfig, EngineError
 from shoal.key_file import MOST_KEYS, PUBLISHED, KeyBook, hashed, joined, line_of, new_key, publish, read_key_file
 from shoal.sched.tenants import TenantLimits
 from shoal.serve_config import ServeConfig
@@ -159,25 +163,84 @@ def test_lost_keys_are_never_taken_for_no_keys(tmp_path: Path) -> None:
         KeyBook(tmp_path)
 
 
+def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrivateFolder:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    return PrivateFolder()
+
+
 def test_a_good_file_is_read_again_and_a_bad_one_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     file = tmp_path / "keys.yaml"
     serve = ServeConfig(api_key=("flag=sk-of-a-flag",), api_keys_file=str(file))
     file.write_text(line_of(hashed([("a", "sk-12345678")])[0]))
-    publish(load_keys(serve), tmp_path)
-    book = KeyBook(tmp_path)
+    folder = private_folder(tmp_path, monkeypatch)
+    folder.publish(load_keys(serve, Tiers()))
+    book = KeyBook(folder.path)
     assert [key.name for key in book()] == ["flag", "a"]
     file.write_text("- {name: b}")
-    reload_keys(serve, tmp_path)
+    reload_keys(serve, Tiers(), folder)
     assert "stay as they were" in caplog.text
     assert "sha256 must be" in caplog.text
     assert [key.name for key in book()] == ["flag", "a"]
     file.write_text(line_of(hashed([("b", "sk-12345678")])[0]))
-    reload_keys(serve, tmp_path)
+    reload_keys(serve, Tiers(), folder)
     assert [key.name for key in book()] == ["flag", "b"]
-    assert "sk-" not in (tmp_path / PUBLISHED).read_text()
+    assert "sk-" not in (folder.path / PUBLISHED).read_text()
+    shutil.rmtree(folder.path)
+    reload_keys(serve, Tiers(), folder)
+    assert caplog.text.count("stay as they were") == 2
+    folder.mend()
+    assert [key.name for key in book()] == ["flag", "b"]
+
+
+def test_a_tier_that_the_server_does_not_have_is_refused_at_the_start_and_on_hangup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.yaml"
+    serve = ServeConfig(api_keys_file=str(file))
+    alice = ApiKey(name="alice", digest=digest_of("sk-alice-key"), tier="premium")
+    file.write_text(line_of(alice))
+    with pytest.raises(BadConfig, match=r"'alice': tier 'premium' is not known; known tiers: none: start .* --tiers"):
+        load_keys(serve, EngineConfig().read_tiers())
+    with pytest.raises(BadConfig, match="known tiers: gold; change the key's tier"):
+        load_keys(serve, EngineConfig(tiers="gold: {}").read_tiers())
+    folder = private_folder(tmp_path, monkeypatch)
+    tiers = EngineConfig(order="slo").read_tiers()  # has the default ones
+    folder.publish(load_keys(serve, tiers))
+    book = KeyBook(folder.path)
+    assert book() == (alice,)
+    file.write_text(line_of(replace(alice, tier="gold")))
+    reload_keys(serve, tiers, folder)
+    assert "the API keys stay as they were: API key 'alice': tier 'gold' is not known" in caplog.text
+    assert book() == (alice,)
+
+
+def test_a_private_folder_that_was_removed_is_made_again_for_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = private_folder(tmp_path, monkeypatch)
+    folder.publish(hashed([("a", "sk-12345678")]))
+    folder.mend()
+    assert not caplog.text
+    shutil.rmtree(folder.path)
+    folder.mend()
+    assert "was removed and is made again" in caplog.text
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert [key.name for key in KeyBook(folder.path)()] == ["a"]
+    folder.path.chmod(0o755)
+    with pytest.raises(EngineError, match="this user alone"):
+        folder.mend()
+    shutil.rmtree(folder.path)
+    folder.path.symlink_to(tmp_path)
+    with pytest.raises(EngineError, match="this user alone"):
+        folder.mend()
+    folder.path.unlink()
+    shutil.rmtree(folder.path.parent)
+    with pytest.raises(EngineError, match="cannot be made again: No such file"):
+        folder.mend()
 
 
 def test_a_key_has_its_own_limits_or_the_servers() -> None:

@@ -25,6 +25,7 @@ from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.kernels.cpu import keep_in
 from shoal.kv.manager import KVManager
 from shoal.models import Model, make_model
 from shoal.models.spec import ModelSpec, spec_from_config
@@ -89,15 +90,20 @@ def build(
     progress: bool = False,
     limits_of: LimitsOf | None = None,
     in_idle_moments: bool = False,
+    spare_folder: Path | None = None,
 ) -> Built:
     """Everything that serves one model in this process. `limits_of`: limits of each API key, else all have the same.
-    What makes passes faster but may wait (recording a GPU's graphs) is done at once, or in the loop's idle moments."""
+    What makes passes faster but may wait (recording a GPU's graphs) is done at once, or in the loop's idle moments.
+    `spare_folder`: for what is compiled, where the home folder cannot be written."""
+    if spare_folder is not None:
+        keep_in(spare_folder)
     return assemble(load(config, progress), config, clock, limits_of, progress, in_idle_moments)
 
 
 def load(config: EngineConfig, progress: bool = False) -> Loaded:
     """The model: files, tokenizer and weights."""
     device = pick_device(config.device)
+    check_memory(config, device)
     if config.threads:
         torch.set_num_threads(config.threads)
     elif device == "cpu":
@@ -126,13 +132,14 @@ def assemble(
     """An engine over a loaded model."""
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
     config = config.settled(device)
+    check_memory(config, device)
     if device == "cuda":
         take_memory(loaded, config, progress)
     blocks = kv_blocks(config, spec, dtype, device)
     limits = make_limits(config, spec, blocks * config.block_size)
     host = host_blocks(config, spec, dtype, blocks)
+    store = KVStore(spec, blocks, config.block_size, dtype, device, host)  # refuses what does not fit
     scheduler = make_scheduler(config, limits, blocks, host, limits_of)
-    store = KVStore(spec, blocks, config.block_size, dtype, device, host)
     runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
     # a pass too many for each answer costs a CPU more than it gains: planning takes no time beside computing there
     depth = config.depth or (2 if device == "cuda" else 1)
@@ -227,6 +234,26 @@ def free_memory(device: str = "cpu") -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no /proc: half of what there is
+
+
+def whole_memory(device: str = "cpu") -> int:
+    """Bytes there are at all, free or not."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(config: EngineConfig, device: str) -> None:
+    """Refuse a size that can never be filled. More than is free now may be asked for: a CPU's pages are taken when they
+    are first written."""
+    sizes = [("--kv-memory", config.kv_memory, device), ("--host-kv-memory", config.host_kv_memory, "cpu")]
+    for flag, asked, where in sizes:
+        if asked is not None and asked > (whole := whole_memory(where)):
+            owner = "the GPU" if where == "cuda" else "this machine"
+            raise BadConfig(
+                f"{flag} asks for {asked / 2**30:.1f} GiB, which do not fit: {owner} has {whole / 2**30:.1f} GiB "
+                f"in all; lower {flag}"
+            )
 
 
 def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> int:

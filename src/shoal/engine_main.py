@@ -83,7 +83,14 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     limits_of = None
     if config.get("keys"):
         limits_of = KeyLimits(KeyBook(Path(config["folder"])), default_limits(engine))
-    built = build(engine, InboxClock(socket), progress=sys.stderr.isatty(), limits_of=limits_of, in_idle_moments=True)
+    built = build(
+        engine,
+        InboxClock(socket),
+        progress=sys.stderr.isatty(),
+        limits_of=limits_of,
+        in_idle_moments=True,
+        spare_folder=Path(config["folder"]) / "kernels",  # the next engine finds it there
+    )
     info = EngineInfo(
         config["epoch"],
         built.limits.max_model_len,

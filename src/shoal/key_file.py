@@ -18,7 +18,8 @@ from typing import Any
 
 from shoal.core.keys import NAME, ApiKey, digest_of
 from shoal.core.names import pick
-from shoal.errors import BadConfig
+from shoal.core.tiers import Tiers
+from shoal.errors import BadConfig, BadParameter
 
 PUBLISHED = "keys.json"  # its name in the private folder
 SHORTEST = 8  # characters of a key
@@ -111,6 +112,17 @@ def joined(*groups: Sequence[ApiKey]) -> list[ApiKey]:
         names.add(key.name)
         digests[key.digest] = key.name
     return keys
+
+
+def check_tiers(keys: Sequence[ApiKey], tiers: Tiers) -> None:
+    """Each key's tier is one that the server has; else every one of its requests would be refused."""
+    for key in keys:
+        try:
+            tiers.of(key.tier)
+        except BadParameter as error:
+            raise BadConfig(
+                f"API key {key.name!r}: {error}; change the key's tier, leave it out, or add it to --tiers"
+            ) from error
 
 
 # ---- new keys -------------------------------------------------------------------------------------------------------

@@ -46,18 +46,27 @@ SUPERVISOR = """
 import json, logging, sys
 logging.basicConfig()
 from shoal.engine import supervise
+from shoal.errors import EngineError
 supervise.KILL_AFTER_S = 0.5
 supervise.FIRST_PAUSE_S = 0.01
 options = json.loads(sys.argv[1])
 def child(name):
     more = options.get(name, {})
+    def config(life):
+        if life >= more.get("no_more", 99):
+            raise EngineError("its folder is gone")
+        return {"name": name, "life": life, **more}
     silence_s = more.get("silence_s", 0.0)
-    return supervise.Child(name, "dummy_child", lambda life: {"name": name, "life": life, **more}, silence_s=silence_s)
+    return supervise.Child(name, "dummy_child", config, silence_s=silence_s)
+def given_up():
+    if options.get("untold"):
+        raise FileNotFoundError(2, "No such file or directory")
+    print("given up", flush=True)
 print("begin", flush=True)
 front = supervise.Supervisor(
     child("engine"), [child("front")], options.get("drain_s", 0.3), lambda: print("ready", flush=True),
     on_hangup=lambda: print("hung up", flush=True),
-    on_given_up=lambda: print("given up", flush=True),
+    on_given_up=given_up,
 )
 sys.exit(front.run())
 """
@@ -222,6 +231,30 @@ def test_an_engine_that_never_comes_back_leaves_the_fronts_to_say_so(tmp_path: P
     assert code == 0
     assert "is not tried again" in errors
     assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 6
+    assert "front left" in family.lines()
+
+
+def test_if_the_fronts_cannot_be_told_it_ends_with_code_1(tmp_path: Path) -> None:
+    """They would wait for an engine for ever."""
+    family = Family(tmp_path, engine={"never_again": 1}, untold=True)
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    os.kill(family.pid("engine"), signal.SIGKILL)
+    _, errors = family.process.communicate(timeout=30)
+    assert family.process.returncode == 1
+    assert "the fronts cannot be told that no engine will come: [Errno 2] No such file" in errors
+    assert "engine failed to start 5 times in a row; giving up" in errors
+    assert "Traceback" not in errors
+    assert "front left" in family.lines()
+
+
+def test_a_child_that_cannot_even_be_told_what_to_do_ends_it_with_code_1(tmp_path: Path) -> None:
+    family = Family(tmp_path, engine={"no_more": 1})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    os.kill(family.pid("engine"), signal.SIGKILL)
+    _, errors = family.process.communicate(timeout=30)
+    assert family.process.returncode == 1
+    assert "engine cannot be started: its folder is gone" in errors
+    assert "Traceback" not in errors
     assert "front left" in family.lines()
 
 

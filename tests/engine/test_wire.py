@@ -342,6 +342,42 @@ def test_a_silent_front_is_forgotten_and_its_jobs_aborted(tmp_path: Path, monkey
     context.term()
 
 
+def test_a_front_that_cannot_be_reached_is_named_once_in_each_of_its_absences(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = EngineThread(tmp_path, gate=(gate := threading.Semaphore(0)))
+    context = zmq.Context()
+
+    def passes_without_it(times: int) -> None:
+        """It comes under its old name, has a job, and is gone while passes go on."""
+        front = context.socket(zmq.DEALER)
+        front.setsockopt(zmq.IDENTITY, b"front-0.0")
+        front.connect(f"ipc://{tmp_path / wire.ADDRESS}")
+        front.send(wire.pack(wire.Hello()))
+        gate.release()
+        while not isinstance(wire.read_engine(front.recv()), wire.Ready):
+            pass  # what its old job said while it came
+        front.send(wire.pack(wire.pack_job(times, make_job(f"job{times}", max_tokens=100, min_tokens=100))))
+        for _ in range(3):
+            gate.release()
+        assert isinstance(wire.read_engine(front.recv()), wire.Pass)
+        front.close(linger=0)
+        end_s = time.monotonic() + 30
+        while caplog.text.count("front-0.0 cannot be told anything") < times and time.monotonic() < end_s:
+            gate.release()
+            time.sleep(0.01)
+        for _ in range(20):
+            gate.release()
+            time.sleep(0.005)
+        assert caplog.text.count("front-0.0 cannot be told anything") == times
+
+    passes_without_it(1)
+    passes_without_it(2)
+    gate.release()
+    engine.kill()
+    context.term()
+
+
 def test_a_front_that_was_only_stuck_hands_its_jobs_over_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "SILENCE_S", 0.3)
     monkeypatch.setattr(host_module, "IDLE_S", 0.05)

@@ -446,6 +446,22 @@ def test_a_cache_that_others_can_write_is_not_used(monkeypatch: pytest.MonkeyPat
     assert os.access(folder, os.W_OK)
 
 
+def test_without_a_home_the_spare_folder_is_used_if_it_is_ours_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    monkeypatch.setattr(compiled, "_spare", None)
+    compiled.keep_in(tmp_path / "kernels")
+    assert compiled.cache_folder() == compiled.cache_folder() == tmp_path / "kernels"
+    assert (tmp_path / "kernels").stat().st_mode & 0o077 == 0
+    (tmp_path / "kernels").chmod(0o770)
+    assert compiled.cache_folder() != tmp_path / "kernels"
+    compiled.keep_in(tmp_path / "gone" / "kernels")
+    assert not compiled.cache_folder().is_relative_to(tmp_path), "a folder that went away is not made again by guess"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert compiled.cache_folder() == tmp_path / "cache" / "shoal"
+
+
 def test_denormals_survive_loading() -> None:
     """A library linked with -ffast-math would flush them for the whole process."""
     code = (

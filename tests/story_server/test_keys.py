@@ -1,6 +1,7 @@
 """API keys from a file: limits of their own, read again on SIGHUP, and caches that no other key can see into."""
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 
 from shoal.core.keys import ApiKey, digest_of
 from shoal.key_file import line_of
-from tests.story_server.servers import SMALL, Server, assert_error_shape, long_stream, running
+from tests.story_server.servers import SMALL, Server, assert_error_shape, long_stream, running, tokens_in
 
 ALICE, BOB, OPS, CAROL = "sk-alice-0123", "sk-bob-0123", "sk-ops-0123", "sk-carol-0123"
 FILE = [
@@ -34,10 +35,17 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keyed(file: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server's temporary files are."""
+    return tmp_path_factory.mktemp("k")
+
+
+@pytest.fixture(scope="module")
+def keyed(file: Path, home: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Keys in a file, and limits for those that have none of their own."""
     flags = ("--api-keys-file", str(file), "--key-max-concurrent", "2", "--check", "--api-workers", "2")
-    with running(tmp_path_factory.mktemp("keyed-by-file"), tiny_model, *SMALL, *flags, key=OPS) as server:
+    logs = tmp_path_factory.mktemp("keyed-by-file")
+    with running(logs, tiny_model, *SMALL, *flags, env={"TMPDIR": str(home)}, key=OPS) as server:
         yield server
 
 
@@ -164,6 +172,21 @@ def test_new_limits_count_at_once_also_for_a_key_that_has_requests_running(keyed
         write(file, *FILE)
         hang_up(keyed, "was read again")
         assert keyed.complete(max_tokens=1, key=BOB).status_code == 200
+    keyed.wait_until_idle()
+
+
+def test_a_private_folder_that_is_removed_comes_back_with_the_next_engine(keyed: Server, home: Path) -> None:
+    (folder,) = home.glob("shoal-*")
+    with long_stream(keyed, 600, key=BOB) as events:
+        shutil.rmtree(folder)
+        (pid,) = keyed.engine_pids()
+        os.kill(pid, signal.SIGKILL)
+        assert len(tokens_in(events)) == 600, "it went on with the next engine"
+    assert f"the folder {folder} was removed and is made again" in keyed.log(10**9)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert keyed.complete(max_tokens=1, key=BOB).status_code == 200
+    assert keyed.complete(max_tokens=1, key=CAROL).status_code == 401
+    assert keyed.complete(n=2, max_tokens=1, key=ALICE).status_code == 400, "her limits are known again"
     keyed.wait_until_idle()
 
 

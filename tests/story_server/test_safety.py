@@ -5,6 +5,7 @@ The rest of the advisories is tried in tests/server/test_safety.py; caches and k
 
 import os
 import pickle
+import signal
 import stat
 import threading
 import time
@@ -147,3 +148,13 @@ def test_health_is_quick_while_a_long_prompt_is_tokenized(tiny: Server) -> None:
     asking.join()
     assert count > 1
     assert worst_s < max(0.3, took_s[0] / 4), f"{worst_s:.2f} s of {took_s[0]:.2f} s"
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hangup_without_a_key_file_changes_nothing(safe: Server, home: Path) -> None:
+    safe.process.send_signal(signal.SIGHUP)
+    safe.wait_for("a word about it", lambda: "no key file to read again" in safe.log(10**9))
+    assert safe.health() == 200
+    assert folder_of(home).exists()

@@ -3,13 +3,15 @@
 import argparse
 import ipaddress
 import logging
+import os
 import secrets
 import shlex
 import shutil
 import socket
+import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from typing import Any
 from shoal.cli.common import new_command
 from shoal.config import EngineConfig, add_flags
 from shoal.core.keys import ApiKey
-from shoal.errors import BadConfig
-from shoal.key_file import hashed, joined, publish, read_key_file
+from shoal.core.tiers import Tiers
+from shoal.errors import BadConfig, EngineError
+from shoal.key_file import PUBLISHED, check_tiers, hashed, joined, publish, read_key_file
 from shoal.serve_config import ServeConfig, as_json, read_options
 
 log = logging.getLogger(__name__)
@@ -47,37 +50,70 @@ def run_serve(args: argparse.Namespace) -> int:
     from shoal.obs.logs import set_up_logs
 
     set_up_logs(serve.log_level, serve.log_format)
-    keys = load_keys(serve)
+    tiers = engine.read_tiers()
+    keys = load_keys(serve, tiers)
     listener = listen(serve)
-    folder = Path(tempfile.mkdtemp(prefix="shoal-"))  # only this user can enter it
+    folder = PrivateFolder()
     try:
         if keys:
-            publish(keys, folder)
-        children = make_children(engine, serve, folder, listener)
+            folder.publish(keys)
+        children = make_children(engine, serve, folder.path, listener, mend=folder.mend)
         supervisor = Supervisor(
             children[0],
             children[1:],
             serve.drain_timeout,
             lambda: say_hello(engine, serve, listener, args.json),
-            on_hangup=(lambda: reload_keys(serve, folder)) if serve.api_keys_file else None,
-            on_given_up=(folder / GIVEN_UP).touch,
+            on_hangup=lambda: reload_keys(serve, tiers, folder),
+            on_given_up=(folder.path / GIVEN_UP).touch,
         )
         return supervisor.run()
     finally:
         listener.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def load_keys(serve: ServeConfig) -> list[ApiKey]:
+class PrivateFolder:
+    """Where the server's processes meet: the engine's socket, the keys in force. Only this user can enter it."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="shoal-"))
+        self._keys: Sequence[ApiKey] = ()
+
+    def publish(self, keys: Sequence[ApiKey]) -> None:
+        publish(keys, self.path)
+        self._keys = keys
+
+    def mend(self) -> None:
+        """Make it again if somebody took it away, a cleaner of old files for instance: the next engine's socket lies
+        there, and the fronts look for it under the same name."""
+        try:
+            if not self.path.exists():
+                log.warning("the folder %s was removed and is made again; keep cleaners away from it", self.path)
+                self.path.mkdir(mode=0o700)
+            found = self.path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise EngineError(f"{self.path} is no longer a folder of this user alone; restart the server")
+            if self._keys and not (self.path / PUBLISHED).exists():
+                publish(self._keys, self.path)
+        except OSError as error:
+            raise EngineError(f"the folder {self.path} cannot be made again: {error.strerror}") from error
+
+
+def load_keys(serve: ServeConfig, tiers: Tiers) -> list[ApiKey]:
     """All keys there are, from flags and from the file."""
-    return joined(hashed(serve.keys()), read_key_file(serve.api_keys_file) if serve.api_keys_file else [])
+    keys = joined(hashed(serve.keys()), read_key_file(serve.api_keys_file) if serve.api_keys_file else [])
+    check_tiers(keys, tiers)
+    return keys
 
 
-def reload_keys(serve: ServeConfig, folder: Path) -> None:
+def reload_keys(serve: ServeConfig, tiers: Tiers, folder: PrivateFolder) -> None:
     """Read the key file again; one that cannot be used changes nothing."""
+    if not serve.api_keys_file:
+        log.warning("SIGHUP changes nothing: there is no key file to read again; start the server with --api-keys-file")
+        return
     try:
-        keys = load_keys(serve)
-        publish(keys, folder)
+        keys = load_keys(serve, tiers)
+        folder.publish(keys)
     except (BadConfig, OSError) as error:
         log.error("the API keys stay as they were: %s", error)
         return
@@ -107,8 +143,10 @@ def make_children(
     folder: Path,
     listener: socket.socket,
     paced: Mapping[str, Any] | None = None,
+    mend: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The engine, then the fronts. `paced`: an engine that computes nothing, for measuring the fronts."""
+    """The engine, then the fronts. `paced`: an engine that computes nothing, for measuring the fronts. `mend`: looks
+    after the folder before each start of the engine."""
     from shoal.engine.supervise import Child
 
     shared = {
@@ -120,6 +158,7 @@ def make_children(
     salt_secret = secrets.token_hex(32)  # the same for all fronts, in all their lives
 
     def for_engine(life: int) -> Mapping[str, Any]:
+        mend()
         return {**shared, "engine": as_json(engine), "epoch": life, "paced": paced}
 
     def for_front(name: str, life: int) -> Mapping[str, Any]:

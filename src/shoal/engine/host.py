@@ -74,6 +74,7 @@ class FrontState:
 
     heard_s: float
     jobs: dict[int, list[str]] = field(default_factory=dict)  # job number → ids of its requests that have not ended
+    unreachable: bool = False  # the last message could not be sent; said once
 
 
 class Outbox:
@@ -451,10 +452,14 @@ class Host:
 
     def _put(self, front: bytes, data: bytes) -> None:
         """Never waits: to a front that is gone or stuck nothing is sent, and silence will tell."""
+        state = self.fronts[front]
         try:
             self.socket.send_multipart([front, data], zmq.NOBLOCK)
+            state.unreachable = False
         except zmq.ZMQError as error:
-            log.warning("front %s cannot be told anything: %s", named(front), error)
+            if not state.unreachable:
+                log.warning("front %s cannot be told anything: %s", named(front), error)
+            state.unreachable = True
 
 
 def named(front: bytes) -> str:

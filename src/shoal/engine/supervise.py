@@ -37,7 +37,7 @@ class Child:
 
     name: str
     module: str
-    config: Callable[[int], Mapping[str, Any]]  # of the life with this number
+    config: Callable[[int], Mapping[str, Any]]  # of the life with this number; an EngineError: there can be none
     fds: Sequence[int] = ()  # files it inherits
     process: "subprocess.Popen[bytes] | None" = None
     ready: bool = False
@@ -63,7 +63,7 @@ class Supervisor:
         fronts: Sequence[Child],
         drain_timeout_s: float,
         on_ready: Callable[[], None],
-        on_hangup: Callable[[], None] | None = None,
+        on_hangup: Callable[[], None] = lambda: None,
         on_given_up: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class Supervisor:
         self.drain_timeout_s = drain_timeout_s
         self.clock = clock or WallClock()
         self._on_ready = on_ready
-        self._on_hangup = on_hangup  # what SIGHUP asks for; None: it ends the server, as it does any program
+        self._on_hangup = on_hangup  # what SIGHUP asks for; it never ends the server
         self._on_given_up = on_given_up  # so that those who wait for the engine hear that it will not come
         self._hung_up = False
         self._told_ready = False
@@ -91,8 +91,7 @@ class Supervisor:
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        if self._on_hangup is not None:
-            signal.signal(signal.SIGHUP, self._on_hangup_signal)
+        signal.signal(signal.SIGHUP, self._on_hangup_signal)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up
         try:
             while not self._asked_to_stop:
@@ -115,7 +114,7 @@ class Supervisor:
         self._hung_up = True
 
     def _answer_hangup(self) -> None:
-        if self._hung_up and self._on_hangup is not None:
+        if self._hung_up:
             self._hung_up = False
             self._on_hangup()
 
@@ -147,7 +146,12 @@ class Supervisor:
                 return 1
         self._check_pulse(child)
         if child.process is None and not child.given_up and self.clock.now_s() >= child.start_at_s:
-            self._start(child)
+            try:
+                self._start(child)
+            except EngineError as error:
+                log.error("%s cannot be started: %s", child.name, error)
+                child.given_up = True
+                return 1
         return None
 
     def _give_up(self, child: Child) -> bool:
@@ -155,6 +159,12 @@ class Supervisor:
         child.given_up = True
         if all(front.given_up for front in self.fronts):
             return False
+        if child is self.engine:
+            try:
+                self._on_given_up()
+            except OSError as error:  # else they would wait for it for ever
+                log.error("the fronts cannot be told that no engine will come: %s", error)
+                return False
         so = "requests are answered with 503" if child is self.engine else "the other fronts answer"
         log.error(
             "%s failed to start %d times in a row and is not tried again; %s until this server is restarted",
@@ -162,8 +172,6 @@ class Supervisor:
             child.failures,
             so,
         )
-        if child is self.engine:
-            self._on_given_up()
         return True
 
     def _check_pulse(self, child: Child) -> None:
@@ -179,8 +187,9 @@ class Supervisor:
             self._buried(child, child.process.returncode)
 
     def _start(self, child: Child) -> None:
+        about = child.config(child.lives)
         read, write = os.pipe()
-        config = {**child.config(child.lives), "ready_fd": write, "after_fault": child.after_fault}
+        config = {**about, "ready_fd": write, "after_fault": child.after_fault}
         child.process = subprocess.Popen(
             [sys.executable, "-m", child.module],
             stdin=subprocess.PIPE,

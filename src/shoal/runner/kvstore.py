@@ -4,12 +4,15 @@ Owns memory, not its use: which block belongs to whom is the KV manager's busine
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.core.plan import BlockCopy
+from shoal.errors import BadConfig
 from shoal.models.spec import ModelSpec
 
 
@@ -29,6 +32,18 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
+@contextmanager
+def refusing(flag: str, blocks: int, block_bytes: int) -> Iterator[None]:
+    """Memory that cannot be had is no fault in here: too much was asked for, by this flag."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # numpy's, torch's
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        size = f"{blocks * block_bytes / 2**30:.1f} GiB for {blocks:,} KV blocks"
+        raise BadConfig(f"{size} do not fit into memory ({str(error).splitlines()[0]}); lower {flag}") from error
+
+
 class KVStore:
     """Keys and values of all layers: per layer two tensors [blocks, block_size, kv_heads, head_dim]."""
 
@@ -44,7 +59,9 @@ class KVStore:
         # zeros, not empty: 0 x garbage in a masked place would be NaN if the garbage is; untouched pages cost nothing
         self.scratch = blocks  # one block more, for what padding writes
         shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)
-        self.data = lazy_zeros(shape, dtype, device)
+        block_bytes = bytes_per_block(spec, block_size, dtype)
+        with refusing("--kv-memory or --kv-share", blocks, block_bytes):
+            self.data = lazy_zeros(shape, dtype, device)
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.data]
         self.block_size = block_size
         self.host: Tensor | None = None
@@ -52,11 +69,12 @@ class KVStore:
             host_shape = (spec.layers, 2, host_blocks, *shape[3:])
             # pinned where the device is a GPU: only then do copies run beside its work
             pinned = self.data.is_cuda
-            self.host = (
-                torch.zeros(host_shape, dtype=dtype, pin_memory=True)
-                if pinned
-                else lazy_zeros(host_shape, dtype, "cpu")
-            )
+            with refusing("--host-kv-memory", host_blocks, block_bytes):
+                self.host = (
+                    torch.zeros(host_shape, dtype=dtype, pin_memory=True)
+                    if pinned
+                    else lazy_zeros(host_shape, dtype, "cpu")
+                )
 
     @torch.inference_mode()
     def copy(self, order: BlockCopy) -> None:

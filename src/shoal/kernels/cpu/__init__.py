@@ -4,7 +4,7 @@ Owns the choice between the two. native.c says what the library computes, compil
 it is called, plain.py what stands in for it.
 """
 
-from shoal.kernels.cpu.compiled import LEVELS, VARIABLE, Library, NoLibrary, find
+from shoal.kernels.cpu.compiled import LEVELS, VARIABLE, Library, NoLibrary, find, keep_in
 from shoal.kernels.cpu.native import NativeOps
 from shoal.kernels.cpu.plain import CpuOps, computes_natively, has_bfloat16_products
 
@@ -18,6 +18,7 @@ __all__ = [
     "computes_natively",
     "find",
     "has_bfloat16_products",
+    "keep_in",
     "make",
 ]
 

@@ -11,6 +11,7 @@ The file's name is a hash of everything that shapes it, so a changed source, ano
 home folder make another file, and two processes that compile at once each rename a whole file into place.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -27,6 +28,7 @@ from pathlib import Path
 from shoal.core.names import pick
 
 log = logging.getLogger(__name__)
+_spare: Path | None = None  # see keep_in
 
 SOURCE = Path(__file__).with_name("native.c")  # includes the others
 VARIABLE = "SHOAL_CPU_KERNELS"
@@ -245,18 +247,35 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+def keep_in(folder: Path) -> None:
+    """Where this process keeps the library if the home folder cannot be written: a folder that outlives it, of whoever
+    starts it again."""
+    global _spare
+    _spare = folder
+
+
 def cache_folder() -> Path:
-    """Ours alone: code is loaded from it. Where the home folder cannot be written, a folder for this process."""
+    """Ours alone: code is loaded from it. Where the home folder cannot be written, the spare one (keep_in), or else one
+    for this process."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(base).expanduser() / "shoal"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+    with contextlib.suppress(OSError, RuntimeError):  # there is no home folder at all
+        folder = Path(base).expanduser() / "shoal"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if _is_ours_alone(folder):
             return folder
-    except (OSError, RuntimeError):
-        pass
+    if _spare is not None and _is_ours_alone(_spare):
+        return _spare
     return Path(_own_folder())
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    """It is there, or is made, and only this user can write to it."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK)
 
 
 @cache

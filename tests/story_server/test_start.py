@@ -1,0 +1,65 @@
+"""Starts that fail: one line with what to change, code 2, at once; and starts where some folder cannot be written."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shoal.core.keys import ApiKey, digest_of
+from shoal.key_file import line_of
+from tests.story_server.servers import RESTARTS, SMALL, running
+
+
+def refused(tmp_path: Path, model: Path, *flags: str) -> tuple[int, str]:
+    """The exit code and what was said on standard error; nothing may be left behind."""
+    command = [sys.executable, "-m", "shoal", "serve", str(model), "--port", "0", *SMALL, *flags]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90)
+    assert not list(tmp_path.glob("shoal-*")), "its private folder stayed behind"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--kv-memory", "--host-kv-memory"])
+def test_more_memory_than_there_is(tmp_path: Path, tiny_model: Path, flag: str) -> None:
+    begun_s = time.monotonic()
+    code, said = refused(tmp_path, tiny_model, flag, "900TiB")
+    assert code == 2
+    (told,) = [line for line in said.splitlines() if line.startswith("shoal: ")]
+    assert told.endswith(f"lower {flag}")
+    assert time.monotonic() - begun_s < 60
+
+
+def test_a_key_of_a_tier_that_there_is_not(tmp_path: Path, tiny_model: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(line_of(ApiKey(name="alice", digest=digest_of("sk-alice-0123"), tier="premum")))
+    code, said = refused(tmp_path, tiny_model, "--api-keys-file", str(file), "--order", "slo")
+    assert code == 2
+    assert "'alice': tier 'premum' is not known; known tiers: premium, standard, batch; change the key's tier" in said
+    assert "sk-" not in said
+
+
+def test_without_a_home_kernels_are_compiled_once_and_go_with_the_server(tmp_path: Path, tiny_model: Path) -> None:
+    """A user of its own often has none."""
+    real = shutil.which("cc")
+    if real is None:
+        pytest.skip("no compiler here")
+    temporary, compiler, calls = tmp_path / "t", tmp_path / "cc", tmp_path / "calls"
+    temporary.mkdir()
+    compiler.write_text(f'#!/bin/sh\necho "$1" >> {calls}\nexec {real} "$@" -O0\n')
+    compiler.chmod(0o755)
+    env = {"HOME": "/dev/null", "XDG_CACHE_HOME": "", "TMPDIR": str(temporary), "CC": str(compiler)}
+    with running(tmp_path / "logs", tiny_model, *SMALL, "--cpu-kernels", "portable", env=env) as server:
+        (library,) = temporary.glob("shoal-*/kernels/*.so")
+        assert library.parent.stat().st_mode & 0o077 == 0
+        (pid,) = server.engine_pids()
+        os.kill(pid, signal.SIGKILL)
+        server.wait_for("another engine", lambda: server.health() == 200 and server.metrics().get(RESTARTS, 0) > 0)
+        assert server.complete(max_tokens=2).status_code == 200
+        assert calls.read_text().splitlines().count("-O3") == 1
+    assert not list(temporary.iterdir())
