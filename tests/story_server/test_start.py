@@ -1,11 +1,11 @@
 """Starts that fail: one line with what to change, code 2, at once; and starts where some folder cannot be written."""
 
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,12 +27,10 @@ def refused(tmp_path: Path, model: Path, *flags: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("flag", ["--kv-memory", "--host-kv-memory"])
 def test_more_memory_than_there_is(tmp_path: Path, tiny_model: Path, flag: str) -> None:
-    begun_s = time.monotonic()
     code, said = refused(tmp_path, tiny_model, flag, "900TiB")
     assert code == 2
     (told,) = [line for line in said.splitlines() if line.startswith("shoal: ")]
     assert told.endswith(f"lower {flag}")
-    assert time.monotonic() - begun_s < 60
 
 
 def test_a_key_of_a_tier_that_there_is_not(tmp_path: Path, tiny_model: Path) -> None:
@@ -63,3 +61,27 @@ def test_without_a_home_kernels_are_compiled_once_and_go_with_the_server(tmp_pat
         assert server.complete(max_tokens=2).status_code == 200
         assert calls.read_text().splitlines().count("-O3") == 1
     assert not list(temporary.iterdir())
+
+
+def test_a_server_without_a_key_file_ends_with_its_terminal(tmp_path: Path, tiny_model: Path) -> None:
+    """As SIGTERM ends it: nothing is left behind."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "shoal", "serve", str(tiny_model), "--port", "0", "--json", *SMALL]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as log:
+        server = subprocess.Popen(
+            command, env=env, stdin=theirs, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+    os.close(theirs)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline(), "it did not get ready"
+        server.send_signal(signal.SIGHUP)
+        assert server.wait(timeout=60) == 0, errors.read_text()
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+        os.close(ours)
+    assert not list(tmp_path.glob("shoal-*"))

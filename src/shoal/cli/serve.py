@@ -63,7 +63,7 @@ def run_serve(args: argparse.Namespace) -> int:
             children[1:],
             serve.drain_timeout,
             lambda: say_hello(engine, serve, listener, args.json),
-            on_hangup=lambda: reload_keys(serve, tiers, folder),
+            on_hangup=None if ends_with_its_terminal(serve) else lambda: reload_keys(serve, tiers, folder),
             on_given_up=(folder.path / GIVEN_UP).touch,
         )
         return supervisor.run()
@@ -104,6 +104,11 @@ def load_keys(serve: ServeConfig, tiers: Tiers) -> list[ApiKey]:
     keys = joined(hashed(serve.keys()), read_key_file(serve.api_keys_file) if serve.api_keys_file else [])
     check_tiers(keys, tiers)
     return keys
+
+
+def ends_with_its_terminal(serve: ServeConfig) -> bool:
+    """A closed terminal sends SIGHUP too. Where that cannot mean the key file, a server in a terminal ends with it."""
+    return not serve.api_keys_file and sys.stdin is not None and sys.stdin.isatty()
 
 
 def reload_keys(serve: ServeConfig, tiers: Tiers, folder: PrivateFolder) -> None:

@@ -63,7 +63,7 @@ class Supervisor:
         fronts: Sequence[Child],
         drain_timeout_s: float,
         on_ready: Callable[[], None],
-        on_hangup: Callable[[], None] = lambda: None,
+        on_hangup: Callable[[], None] | None = None,
         on_given_up: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class Supervisor:
         self.drain_timeout_s = drain_timeout_s
         self.clock = clock or WallClock()
         self._on_ready = on_ready
-        self._on_hangup = on_hangup  # what SIGHUP asks for; it never ends the server
+        self._on_hangup = on_hangup  # what SIGHUP asks for; None: the same as SIGTERM
         self._on_given_up = on_given_up  # so that those who wait for the engine hear that it will not come
         self._hung_up = False
         self._told_ready = False
@@ -91,7 +91,7 @@ class Supervisor:
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGHUP, self._on_hangup_signal)
+        signal.signal(signal.SIGHUP, self._on_hangup_signal if self._on_hangup else self._on_signal)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up
         try:
             while not self._asked_to_stop:
@@ -114,7 +114,7 @@ class Supervisor:
         self._hung_up = True
 
     def _answer_hangup(self) -> None:
-        if self._hung_up:
+        if self._hung_up and self._on_hangup is not None:
             self._hung_up = False
             self._on_hangup()
 
