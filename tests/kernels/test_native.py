@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -479,8 +480,17 @@ def test_the_library_tells_what_it_is() -> None:
         assert found.path.exists()
 
 
-def a_layer(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, normed: bool, biased: bool) -> kernels.Layer:
-    hidden, inner, kv = 48, 72, kv_heads * dim
+def a_layer(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    normed: bool,
+    biased: bool,
+    hidden: int = 48,
+    inner: int = 72,
+) -> kernels.Layer:
+    kv = kv_heads * dim
 
     def matrix(outputs: int, inputs: int) -> torch.Tensor:
         return (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
@@ -545,6 +555,31 @@ def test_all_layers_in_one_call(ops: NativeOps, dtype: torch.dtype, normed: bool
         if compared:
             torch.testing.assert_close(found[0][0], found[2][0], atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(found[0][1], found[2][1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ops", TILED)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 16, 21, 32, 33, 90])
+def test_layers_of_weights_in_tiles(ops: NativeOps, biased: bool, tokens: int) -> None:
+    """To the last bit as of weights that are not, and the gate as one operation after the other; in 8 bits too."""
+    names = ("qkv", "out", "gate_up", "down")
+    layers = [a_layer(torch.bfloat16, 4, 2, 32, False, biased, hidden=64, inner=96) for _ in range(2)]
+    small = [replace(one, **{name: quantize(getattr(one, name)) for name in names}) for one in layers]
+    in_tiles = [replace(one, **{name: laid(ops, getattr(one, name)) for name in names}) for one in layers]
+    small_tiles = [replace(one, **{name: laid8(ops, getattr(one, name)) for name in names}) for one in small]
+    tables = Tables([tokens + 5], 16)
+    angles = torch.randn(tokens, 16)
+    turn = (angles.cos(), angles.sin())
+    start, data = torch.randn(tokens, 64), torch.randn(2, 2, tables.blocks, 16, 2, 32).bfloat16()
+
+    def run(these: list[kernels.Layer], way: Callable[..., torch.Tensor]) -> torch.Tensor:
+        kv = [(one[0], one[1]) for one in data.clone()]
+        return way(these, start.clone(), turn, tables.batch([(0, 5, tokens)]), kv)
+
+    for plain_ones, those in ((layers, in_tiles), (small, small_tiles)):
+        wanted = run(plain_ones, ops.layers)
+        assert torch.equal(run(those, ops.layers), wanted)
+        assert torch.equal(run(those, partial(composed.layers, ops)), wanted)
 
 
 @pytest.mark.parametrize("ops", NATIVE)

@@ -239,6 +239,8 @@ INLINE float exponential_one(float x) {
   return v[0];
 }
 
+INLINE floats silu(floats x) { return x / (all(1) + exponential(-x)); }
+
 static float load_any(const void *p, long i, int type) {
   if (type == FLOAT32) return ((const float *)p)[i];
   return type == BFLOAT16 ? load_one(at(p, i, BFLOAT16), BFLOAT16) : load_one(at(p, i, FLOAT16), FLOAT16);
@@ -754,16 +756,15 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, int laid
                       int bias_type, const float *residual, long rows, long real, long inputs, long outputs,
                       int threads) {
   if (rows < 1) return 0;
+#if HAS_TILES
+  Tiled work = {.weight = (const char *)weight, .row_bytes = inputs, .x = x, .bias = bias, .bias_type = bias_type,
+                .residual = residual, .out = out, .rows = rows, .inputs = real, .outputs = outputs, .laid = laid};
+  return take_bytes(&work, scales) ? tiled(&work, threads) : 1;
+#endif
   float *steps = room_for(ROOM_ROWS, rows * (inputs + sizeof(float) + sizeof(int32_t)));
   if (!steps) return 1;
   int32_t *totals = (int32_t *)(steps + rows);
   int8_t *small = (int8_t *)(totals + rows);
-#if HAS_TILES
-  Tiled work = {.weight = (const char *)weight, .row_bytes = inputs, .x = x, .bytes = small, .x_scales = steps,
-                .x_sums = totals, .scales = scales, .bias = bias, .bias_type = bias_type, .residual = residual,
-                .out = out, .rows = rows, .inputs = real, .outputs = outputs, .laid = laid};
-  return tiled(&work, threads);
-#endif
   (void)laid;
   Linear8 t = {small, weight, steps, scales, totals, bias, residual, out, rows, inputs, outputs, bias_type};
   int few = rows <= DOT_ROWS;
@@ -1426,8 +1427,7 @@ API void shoal_silu_mul(float *out, const float *gate_up, long rows, long n, int
     float *to = out + r * n;
     long i = 0;
     for (; i + LANES <= n; i += LANES) {
-      floats x = load(gate + i);
-      store(to + i, x / (all(1) + exponential(-x)) * load(up + i));
+      store(to + i, silu(load(gate + i)) * load(up + i));
     }
     for (; i < n; i++) to[i] = gate[i] / (1 + exponential_one(-gate[i])) * up[i];
   }
@@ -1555,6 +1555,23 @@ static int product(float *out, const float *x, const Matrix *m, const float *res
                       p->threads);
 }
 
+/* silu of gate_up's first half times its second */
+static int gated(const Layer *l, const Pass *p) {
+  const Matrix *m = &l->gate_up;
+#if HAS_TILES
+  if (m->laid && m->outputs % (2 * TILE_ROWS) == 0) { /* without the two halves ever being in memory */
+    Tiled work = {.weight = m->weight, .x = p->normed, .bias = m->bias, .bias_type = m->bias_type, .out = p->inner,
+                  .rows = p->tokens, .inputs = m->inputs, .outputs = m->outputs, .laid = 1, .gated = 1};
+    work.row_bytes = m->type == INT8 ? m->padded : m->inputs * 2;
+    if (m->type == INT8 && !take_bytes(&work, m->scales)) return 1;
+    return tiled(&work, p->threads);
+  }
+#endif
+  int failed = product(p->gate_up, p->normed, m, NULL, p);
+  shoal_silu_mul(p->inner, p->gate_up, p->tokens, l->down.inputs, p->threads);
+  return failed;
+}
+
 static int layer(const Layer *l, const Pass *p) {
   long q_stride = (l->heads + 2 * l->kv_heads) * l->dim;
   shoal_rms_norm(p->normed, p->residual, l->attention_norm, l->norm_type, p->tokens, l->qkv.inputs, l->eps, p->threads);
@@ -1566,8 +1583,7 @@ static int layer(const Layer *l, const Pass *p) {
                             l->scale, l->window, p->threads);
   failed |= product(p->residual, p->mixed, &l->out, p->residual, p);
   shoal_rms_norm(p->normed, p->residual, l->mlp_norm, l->norm_type, p->tokens, l->gate_up.inputs, l->eps, p->threads);
-  failed |= product(p->gate_up, p->normed, &l->gate_up, NULL, p);
-  shoal_silu_mul(p->inner, p->gate_up, p->tokens, l->down.inputs, p->threads);
+  failed |= gated(l, p);
   return failed | product(p->residual, p->inner, &l->down, p->residual, p);
 }
 

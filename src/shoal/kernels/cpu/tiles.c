@@ -158,6 +158,7 @@ typedef struct {
   int columns[2]; /* of the first and the second tile of x: less than 16 only where there are no more rows */
   int laid;       /* weights are in tiles */
   int many;       /* rows, or laid: x is not turned */
+  int gated;      /* laid only: the outputs' first half is a gate for the second, and half as many results are made */
   char *ready;    /* x: for each 16 rows, steps of TILE_SIZE bytes, or 64 for every column if there are fewer */
 } Tiled;
 
@@ -169,6 +170,15 @@ typedef struct {
 } Side;
 
 enum { MANY_TILES = 9 }; /* of inputs: from here on weights are turned instead of them */
+
+/* Room for x in 8 bits, for weights with these scales. 0: there is none. */
+static int take_bytes(Tiled *t, const float *scales) {
+  float *steps = room_for(ROOM_ROWS, t->rows * (t->row_bytes + sizeof(float) + sizeof(int32_t)));
+  if (!steps) return 0;
+  t->scales = scales, t->x_scales = steps, t->x_sums = (int32_t *)(steps + t->rows);
+  t->bytes = (int8_t *)(t->x_sums + t->rows);
+  return 1;
+}
 
 static void tile_bytes(const Tiled *t, long row) {
   int8_t *to = t->bytes + row * t->row_bytes;
@@ -264,9 +274,10 @@ INLINE void tile_step(const char *const *left, const long *left_stride, const ch
 }
 
 /* one or two left sides by one or two right ones: sums of left l and right r go to to[2 r + l], in rows of to_stride[r]
- * bytes; meanwhile `pace` lines are fetched from `soon` on at every step */
+ * bytes; meanwhile `pace` lines from each of two places are fetched at every step */
 INLINE void tile_block(const Side *lefts_of, const Side *rights_of, long steps, int lefts, int rights, int bytes,
-                       float *const *to, const long *to_stride, const char *soon, int pace) {
+                       float *const *to, const long *to_stride, const char *const *soon, int pace) {
+  const char *one = soon[0], *other = soon[1];
   const char *left[2], *right[2];
   long left_stride[2], right_stride[2];
   for (int n = 0; n < lefts; n++) left[n] = lefts_of[n].tiles, left_stride[n] = lefts_of[n].stride;
@@ -277,7 +288,7 @@ INLINE void tile_block(const Side *lefts_of, const Side *rights_of, long steps, 
   if (rights > 1 && lefts > 1) tile_zero(3);
   long whole = lefts_of[0].last || lefts_of[lefts - 1].last ? steps - 1 : steps;
   for (long s = 0; s < whole; s++) {
-    for (int n = 0; n < pace; n++, soon += 64) __builtin_prefetch(soon, 0, 2);
+    for (int n = 0; n < pace; n++, one += 64, other += 64) __builtin_prefetch(one, 0, 2), __builtin_prefetch(other, 0, 2);
     tile_step(left, left_stride, right, right_stride, lefts, rights, bytes);
     for (int n = 0; n < lefts; n++) left[n] += lefts_of[n].step;
     for (int n = 0; n < rights; n++) right[n] += rights_of[n].step;
@@ -293,11 +304,11 @@ INLINE void tile_block(const Side *lefts_of, const Side *rights_of, long steps, 
   if (rights > 1 && lefts > 1) tile_store(3, to[3], to_stride[1]);
 }
 
-typedef void TileBlock(const Side *, const Side *, long, float *const *, const long *, const char *, int);
+typedef void TileBlock(const Side *, const Side *, long, float *const *, const long *, const char *const *, int);
 #define TILE_BLOCK(lefts, rights, bytes)                                                                             \
   static void tile_block_##lefts##_##rights##_##bytes(const Side *left, const Side *right, long steps,               \
-                                                      float *const *to, const long *to_stride, const char *soon,     \
-                                                      int pace) {                                                    \
+                                                      float *const *to, const long *to_stride,                       \
+                                                      const char *const *soon, int pace) {                           \
     tile_block(left, right, steps, lefts, rights, bytes, to, to_stride, soon, pace);                                 \
   }
 TILE_BLOCK(1, 1, 0) TILE_BLOCK(1, 2, 0) TILE_BLOCK(2, 1, 0) TILE_BLOCK(2, 2, 0)
@@ -307,15 +318,20 @@ static TileBlock *const tile_blocks[2][2][2] = {
     {{tile_block_1_1_1, tile_block_1_2_1}, {tile_block_2_1_1, tile_block_2_2_1}},
 };
 
+/* LANES results of one row of x, from their sums; output: the first's number */
+INLINE floats tile_value(const Tiled *t, const float *sums, const float *bias, long row, long output) {
+  floats value = load(sums);
+  if (t->bytes)
+    value = __builtin_convertvector((ints)value, floats) * all(t->x_scales[row]) * load(t->scales + output);
+  return t->bias ? value + load(bias) : value;
+}
+
 /* one row of x: 16 outputs from `first` on */
 INLINE void tile_row(const Tiled *t, const float *sums, const float *bias, long row, long first) {
   long place = row * t->outputs + first;
 #pragma GCC unroll 4
   for (int i = 0; i < TILE_ROWS; i += LANES) {
-    floats value = load(sums + i);
-    if (t->bytes)
-      value = __builtin_convertvector((ints)value, floats) * all(t->x_scales[row]) * load(t->scales + first + i);
-    if (t->bias) value += load(bias + i);
+    floats value = tile_value(t, sums + i, bias + i, row, first + i);
     if (t->residual) value += load(t->residual + place + i);
     store(t->out + place + i, value);
   }
@@ -354,9 +370,26 @@ static void tile_end(const Tiled *t, const float *sums, long panel, long tile) {
       tile_row_end(t, lines + i * TILE_ROWS, bias, row + i, first, count);
 }
 
+/* two tiles of sums, of a gate's panel and of the one that goes through it, become results: silu(gate) times the other */
+static void gate_end(const Tiled *t, const float *gate, const float *sums, long panel, long tile) {
+  float bias[2][TILE_ROWS];
+  long row = tile * TILE_ROWS, rows = t->rows - row < TILE_ROWS ? t->rows - row : TILE_ROWS;
+  long half = t->outputs / 2, first = panel * TILE_ROWS;
+  if (t->bias)
+    for (long i = 0; i < 2 * TILE_ROWS; i++)
+      bias[i / TILE_ROWS][i % TILE_ROWS] = load_any(t->bias, i / TILE_ROWS * half + first + i % TILE_ROWS, t->bias_type);
+  for (long r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int i = 0; i < TILE_ROWS; i += LANES) {
+      floats x = tile_value(t, gate + r * TILE_ROWS + i, bias[0] + i, row + r, first + i);
+      floats y = tile_value(t, sums + r * TILE_ROWS + i, bias[1] + i, row + r, half + first + i);
+      store(t->out + (row + r) * half + first + i, silu(x) * y);
+    }
+}
+
 /* one or two panels by one or two tiles of x */
-static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, long tile, int tiles, const char *soon,
-                      int pace) {
+static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, long tile, int tiles,
+                      const char *const *soon, int pace) {
   float found[4][TILE_SIZE / 4] __attribute__((aligned(64))), *to[4];
   long to_stride[2] = {TILE_BYTES, TILE_BYTES};
   Side x[2];
@@ -367,7 +400,7 @@ static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, lon
   }
   int lefts = t->many ? tiles : panels, rights = t->many ? panels : tiles;
   int whole = (t->laid && t->rows <= 2 * TILE_ROWS) || (tile + tiles) * TILE_ROWS <= t->rows;
-  int straight = t->many && !t->bytes && !t->bias && !t->residual && whole &&
+  int straight = t->many && !t->gated && !t->bytes && !t->bias && !t->residual && whole &&
                  (panel + panels) * TILE_ROWS <= t->outputs; /* the sums are the results */
   for (int l = 0; l < lefts; l++)
     for (int r = 0; r < rights; r++)
@@ -376,24 +409,30 @@ static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, lon
   tile_blocks[t->bytes != NULL][lefts - 1][rights - 1](t->many ? x : w, t->many ? w : x, t->steps, to, to_stride, soon,
                                                        pace);
   if (straight) return;
-  for (int l = 0; l < lefts; l++)
+  for (int l = 0; l < lefts && t->gated; l++) gate_end(t, found[l], found[2 + l], panel, tile + l);
+  for (int l = 0; l < lefts && !t->gated; l++)
     for (int r = 0; r < rights; r++)
       tile_end(t, found[2 * r + l], panel + (t->many ? r : l), tile + (t->many ? l : r));
 }
 
-/* some panels by some tiles of x; `room`: four tiles for every step */
+/* Some panels by some tiles of x; `room`: four tiles for every step. Two panels at once: neighbours, or one of a gate's and
+ * the one that goes through it, half of all panels further on. */
 static void tile_task(const Tiled *t, long panel, long panels, long tile, long tiles, char *room) {
-  long end = panel + panels, blocks = (tiles + 1) / 2;
-  for (; panel < end; panel += 2) {
-    int two = panel + 1 < end;
-    int pace = (int)((2 * TILE_ROWS + blocks - 1) / blocks);
-    if (panel + 2 >= end) pace = 0; /* what comes after is another thread's */
+  long end = panel + panels, blocks = (tiles + 1) / 2, step = t->gated ? 1 : 2;
+  long apart = t->gated ? t->outputs / 2 / TILE_ROWS : 1, size = TILE_ROWS * t->row_bytes;
+  for (; panel < end; panel += step) {
+    int two = t->gated || panel + 1 < end;
+    int pace = (int)((TILE_ROWS + blocks - 1) / blocks);
+    if (panel + step >= end) pace = 0; /* what comes after is another thread's */
     Side w[2];
     for (int n = 0; n <= two; n++)
-      w[n] = (t->laid ? laid_panel : t->many ? turned_panel : panel_of)(t, panel + n, room + n * 2 * t->steps * TILE_SIZE);
-    const char *soon = t->weight + (panel + 2) * TILE_ROWS * t->row_bytes;
-    for (long n = tile; n < tile + tiles; n += 2, soon += pace * 64 * t->steps)
+      w[n] = (t->laid ? laid_panel : t->many ? turned_panel : panel_of)(t, panel + n * apart,
+                                                                        room + n * 2 * t->steps * TILE_SIZE);
+    const char *soon[2] = {t->weight + (panel + step) * size, t->weight + (panel + step + apart) * size};
+    for (long n = tile; n < tile + tiles; n += 2) {
       tile_pair(t, w, panel, 1 + two, n, n + 1 < tile + tiles ? 2 : 1, soon, pace);
+      soon[0] += pace * 64 * t->steps, soon[1] += pace * 64 * t->steps;
+    }
   }
 }
 
@@ -416,6 +455,7 @@ static void tile_shape(Tiled *t, TileShape *shape) {
 static int tiled(Tiled *t, int threads) {
   TileShape shape = {.palette = 1};
   long tiles = (t->rows + TILE_ROWS - 1) / TILE_ROWS, panels = (t->outputs + TILE_ROWS - 1) / TILE_ROWS;
+  if (t->gated) panels /= 2;
   t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = t->laid || tiles >= MANY_TILES;
   tile_shape(t, &shape);
   t->ready = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
