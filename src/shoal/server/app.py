@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.middleware.cors import CORSMiddleware
@@ -29,6 +29,7 @@ from shoal.server.plain import Plain
 from shoal.server.prepare import GrammarChecker, Plan, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.settings import ServerSettings
+from shoal.server.siblings import NoSiblings, Siblings
 from shoal.server.stream import Stream
 from shoal.server.thoughts import Words
 from shoal.text.tokenizer import Tokenizer
@@ -45,7 +46,11 @@ class Counts(Protocol):
 
     def count(self, route: str, status: int) -> None: ...
 
-    def render(self, active: int, info: EngineInfo | None) -> bytes: ...
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+        """As Prometheus text, with what the other fronts told."""
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+        """For another front, which hands it to its own render()."""
 
 
 class NoCounts:
@@ -53,7 +58,10 @@ class NoCounts:
 
     def count(self, route: str, status: int) -> None: ...
 
-    def render(self, active: int, info: EngineInfo | None) -> bytes:
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+        return b""
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
         return b""
 
 
@@ -105,6 +113,7 @@ class Front:
         self.client = client
         self.tokenizer = tokenizer
         self.metrics: Counts = metrics or NoCounts()
+        self.siblings: Siblings = NoSiblings()  # whoever starts several fronts makes them known to each other
         self.spans: Spans = spans or NoSpans()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
         self.words = Words(tokenizer)
@@ -178,6 +187,10 @@ class Front:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.key = self.keys.find(exchange.headers.get(b"authorization"))  # who has none learns nothing
         raise HttpError(404, "there is nothing at this path; /docs lists what there is", code="not_found")
+
+    def tell(self) -> bytes:
+        """This front's numbers, for another front."""
+        return self.metrics.tell(self.active, self.client.info)
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
