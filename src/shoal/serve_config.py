@@ -37,7 +37,10 @@ class ServeConfig(Options):
     ssl_keyfile: str | None = option(None, "its private key", group="server")
     max_body: int = option(4 * 2**20, "most bytes of one request's body", parse=parse_bytes, group="server")
     slow_client_timeout: float = option(
-        30.0, "seconds after which a client that does not read is cut off", parse=float, group="server"
+        30.0,
+        "seconds after which a client that does not read, or does not finish sending, is cut off",
+        parse=float,
+        group="server",
     )
     drain_timeout: float = option(
         30.0, "seconds that running requests get to finish when the server stops", parse=float, group="server"

@@ -4,7 +4,6 @@ Owns the requests that are being answered. Knows no engine: it is handed an Engi
 of it lives on one event loop.
 """
 
-import asyncio
 import logging
 import sys
 import time
@@ -122,7 +121,6 @@ class Front:
         self.active = 0
         self.calls: set[Call] = set()
         self.streams: set[Stream] = set()
-        self._sweeping = False
         self._entry: Callable[[Scope, Receive, Send], Awaitable[None]] = self._answer
         if settings.allowed_origins:
             self._entry = CORSMiddleware(
@@ -257,7 +255,6 @@ class Front:
         if call.error is not None:
             raise call.error
         self.streams.add(stream)
-        self._watch_writers()
         try:
             await exchange.start(
                 200,
@@ -288,23 +285,6 @@ class Front:
         """Whoever still waits is told that the server stops: by a status, or by an event where a stream has begun."""
         for call in list(self.calls):
             call.fail(Draining("the server stopped before the answer was done; ask again"))
-
-    # ---- slow readers ---------------------------------------------------------------------------------------------
-
-    def _watch_writers(self) -> None:
-        if not self._sweeping and self.streams:
-            self._sweeping = True
-            wait_s = min(1.0, max(0.05, self.settings.slow_client_timeout_s / 4))
-            asyncio.get_running_loop().call_later(wait_s, self._sweep)
-
-    def _sweep(self) -> None:
-        """Cut off clients that have not taken anything for too long. Runs while there are streams."""
-        limit_s, now_s = self.settings.slow_client_timeout_s, time.monotonic()
-        for stream in list(self.streams):
-            if stream.sending_since_s and now_s - stream.sending_since_s > limit_s:
-                stream.cut_off(f"it has read nothing for {limit_s:g} s")
-        self._sweeping = False
-        self._watch_writers()
 
 
 def warning(plan: Plan) -> tuple[tuple[bytes, bytes], ...]:
