@@ -179,6 +179,8 @@ class EngineMetrics(Collector):
             self.ways[lost.how] += 1
         for refused in events.rejected:
             self.kinds[refused.kind if refused.kind in self.kinds else OTHER] += 1
+            if refused.tier:
+                self.promises[refused.tier, "ttft", "no"] += 1
             self._forget(refused.id)
         for admitted in events.admitted:
             if not admitted.resumed:  # who comes back has been counted
@@ -257,7 +259,12 @@ class EngineMetrics(Collector):
         for name, values in ((FINISHED, self.reasons), (REJECTED, self.kinds), (GAVE_WAY, self.ways)):
             label, help = LABELLED[name]
             yield _by_label(name, help, [label], {(key,): value for key, value in values.items()})
-        yield _by_label(PROMISES, "Promises to requests that ended, by whether they were kept", TOLD, self.promises)
+        yield _by_label(
+            PROMISES,
+            "Promises to requests that ended or were refused for them, by whether they were kept",
+            TOLD,
+            self.promises,
+        )
         if self.policies:
             chosen = GaugeMetricFamily(POLICIES, "The choice made on each axis; always 1", labels=[*self.policies])
             chosen.add_metric([*self.policies.values()], 1)
