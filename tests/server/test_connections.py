@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -124,6 +128,29 @@ def test_a_whole_answer_that_nobody_reads_is_cut_off_too(headers: tuple[str, ...
                     pass
             slow.close()
         assert caplog.text.count("a client was cut off") == 1
+
+    run(work)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_a_whole_answer_over_tls_that_nobody_reads_is_cut_off_too(tmp_path: Path, caplog: Any) -> None:
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+    subprocess.run(made.split(), cwd=tmp_path, check=True, capture_output=True)
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+
+    def ask(port: int) -> ssl.SSLSocket:
+        trusting = ssl.create_default_context(cafile=cert)
+        trusting.check_hostname = False
+        slow = trusting.wrap_socket(unread(port, b""))
+        slow.sendall(raw_request("/v1/completions", LONG))
+        return slow
+
+    async def work() -> None:
+        app = front(FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0), slow_client_timeout_s=1.0)
+        async with listening(app, ssl_certfile=cert, ssl_keyfile=key) as port:
+            slow = await asyncio.to_thread(ask, port)
+            await until(lambda: "a client was cut off: it has read nothing for 1 s" in caplog.text, limit_s=10)
+            slow.close()
 
     run(work)
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import select
 import socket
 import termios
 from array import array
@@ -175,9 +176,17 @@ class Protocol(HttpToolsProtocol):
     def _look_after_reader(self) -> None:
         """See to it that what waits to be sent is read, or the client cut off."""
         self._stop_looking()
-        if self.transport.get_write_buffer_size():
+        if self._waits() or self._tls():  # what TLS has just been given is not in the kernel yet
             self._unread, self._moved_s = self._count_unread(), self.loop.time()
             self._look_later()
+
+    def _waits(self) -> bool:
+        """Whether bytes wait that the kernel does not take. Those that TLS has packed can be counted by nobody."""
+        sock = self.transport.get_extra_info("socket")
+        return self.transport.get_write_buffer_size() > 0 or (self._tls() and is_full(sock))
+
+    def _tls(self) -> bool:
+        return self.scheme == "https"
 
     def _count_unread(self) -> int:
         """What waits here and in the kernel: that lets much be read before it takes more from here."""
@@ -194,7 +203,7 @@ class Protocol(HttpToolsProtocol):
 
     def _look(self) -> None:
         self._looking = None
-        if not self.transport.get_write_buffer_size():
+        if not self._waits():
             return
         unread, now_s = self._count_unread(), self.loop.time()
         if unread != self._unread:
@@ -208,7 +217,7 @@ class Protocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Idle for long enough to close it; unless the last answer is still on its way."""
-        if self.transport.get_write_buffer_size():
+        if self._waits():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -222,6 +231,16 @@ def in_kernel(sock: Any) -> int:
     with contextlib.suppress(OSError, AttributeError, ValueError):  # closed, or none at all
         fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, count)
     return count[0]
+
+
+def is_full(sock: Any) -> bool:
+    """Whether the kernel takes no more bytes for it now."""
+    poll = select.poll()
+    try:
+        poll.register(sock.fileno(), select.POLLOUT)
+        return not poll.poll(0)
+    except (OSError, AttributeError, ValueError):  # closed, or none at all
+        return False
 
 
 class Server(uvicorn.Server):
