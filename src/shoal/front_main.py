@@ -28,6 +28,7 @@ from shoal.serve_config import ServeConfig, serve_config_from_json
 from shoal.server.app import Front, make_app
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
+from shoal.server.siblings import SocketSiblings
 from shoal.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("shoal.front_main")
@@ -64,10 +65,19 @@ async def run(config: Mapping[str, Any]) -> None:
         make_grammars(files, tokenizer),
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
-        FrontMetrics(config["name"].partition(".")[0]),  # the same in all its lives
+        FrontMetrics(lasting_name(config)),
         spans,
     )
-    server = make_server(front, settings, ssl_certfile=serve.ssl_certfile, ssl_keyfile=serve.ssl_keyfile)
+    front.siblings = siblings = SocketSiblings(Path(config["folder"]), lasting_name(config), front.tell)
+    async with siblings.open():
+        await answer(front, serve, config, client)
+    await client.close()
+    await asyncio.to_thread(spans.close)
+
+
+async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], client: ZmqClient) -> None:
+    """Serve until SIGTERM comes, and let what runs finish."""
+    server = make_server(front, front.settings, ssl_certfile=serve.ssl_certfile, ssl_keyfile=serve.ssl_keyfile)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
@@ -81,8 +91,6 @@ async def run(config: Mapping[str, Any]) -> None:
     await asyncio.wait({serving}, timeout=2.0)  # what is not a generation is short
     server.force_exit = True
     await serving
-    await client.close()
-    await asyncio.to_thread(spans.close)
 
 
 async def say_up(client: ZmqClient, ready_fd: int) -> None:
@@ -123,6 +131,11 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
         log_prompts=serve.log_prompts,
         seed=config["seed"],
     )
+
+
+def lasting_name(config: Mapping[str, Any]) -> str:
+    """A front's name, the same in all its lives."""
+    return str(config["name"]).partition(".")[0]
 
 
 def make_grammars(files: ModelFiles, tokenizer: Tokenizer | None) -> Any:

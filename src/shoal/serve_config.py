@@ -37,7 +37,10 @@ class ServeConfig(Options):
     ssl_keyfile: str | None = option(None, "its private key", group="server")
     max_body: int = option(4 * 2**20, "most bytes of one request's body", parse=parse_bytes, group="server")
     slow_client_timeout: float = option(
-        30.0, "seconds after which a client that does not read is cut off", parse=float, group="server"
+        30.0,
+        "seconds after which a client that does not read, or does not finish sending, is cut off",
+        parse=float,
+        group="server",
     )
     drain_timeout: float = option(
         30.0, "seconds that running requests get to finish when the server stops", parse=float, group="server"
@@ -49,7 +52,7 @@ class ServeConfig(Options):
         group="server",
     )
     otlp_endpoint: str | None = option(
-        None, "URL of an OpenTelemetry collector that gets a span for each request (needs shoal[otel])", group="server"
+        None, "URL of an OpenTelemetry collector that gets a span for each request (needs the extra [otel])", group="server"
     )
     log_level: str = option("info", "least important message that is logged", choices=LEVELS, group="server")
     log_format: str = option("text", "of the log: text, or json lines", choices=("text", "json"), group="server")

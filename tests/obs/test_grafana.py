@@ -67,6 +67,14 @@ def test_panels_have_names_and_places_of_their_own() -> None:
     assert len(set(taken)) == len(panels)
 
 
+def test_panels_say_all_that_the_schema_of_timeseries_demands() -> None:
+    for panel in DASHBOARD["panels"]:
+        assert panel["type"] == "timeseries"
+        assert panel["options"].keys() == {"legend", "tooltip"}
+        assert panel["options"]["legend"].keys() == {"showLegend", "displayMode", "placement", "calcs"}
+        assert panel["options"]["tooltip"].keys() == {"mode", "sort"}
+
+
 def test_the_docs_name_only_metrics_that_there_are() -> None:
     samples = real_samples()
     families = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in samples} | set(samples)

@@ -278,6 +278,33 @@ def test_two_fronts_tell_series_of_their_own() -> None:
     assert not one & other, "they would look like one counter that jumps back and forth"
 
 
+def test_a_front_tells_what_the_others_counted() -> None:
+    fronts = [FrontMetrics(f"front-{number}") for number in range(3)]
+    for number, front in enumerate(fronts):
+        for _ in range(number + 1):
+            front.count("/v1/completions", 200)
+    told = [fronts[1].tell(4, INFO), fronts[2].tell(0, None)]
+    text = fronts[0].render(1, None, told)
+    seen = read(text)
+    for number, active in enumerate((1, 4, 0)):
+        series = f'{{front="front-{number}",route="/v1/completions",status="200"}}'
+        assert seen[f"shoal_http_requests_total{series}"] == number + 1
+        assert seen[f'shoal_http_active_requests{{front="front-{number}"}}'] == active
+    assert seen["shoal_engine_restarts_total"] == 2, "another front knows of more restarts"
+    assert text.count(b"# TYPE shoal_http_requests_total") == 1
+    gone = read(fronts[0].render(1, None))
+    assert 'shoal_http_active_requests{front="front-1"}' not in gone, "what a dead front told is not told for ever"
+    assert gone["shoal_engine_restarts_total"] == 2, "a counter never goes back"
+
+
+@pytest.mark.parametrize(
+    "told", [b"", b"{", b"[]", b"null", b"\xff", b'{"name": "x"}', b'{"name": "x", "active": "y"}']
+)
+def test_a_front_that_tells_nonsense_is_left_out(told: bytes) -> None:
+    front = FrontMetrics()
+    assert front.render(0, None, [told]) == front.render(0, None)
+
+
 def test_the_first_500_can_be_seen_in_a_rate() -> None:
     assert (
         read(FrontMetrics().render(0, None))[

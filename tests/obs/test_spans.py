@@ -92,7 +92,7 @@ def test_without_an_endpoint_there_are_none() -> None:
 def test_without_the_library_the_message_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [missing, *(name for name in sys.modules if name.startswith(f"{missing}."))]:
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    with pytest.raises(BadConfig, match=r"shoal\[otel\]"):
+    with pytest.raises(BadConfig, match=r"extra \[otel\]"):
         open_spans("http://127.0.0.1:4318", "1")
 
 

@@ -8,6 +8,7 @@ import pytest
 from shoal.core.request import Reason, Request, State
 from shoal.core.tiers import DEFAULT, Tiers
 from shoal.errors import BadConfig, BadParameter, UnknownName
+from shoal.obs.metrics import EngineMetrics
 from shoal.sched.preempt import How
 from shoal.sched.queue import PATIENCE
 from shoal.sched.scheduler import Scheduler
@@ -330,6 +331,13 @@ def bound_on_waiting(
     return wait_s, wait_s
 
 
+def promises_not_kept(sim: Sim) -> int:
+    metrics = EngineMetrics()
+    for events in sim.records:
+        metrics.take(events)
+    return metrics.promises["premium", "ttft", "no"]
+
+
 def test_refused_at_once_when_the_promise_cannot_be_kept() -> None:
     tiers = {"premium": {"ttft": 0.3, "reject_late": True}, "batch": {}}
     scheduler = made(order="slo", tiers=tiers, max_model_len=3000)
@@ -342,6 +350,7 @@ def test_refused_at_once_when_the_promise_cannot_be_kept() -> None:
     assert refusal.retry_after_s is not None
     assert refusal.retry_after_s >= 1.25
     assert "2500 tokens takes" in refusal.message
+    assert promises_not_kept(sim) == 1
 
 
 def test_refused_in_the_line_as_soon_as_it_is_too_late_to_start() -> None:
@@ -354,6 +363,7 @@ def test_refused_in_the_line_as_soon_as_it_is_too_late_to_start() -> None:
     assert sim.seen["late"].reason is Reason.REJECTED
     told = next(events.committed_s for events in sim.records if events.rejected)
     assert told < 0.5
+    assert promises_not_kept(sim) == 1
 
 
 # ---- budget by promise --------------------------------------------------------------------------------------------

@@ -107,10 +107,10 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def listening(app: Front) -> AsyncIterator[int]:
+async def listening(app: Front, **tls: str) -> AsyncIterator[int]:
     """The port of a real server on this event loop."""
     sock = socket.create_server(("127.0.0.1", 0))
-    server = make_server(app, app.settings)
+    server = make_server(app, app.settings, **tls)
     task = asyncio.create_task(serve(server, sock))
     while not server.started:
         await asyncio.sleep(0.01)

@@ -83,6 +83,12 @@ def test_logprobs_have_the_shape_of_chats() -> None:
     }
 
 
+@pytest.mark.parametrize("count", [-1, 65, 10**30])
+def test_too_many_top_logprobs_are_refused_by_name(count: int) -> None:
+    error = error_of(chat(front(), logprobs=True, top_logprobs=count), 400)
+    assert (error["param"], error["message"][:12]) == ("top_logprobs", "top_logprobs")
+
+
 def test_top_logprobs_without_logprobs_are_refused() -> None:
     assert error_of(chat(front(), top_logprobs=2), 400)["param"] == "top_logprobs"
 

@@ -112,6 +112,23 @@ def test_best_of_that_cannot_be_is_refused(body: dict[str, Any], word: str) -> N
     assert word in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "begins"),
+    [
+        ({"prompt": ["x"] * 3, "best_of": 4}, "prompt", "prompt and best_of ask for 12 answers, limit 10"),
+        ({"prompt": ["x"] * 3, "n": 4}, "prompt", "prompt and n ask for 12 answers, limit 10"),
+        ({"prompt": ["x"] * 12}, "prompt", "prompt asks for 12 answers, limit 10"),
+        ({"prompt": "x", "best_of": 12}, "best_of", "best_of asks for 12 answers, limit 10"),
+    ],
+)
+def test_too_many_answers_are_refused_by_the_names_of_the_fields_that_ask(
+    body: dict[str, Any], param: str, begins: str
+) -> None:
+    error = error_of(complete(front(max_choices=10), **body), 400)
+    assert error["param"] == param
+    assert error["message"].startswith(begins)
+
+
 def test_echo_puts_the_prompt_in_front() -> None:
     assert complete(front(saying(" a")), prompt=ONCE, echo=True).json()["choices"][0]["text"] == f"{ONCE} a"
     assert complete(front(saying(" a")), prompt=ids(ONCE), echo=True).json()["choices"][0]["text"] == f"{ONCE} a"

@@ -2,9 +2,14 @@
 
 import asyncio
 import json
+import shutil
 import socket
+import ssl
+import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -83,13 +88,113 @@ def test_one_who_does_not_read_is_cut_off_and_slows_nobody() -> None:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             slow.connect(("127.0.0.1", port))
             slow.sendall(raw_request("/v1/completions", {**FOREVER, "logprobs": 5}))
-            await until(lambda: any(stream.sending_since_s for stream in app.streams))
+            await until(lambda: any(stream.sending for stream in app.streams))
             async with connected(port) as (reader, writer):
                 writer.write(raw_request("/v1/completions", {**FOREVER, "max_tokens": 50}, "connection: close"))
                 assert (await reader.read()).count(b'"text":"P"') == 50  # while the other is stuck
             await until(lambda: not client.running and not app.active)
             assert client.submitted[0].id in client.aborted
             slow.close()
+
+    run(work)
+
+
+LONG = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "logprobs": 5}  # an answer of several 100 KB
+
+
+def unread(port: int, request: bytes, buffer: int = 2048) -> socket.socket:
+    """A client that asks and does not read."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    made.connect(("127.0.0.1", port))
+    made.sendall(request)
+    return made
+
+
+@pytest.mark.parametrize("headers", [(), ("connection: close",)])
+def test_a_whole_answer_that_nobody_reads_is_cut_off_too(headers: tuple[str, ...], caplog: Any) -> None:
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0)
+        app = front(client, slow_client_timeout_s=1.0)
+        async with listening(app) as port:
+            slow = unread(port, raw_request("/v1/completions", LONG, *headers))
+            await until(lambda: len(client.submitted) == 1 and not app.active)
+            began_s = time.monotonic()
+            await until(lambda: "a client was cut off: it has read nothing for 1 s" in caplog.text, limit_s=10)
+            assert 0.9 < time.monotonic() - began_s < 3
+            await asyncio.sleep(0.1)
+            with suppress(ConnectionError):
+                while slow.recv(10**6):  # what the kernels held; then the end, and not the whole answer
+                    pass
+            slow.close()
+        assert caplog.text.count("a client was cut off") == 1
+
+    run(work)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_a_whole_answer_over_tls_that_nobody_reads_is_cut_off_too(tmp_path: Path, caplog: Any) -> None:
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+    subprocess.run(made.split(), cwd=tmp_path, check=True, capture_output=True)
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+
+    def ask(port: int) -> ssl.SSLSocket:
+        trusting = ssl.create_default_context(cafile=cert)
+        trusting.check_hostname = False
+        slow = trusting.wrap_socket(unread(port, b""))
+        slow.sendall(raw_request("/v1/completions", LONG))
+        return slow
+
+    async def work() -> None:
+        app = front(FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0), slow_client_timeout_s=1.0)
+        async with listening(app, ssl_certfile=cert, ssl_keyfile=key) as port:
+            slow = await asyncio.to_thread(ask, port)
+            await until(lambda: "a client was cut off: it has read nothing for 1 s" in caplog.text, limit_s=10)
+            slow.close()
+
+    run(work)
+
+
+def test_a_whole_answer_that_is_read_slowly_but_steadily_is_not_cut_off(caplog: Any) -> None:
+    """So slowly that the kernel takes nothing more from the server for longer than the limit."""
+
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0)
+        app = front(client, slow_client_timeout_s=0.5)
+        async with listening(app) as port:
+            slow = unread(port, raw_request("/v1/completions", LONG, "connection: close"), 8192)
+            slow.setblocking(False)
+            loop, parts = asyncio.get_running_loop(), list[bytes]()
+            while part := await loop.sock_recv(slow, 10_000):
+                parts.append(part)
+                await asyncio.sleep(0.1)
+            slow.close()
+        assert len(json.loads(body_of(b"".join(parts)))["choices"][0]["logprobs"]["tokens"]) == 2000
+        assert len(parts) > 15, "it was read faster than the limit, and shows nothing"
+        assert "cut off" not in caplog.text
+
+    run(work)
+
+
+def test_a_connection_that_was_read_late_is_used_again(caplog: Any) -> None:
+    """What was unread once is forgotten: a later answer has all its time."""
+
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0)
+        app = front(client, slow_client_timeout_s=1.0)
+        async with listening(app) as port, connected(port) as (reader, writer):
+            for _ in range(3):
+                writer.write(raw_request("/v1/completions", LONG))
+                await until(lambda: bool(client.submitted) and not app.active)
+                await asyncio.sleep(0.5)
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                assert len(await reader.readexactly(length)) == length
+                client.submitted.clear()
+            await asyncio.sleep(1.5)  # longer than the limit, with nothing to read
+            writer.write(raw_request("/v1/completions", {"prompt": "x", "max_tokens": 1}))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert "cut off" not in caplog.text
 
     run(work)
 

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -282,8 +282,11 @@ class Counted:
     def count(self, route: str, status: int) -> None:
         self.seen.append((route, status))
 
-    def render(self, active: int, info: Any) -> bytes:
-        return f"own_active {active}\nown_up {int(info is not None)}\n".encode()
+    def render(self, active: int, info: Any, others: Sequence[bytes]) -> bytes:
+        return f"own_active {active}\nown_up {int(info is not None)}\n".encode() + b"".join(others)
+
+    def tell(self, active: int, info: Any) -> bytes:
+        return b"told\n"
 
 
 def test_metrics_are_the_engines_and_the_fronts() -> None:

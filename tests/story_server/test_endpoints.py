@@ -1,9 +1,11 @@
 """The endpoints beside the two that generate, headers, logs, and a model without a tokenizer."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -206,6 +208,40 @@ def test_dashboard_and_alerts_are_about_metrics_that_a_server_has(tiny: Server) 
     for expression in asked:
         for name in re.findall(r"\bshoal_\w+", expression):
             assert name in there, f"{name}: {expression}"
+
+
+def health_answers(text: str) -> dict[str, float]:
+    """Front → how often it answered GET /health."""
+    return {
+        sample.labels["front"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "shoal_http_requests_total" and sample.labels["route"] == "/health"
+    }
+
+
+def test_one_connection_hears_of_all_fronts(tiny_model: Path, tmp_path: Path) -> None:
+    """As a Prometheus scrapes: always over the same connection, so from one front of two."""
+    with running(tmp_path, tiny_model, *SMALL, "--api-workers", "2") as server, httpx.Client() as scraper:
+        url = f"{server.url}/metrics"
+
+        def told() -> dict[str, float]:
+            return health_answers(scraper.get(url).text)
+
+        before, asked = sum(told().values()), 0
+        while len(told()) < 2 or min(told().values()) < 3:  # until both fronts have had some
+            assert asked < 500, f"only {set(told())} answers"
+            assert httpx.get(f"{server.url}/health").status_code == 200  # over a connection of its own
+            asked += 1
+        server.wait_for("all of them to be counted", lambda: sum(told().values()) == before + asked)
+
+        stuck = server.front_pids()[0]
+        os.kill(stuck, signal.SIGSTOP)
+        try:  # a new connection is taken by the other one, which does not wait for long
+            assert len(health_answers(httpx.get(url, timeout=5).text)) == 1
+        finally:
+            os.kill(stuck, signal.SIGCONT)
+        server.wait_for("all of them to be told again", lambda: sum(told().values()) == before + asked)
 
 
 # ---- headers and logs -----------------------------------------------------------------------------------------------

@@ -73,14 +73,15 @@ def test_nothing_listens_but_the_http_port(safe: Server) -> None:
     assert not [row for table in ("udp", "udp6", "raw", "raw6") for row in rows(table) if row[9] in mine]
 
 
-def test_the_engines_socket_lies_in_a_folder_that_nobody_else_can_enter(safe: Server, home: Path) -> None:
+def test_the_sockets_inside_lie_in_a_folder_that_nobody_else_can_enter(safe: Server, home: Path) -> None:
     folder = folder_of(home)
     about = folder.stat()
     assert stat.S_IMODE(about.st_mode) == 0o700
     assert about.st_uid == os.getuid()
     mine = sockets_of(family_of(safe.process.pid))
     listening = {row[7] for row in rows("unix") if row[6] in mine and row[3] == "00010000" and len(row) > 7}
-    assert listening == {str(folder / "engine.ipc")}, "and no other, abstract ones least of all"
+    expected = {str(folder / name) for name in ("engine.ipc", "front-0.front", "front-1.front")}
+    assert listening == expected, "and no other, abstract ones least of all"
 
 
 def test_no_file_of_the_server_has_a_key_in_it(safe: Server, home: Path) -> None:

@@ -20,6 +20,7 @@ class Rejected:
     kind: str  # name of the error's class
     message: str
     retry_after_s: float | None = None
+    tier: str = ""  # whose promise could not be kept, if it was refused for that when it was submitted
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,11 @@ pass share one time, and most of their owners were last heard at one time too. K
 clock, no process and no HTTP beyond the names of the routes.
 """
 
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -177,6 +179,8 @@ class EngineMetrics(Collector):
             self.ways[lost.how] += 1
         for refused in events.rejected:
             self.kinds[refused.kind if refused.kind in self.kinds else OTHER] += 1
+            if refused.tier:
+                self.promises[refused.tier, "ttft", "no"] += 1
             self._forget(refused.id)
         for admitted in events.admitted:
             if not admitted.resumed:  # who comes back has been counted
@@ -255,7 +259,12 @@ class EngineMetrics(Collector):
         for name, values in ((FINISHED, self.reasons), (REJECTED, self.kinds), (GAVE_WAY, self.ways)):
             label, help = LABELLED[name]
             yield _by_label(name, help, [label], {(key,): value for key, value in values.items()})
-        yield _by_label(PROMISES, "Promises to requests that ended, by whether they were kept", TOLD, self.promises)
+        yield _by_label(
+            PROMISES,
+            "Promises to requests that ended or were refused for them, by whether they were kept",
+            TOLD,
+            self.promises,
+        )
         if self.policies:
             chosen = GaugeMetricFamily(POLICIES, "The choice made on each axis; always 1", labels=[*self.policies])
             chosen.add_metric([*self.policies.values()], 1)
@@ -264,42 +273,83 @@ class EngineMetrics(Collector):
             yield tally.family()
 
 
+@dataclass(frozen=True, slots=True)
+class FrontNumbers:
+    """What one front has counted, as it travels to another."""
+
+    name: str
+    active: int
+    restarts: int  # of the engine, as far as this front knows
+    answers: list[tuple[str, str, int]]  # route, status, how many
+
+
 class FrontMetrics(Collector):
     """Counts what one front answered. Knows of the engine only whether it is up and how often it was started.
 
-    Its name is a label: whoever asks gets the numbers of one front, now of this and then of that, and without the label
-    they would look like one counter that jumps back and forth.
+    Its name is a label. Whoever asks reaches one front of several, so that one tells the numbers of all: its own, and
+    those that the others have told it, as made by tell().
     """
 
     def __init__(self, name: str = "front-0") -> None:
         self.name = name
-        self.answers: Counter[tuple[str, ...]] = Counter()
+        self.answers: Counter[tuple[str, str]] = Counter()  # (route, status) → answers
         for route in ("/v1/chat/completions", "/v1/completions"):
-            self.answers[name, route, "500"] = 0  # there from the start, so that rate() sees the first of them
-        self._active = 0
+            self.answers[route, "500"] = 0  # there from the start, so that rate() sees the first of them
         self._up = False
         self._restarts = 0
+        self._fronts: list[FrontNumbers] = []  # what collect() is to show
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def count(self, route: str, status: int) -> None:
         """One answer. The route may be a path as it was asked; a path nobody serves is "other"."""
-        self.answers[self.name, route_of(route), str(status)] += 1
+        self.answers[route_of(route), str(status)] += 1
 
-    def render(self, active: int, info: EngineInfo | None) -> bytes:
-        """All of it as Prometheus text; it may stand before or after the engine's."""
-        self._active, self._up = active, info is not None
+    def numbers(self, active: int, info: EngineInfo | None) -> FrontNumbers:
         if info is not None:
             self._restarts = max(self._restarts, info.epoch)  # while it is down the last number stands
+        answers = [(route, status, times) for (route, status), times in self.answers.items()]
+        return FrontNumbers(self.name, active, self._restarts, answers)
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+        """All of it, for another front."""
+        return json.dumps(asdict(self.numbers(active, info))).encode()
+
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes] = ()) -> bytes:
+        """All of it and what the other fronts told, as Prometheus text; it may stand before or after the engine's."""
+        own = self.numbers(active, info)
+        told = {front.name: front for front in map(read_numbers, others) if front is not None}
+        self._fronts = sorted({**told, own.name: own}.values(), key=lambda front: front.name)
+        self._restarts = max(front.restarts for front in self._fronts)
+        self._up = info is not None
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield _by_label(HTTP, FRONT[HTTP], ["front", "route", "status"], self.answers)
+        answers: dict[tuple[str, ...], int] = {}
+        for front in self._fronts:
+            answers |= {(front.name, route, status): times for route, status, times in front.answers}
+        yield _by_label(HTTP, FRONT[HTTP], ["front", "route", "status"], answers)
         active = GaugeMetricFamily(ACTIVE, FRONT[ACTIVE], labels=["front"])
-        active.add_metric([self.name], self._active)
+        for front in self._fronts:
+            active.add_metric([front.name], front.active)
         yield active
         yield GaugeMetricFamily("shoal_engine_up", FRONT["shoal_engine_up"], value=int(self._up))
         yield CounterMetricFamily("shoal_engine_restarts", FRONT["shoal_engine_restarts"], value=self._restarts)
+
+
+def read_numbers(told: bytes) -> FrontNumbers | None:
+    """What another front told; None if it makes no sense, as from one that died in the middle of it.
+
+    >>> read_numbers(b'{"name": "front-1", "active": 2, "restarts": 0, "answers": [["/health", "200", 5]]}')
+    FrontNumbers(name='front-1', active=2, restarts=0, answers=[('/health', '200', 5)])
+    >>> read_numbers(b'{"name": "front-1", "act')
+    """
+    try:
+        said = json.loads(told)
+        answers = [(str(route), str(status), int(times)) for route, status, times in said["answers"]]
+        return FrontNumbers(str(said["name"]), int(said["active"]), int(said["restarts"]), answers)
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def route_of(path: str) -> str:

@@ -1,6 +1,6 @@
 """Spans: where the time of each request went, for a tracing system that speaks OpenTelemetry.
 
-Owns the names of spans and their attributes. OpenTelemetry is optional (`pip install 'shoal[otel]'`) and loaded only
+Owns the names of spans and their attributes. OpenTelemetry is optional (the extra `[otel]`) and loaded only
 where spans were asked for. Nobody waits for a span: they are sent by a thread of their own, and dropped when there are
 too many. Tells no prompts and no answers. Knows no HTTP beyond the header that names the caller's span.
 
@@ -120,7 +120,7 @@ def open_spans(endpoint: str | None, version: str) -> Spans:
     except ImportError as error:
         raise BadConfig(
             f"--otlp-endpoint needs OpenTelemetry, of which {error.name or 'a part'} is missing; "
-            f"pip install 'shoal[otel]', or leave the flag out"
+            "install shoal with its extra [otel] (in a checkout: pip install '.[otel]'), or leave the flag out"
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "shoal", "service.version": version}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))

@@ -131,7 +131,8 @@ class Scheduler:
                 self.admission.check_room(self.waiting.newcomers, len(requests), now_s)
         except (BadRequest, NotNow) as error:
             kind, after_s = type(error).__name__, error.retry_after_s if isinstance(error, NotNow) else None
-            self._between.rejected += [Rejected(request.id, kind, str(error), after_s) for request in requests]
+            tier = requests[0].promise.name if isinstance(error, PromiseBroken) else ""
+            self._between.rejected += [Rejected(request.id, kind, str(error), after_s, tier) for request in requests]
             raise
         for request, most in zip(requests, max_tokens, strict=True):
             request.allow(most)

@@ -4,11 +4,10 @@ Owns the requests that are being answered. Knows no engine: it is handed an Engi
 of it lives on one event loop.
 """
 
-import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.middleware.cors import CORSMiddleware
@@ -29,6 +28,7 @@ from shoal.server.plain import Plain
 from shoal.server.prepare import GrammarChecker, Plan, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.settings import ServerSettings
+from shoal.server.siblings import NoSiblings, Siblings
 from shoal.server.stream import Stream
 from shoal.server.thoughts import Words
 from shoal.text.tokenizer import Tokenizer
@@ -45,7 +45,11 @@ class Counts(Protocol):
 
     def count(self, route: str, status: int) -> None: ...
 
-    def render(self, active: int, info: EngineInfo | None) -> bytes: ...
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+        """As Prometheus text, with what the other fronts told."""
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+        """For another front, which hands it to its own render()."""
 
 
 class NoCounts:
@@ -53,7 +57,10 @@ class NoCounts:
 
     def count(self, route: str, status: int) -> None: ...
 
-    def render(self, active: int, info: EngineInfo | None) -> bytes:
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+        return b""
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
         return b""
 
 
@@ -105,6 +112,7 @@ class Front:
         self.client = client
         self.tokenizer = tokenizer
         self.metrics: Counts = metrics or NoCounts()
+        self.siblings: Siblings = NoSiblings()  # whoever starts several fronts makes them known to each other
         self.spans: Spans = spans or NoSpans()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
         self.words = Words(tokenizer)
@@ -113,7 +121,6 @@ class Front:
         self.active = 0
         self.calls: set[Call] = set()
         self.streams: set[Stream] = set()
-        self._sweeping = False
         self._entry: Callable[[Scope, Receive, Send], Awaitable[None]] = self._answer
         if settings.allowed_origins:
             self._entry = CORSMiddleware(
@@ -178,6 +185,10 @@ class Front:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.key = self.keys.find(exchange.headers.get(b"authorization"))  # who has none learns nothing
         raise HttpError(404, "there is nothing at this path; /docs lists what there is", code="not_found")
+
+    def tell(self) -> bytes:
+        """This front's numbers, for another front."""
+        return self.metrics.tell(self.active, self.client.info)
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
@@ -244,7 +255,6 @@ class Front:
         if call.error is not None:
             raise call.error
         self.streams.add(stream)
-        self._watch_writers()
         try:
             await exchange.start(
                 200,
@@ -275,23 +285,6 @@ class Front:
         """Whoever still waits is told that the server stops: by a status, or by an event where a stream has begun."""
         for call in list(self.calls):
             call.fail(Draining("the server stopped before the answer was done; ask again"))
-
-    # ---- slow readers ---------------------------------------------------------------------------------------------
-
-    def _watch_writers(self) -> None:
-        if not self._sweeping and self.streams:
-            self._sweeping = True
-            wait_s = min(1.0, max(0.05, self.settings.slow_client_timeout_s / 4))
-            asyncio.get_running_loop().call_later(wait_s, self._sweep)
-
-    def _sweep(self) -> None:
-        """Cut off clients that have not taken anything for too long. Runs while there are streams."""
-        limit_s, now_s = self.settings.slow_client_timeout_s, time.monotonic()
-        for stream in list(self.streams):
-            if stream.sending_since_s and now_s - stream.sending_since_s > limit_s:
-                stream.cut_off(f"it has read nothing for {limit_s:g} s")
-        self._sweeping = False
-        self._watch_writers()
 
 
 def warning(plan: Plan) -> tuple[tuple[bytes, bytes], ...]:

@@ -3,6 +3,7 @@
 Knows the front it belongs to; each handler is a few lines. Knows no engine beyond the EngineClient.
 """
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -94,12 +95,15 @@ class Plain:
         await exchange.reply_json(Version(self.front.settings.version))
 
     async def metrics(self, exchange: Exchange) -> None:
+        engine, others = await asyncio.gather(self._engine_metrics(), self.front.siblings.ask())
+        fronts = self.front.metrics.render(self.front.active, self.front.client.info, others)
+        await exchange.reply(200, engine + fronts, PROMETHEUS)
+
+    async def _engine_metrics(self) -> bytes:
         try:
-            engine = str(await self.front.client.ask("metrics")).encode()
+            return str(await self.front.client.ask("metrics")).encode()
         except EngineDown:
-            engine = b""
-        own = self.front.metrics.render(self.front.active, self.front.client.info)
-        await exchange.reply(200, engine + own, PROMETHEUS)
+            return b""
 
     # ---- pages ----------------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Preparer:
             logprobs=logprobs,
             prompt_logprobs=asked.logprobs if asked.echo else None,
         )
-        self._check_count(len(prompts) * sampled)
+        self._check_count(len(prompts), sampled, "n" if sampled == keep else "best_of")
         if asked.echo and self.tokenizer is None:
             raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
         if asked.echo and asked.stream and asked.logprobs is not None and sampled > 1:
@@ -139,7 +139,7 @@ class Preparer:
             max_tokens=limit if limit is not None else self.settings.default_chat_max_tokens,
             logprobs=top,
         )
-        self._check_count(params.n)
+        self._check_count(1, params.n, "n")
         ids = await self.chat_ids(asked.messages, True, asked.chat_template_kwargs)
         self._check_ids(ids, "messages")
         grammar = await self._grammar(asked, params)
@@ -205,12 +205,13 @@ class Preparer:
             raise BadField("stream_options", "stream_options has a meaning only with stream set to true")
         return params
 
-    def _check_count(self, choices: int) -> None:
-        if choices > self.settings.max_choices:
-            raise BadField(
-                "prompt",
-                f"prompt and n ask for {choices} answers, limit {self.settings.max_choices}; ask in several requests",
-            )
+    def _check_count(self, prompts: int, sampled: int, field: str) -> None:
+        """`field`: which one says how many answers there are to each prompt."""
+        choices, limit = prompts * sampled, self.settings.max_choices
+        if choices > limit:
+            asks = "prompt asks" if sampled == 1 else f"{field} asks" if prompts == 1 else f"prompt and {field} ask"
+            param = field if prompts == 1 else "prompt"
+            raise BadField(param, f"{asks} for {choices} answers, limit {limit}; ask in several requests")
 
     async def _encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """The ids of every prompt; many short texts are as much work as a long one."""

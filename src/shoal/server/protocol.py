@@ -6,7 +6,12 @@ is cut off. Knows no routes and no requests.
 
 import asyncio
 import contextlib
+import fcntl
+import logging
+import select
 import socket
+import termios
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +20,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.server.errors import HttpError
 from shoal.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
 
 TRANSPORT = "shoal.transport"  # where in scope["extensions"] a request finds its connection
 WRITE_BUFFER_BYTES = 64 * 2**10  # beyond this a writer waits
@@ -39,8 +46,10 @@ class Protocol(HttpToolsProtocol):
     _field_bytes = 0  # of its request line and fields, as they were read
     _fields = 0
     _deaf = False  # nothing more is read: the connection ends with the answer under way
-    _patience: asyncio.TimerHandle | None = None
-    _unsent = 0
+    _patience: asyncio.TimerHandle | None = None  # for a head to come
+    _looking: asyncio.TimerHandle | None = None  # while bytes wait for a client that may not read
+    _unread = 0  # how many they were at the last look, with the kernel's …
+    _moved_s = 0.0  # … and when that last changed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,6 +63,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_looking()
         super().connection_lost(exc)
 
     # ---- heads ----------------------------------------------------------------------------------------------------
@@ -93,6 +103,7 @@ class Protocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+        self._look_after_reader()
 
     def send_400_response(self, msg: str) -> None:
         cycle = self.cycle
@@ -133,6 +144,8 @@ class Protocol(HttpToolsProtocol):
         if self._fields > self.limits.max_headers or self._field_bytes > self.limits.max_head_bytes:
             self._refuse_head()  # it came in one piece, and so was read before it could be counted
             return
+        if not self.flow.write_paused:
+            self._stop_looking()  # its answer comes on top of what waits, until that is too much
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -144,24 +157,90 @@ class Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     # ---- answers that are not read --------------------------------------------------------------------------------
+    # While writers must wait, and from the end of an answer to the next request, nothing is added to what waits to be
+    # sent: if it does not get less, the client does not read.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._look_after_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_looking()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing() and self.transport.get_write_buffer_size():
-            self._patience = self.loop.call_later(self.limits.slow_client_timeout_s, self.transport.abort)
+        self._look_after_reader()
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Idle for long enough to close it; unless the last answer is still on its way and moving."""
-        unsent = self.transport.get_write_buffer_size()
-        if not unsent:
-            super().timeout_keep_alive_handler()
-        elif unsent == self._unsent:
+    def _look_after_reader(self) -> None:
+        """See to it that what waits to be sent is read, or the client cut off."""
+        self._stop_looking()
+        if self._waits() or self._tls():  # what TLS has just been given is not in the kernel yet
+            self._unread, self._moved_s = self._count_unread(), self.loop.time()
+            self._look_later()
+
+    def _waits(self) -> bool:
+        """Whether bytes wait that the kernel does not take. Those that TLS has packed can be counted by nobody."""
+        sock = self.transport.get_extra_info("socket")
+        return self.transport.get_write_buffer_size() > 0 or (self._tls() and is_full(sock))
+
+    def _tls(self) -> bool:
+        return self.scheme == "https"
+
+    def _count_unread(self) -> int:
+        """What waits here and in the kernel: that lets much be read before it takes more from here."""
+        return self.transport.get_write_buffer_size() + in_kernel(self.transport.get_extra_info("socket"))
+
+    def _look_later(self) -> None:
+        wait_s = min(1.0, max(0.05, self.limits.slow_client_timeout_s / 4))
+        self._looking = self.loop.call_later(wait_s, self._look)
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def _look(self) -> None:
+        self._looking = None
+        if not self._waits():
+            return
+        unread, now_s = self._count_unread(), self.loop.time()
+        if unread != self._unread:
+            self._unread, self._moved_s = unread, now_s
+        limit_s = self.limits.slow_client_timeout_s
+        if now_s - self._moved_s > limit_s:
+            log.warning("a client was cut off: it has read nothing for %g s", limit_s)
             self.transport.abort()
         else:
-            self._unsent = unsent
+            self._look_later()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Idle for long enough to close it; unless the last answer is still on its way."""
+        if self._waits():
             self.timeout_keep_alive_task = self.loop.call_later(
-                self.limits.slow_client_timeout_s, self.timeout_keep_alive_handler
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
+        else:
+            super().timeout_keep_alive_handler()
+
+
+def in_kernel(sock: Any) -> int:
+    """Bytes that were handed to the kernel and have not arrived; 0 where it does not say."""
+    count = array("i", [0])
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # closed, or none at all
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, count)
+    return count[0]
+
+
+def is_full(sock: Any) -> bool:
+    """Whether the kernel takes no more bytes for it now."""
+    poll = select.poll()
+    try:
+        poll.register(sock.fileno(), select.POLLOUT)
+        return not poll.poll(0)
+    except (OSError, AttributeError, ValueError):  # closed, or none at all
+        return False
 
 
 class Server(uvicorn.Server):

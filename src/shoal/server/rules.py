@@ -9,7 +9,7 @@ import msgspec
 
 from shoal.core.job import GrammarSpec
 from shoal.core.keys import ApiKey
-from shoal.core.params import MAX_SAMPLES
+from shoal.core.params import MAX_LOGPROBS, MAX_SAMPLES
 from shoal.server.errors import BadField
 from shoal.server.openai import Asked, ChatRequest, CompletionRequest
 
@@ -39,6 +39,8 @@ def include_usage(asked: Asked) -> bool:
 def chat_logprobs(asked: ChatRequest) -> int | None:
     if asked.top_logprobs is not None and not asked.logprobs:
         raise BadField("top_logprobs", "top_logprobs has a meaning only with logprobs set to true")
+    if asked.top_logprobs is not None and not 0 <= asked.top_logprobs <= MAX_LOGPROBS:
+        raise BadField("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {asked.top_logprobs}")
     return (asked.top_logprobs or 0) if asked.logprobs else None
 
 

@@ -10,7 +10,6 @@ token ids or logprobs were asked for. Knows no engine and no routes.
 """
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
@@ -80,7 +79,7 @@ class Stream:
         self.pending: list[bytes] = []
         self.room = max_unsent_bytes  # how much more may be pending
         self.max_unsent_bytes = max_unsent_bytes
-        self.sending_since_s = 0.0  # 0 while the writer is not in send()
+        self.sending = False  # the writer is in send(), and waits there for a slow client
         self.transport: Transport | None = None
         plan = call.plan
         kind = "chat.completion.chunk" if plan.chat else "text_completion"
@@ -136,9 +135,9 @@ class Stream:
         if not body.isascii():
             body = on_one_line(body)
         self.room = self.max_unsent_bytes
-        self.sending_since_s = time.monotonic()
+        self.sending = True
         await send({"type": "http.response.body", "body": body, "more_body": more})
-        self.sending_since_s = 0.0
+        self.sending = False
 
 
 class StreamSink(Sink):
@@ -201,7 +200,7 @@ class StreamSink(Sink):
 
     def flush(self) -> None:
         stream = self.stream
-        if stream.room < 0 and stream.sending_since_s:
+        if stream.room < 0 and stream.sending:
             stream.cut_off(f"{stream.max_unsent_bytes} bytes wait for it")
         elif stream.pending or self.call.over:
             self.call.wake()
