@@ -52,7 +52,9 @@ class ServeConfig(Options):
         group="server",
     )
     otlp_endpoint: str | None = option(
-        None, "URL of an OpenTelemetry collector that gets a span for each request (needs the extra [otel])", group="server"
+        None,
+        "URL of an OpenTelemetry collector that gets a span for each request (needs the extra [otel])",
+        group="server",
     )
     log_level: str = option("info", "least important message that is logged", choices=LEVELS, group="server")
     log_format: str = option("text", "of the log: text, or json lines", choices=("text", "json"), group="server")
