@@ -1,10 +1,12 @@
 /* Attention in tiles of 16 by 16, for KV in bfloat16 and head sizes that are multiples of 32. A part of native.c.
  *
- *     scores' = K q'      16 keys, as they lie in the cache, by up to 16 rows of queries, turned once
- *     mixed   = shares V  up to 16 rows of shares in bfloat16 by V, whose rows are laid in pairs on the way
+ *     few rows (a decode):    scores' = K q'    16 keys, as they lie in the cache, by up to 16 rows of queries, turned once
+ *     many rows (a prompt):   scores  = q K'    32 rows of queries by 32 keys, which are turned once for all rows
+ *     both:                   mixed   = shares V    rows of shares in bfloat16 by V, whose rows are laid in pairs on the way
  *
- * A query's result is the same in any company: tiles of tokens are counted from the sequence's beginning, and what a query
- * does not see counts 0. Keys past the sequence's end may be read, inside its own last block; their scores are dropped. */
+ * A query's result is the same in any company: the products of a score are the same in the same order both ways, tiles of tokens
+ * are counted from the sequence's beginning, and what a query does not see counts 0. Keys past the sequence's end may be
+ * read, inside its own last block; their scores are dropped. */
 
 #if HAS_TILES
 
@@ -12,8 +14,7 @@ static int in_tiles(const Attention *a) { return a->type == BFLOAT16 && a->dim %
 
 enum { GROUP = 16, GROUPS = TILE / GROUP, PAIRED = 32 }; /* PAIRED: values of 64 bytes */
 
-/* The tiles of a block: 0, 1 scores; 2 keys or values; 3 queries; 4 shares; 5 keys or values; 6, 7 mixed. Above 16 rows all are
- * whole, and used for more. */
+/* Few rows: tiles 0, 1 scores; 2, 5 keys, then values; 3 queries; 4 shares; 6, 7 mixed. Many: all are whole. */
 static void shape_attention(long rows) {
   TileShape shape = {.palette = 1};
   int few = rows < GROUP ? (int)rows : GROUP;
@@ -23,26 +24,15 @@ static void shape_attention(long rows) {
   tiles_begin(&shape);
 }
 
-/* rows of queries of one KV head, rounded: for each 16 of them and each 32 values, 16 pairs by the rows */
-static void turn_rows(char *to, const float *q, long rows, long dim) {
-  for (long first = 0; first < rows; first += GROUP) {
-    long these = rows < GROUP ? rows : GROUP;
-    for (long at_dim = 0; at_dim < dim; at_dim += PAIRED, to += these * 64) {
-      uint32_t lines[TILE_SIZE / 4] = {0};
-      for (long r = 0; r < these && first + r < rows; r++)
-        narrow_line((uint16_t *)(lines + r * 16), q + (first + r) * dim + at_dim);
-      if (these == GROUP)
-        turn16((uint32_t *)to, (const char *)lines, TILE_BYTES);
-      else
-        turn_words((uint32_t *)to, lines, these, 16);
-    }
-  }
-}
-
-/* the same for every KV head of a block */
+/* Up to 16 rows of queries of each KV head, rounded: for each 32 values, 16 pairs by the rows. */
 static void turn_queries(char *to, const float *q, long rows, long dim, long kv_heads) {
   long each = rows / kv_heads;
-  for (long r = 0; r < rows; r += each) turn_rows(to + r * dim * 2, q + r * dim, each, dim);
+  uint32_t lines[TILE_SIZE / 4];
+  for (long first = 0; first < rows; first += each)
+    for (long at_dim = 0; at_dim < dim; at_dim += PAIRED, to += each * 64) {
+      for (long r = 0; r < each; r++) narrow_line((uint16_t *)(lines + r * 16), q + (first + r) * dim + at_dim);
+      turn_words((uint32_t *)to, lines, each, 16);
+    }
 }
 
 /* What the next tile needs, keys and values, asked for evenly while this one is worked on: SOME lines of each at every step
@@ -76,15 +66,12 @@ static const char *keys_of(const Attention *a, const Tile *tile, long head, long
   return room;
 }
 
-/* Scores of one or two groups of 16 keys and one or two sets of up to 16 rows: [keys, rows], a group's behind the former's,
- * a set's GROUP * TILE behind the former's. */
+/* scores of one or two groups of 16 keys and up to 16 rows: [keys, rows], one group behind the other */
 INLINE void score_group(const char *const *keys, const long *stride, const char *q, long rows, long dim, int both,
                         Coming *coming, float *found) {
-  long many = rows > GROUP, width = (many ? GROUP : rows) * 4, set = dim * GROUP * 2;
+  long width = rows * 4;
   tile_zero(0);
   if (both) tile_zero(1);
-  if (many) tile_zero(6);
-  if (many && both) tile_zero(7);
   for (long n = 0; n < dim / PAIRED; n++) {
     ask(coming, SOME);
     tile_load(3, q + n * width * GROUP, width);
@@ -94,17 +81,9 @@ INLINE void score_group(const char *const *keys, const long *stride, const char 
       tile_load(5, keys[1] + n * TILE_BYTES, stride[1]);
       tile_add_bfloat16(1, 5, 3);
     }
-    if (many) {
-      tile_load(4, q + set + n * width * GROUP, width);
-      tile_add_bfloat16(6, 2, 4);
-      if (both) tile_add_bfloat16(7, 5, 4);
-    }
   }
-  float *then = found + GROUP * width / 4; /* the second group's */
   tile_store(0, found, width);
-  if (both) tile_store(1, then, width);
-  if (many) tile_store(6, found + GROUP * TILE, width);
-  if (many && both) tile_store(7, then + GROUP * TILE, width);
+  if (both) tile_store(1, found + GROUP * rows, width);
 }
 
 /* [16 keys, rows] to rows of scores */
@@ -130,27 +109,18 @@ static void turn_scores(float *scores, const float *found, long rows) {
 #endif
 }
 
-/* all scores of a tile and a KV head, as [groups, 16 keys, rows], one set of 16 rows after the other */
+/* all scores of a tile and a KV head, as [16 keys, rows] of each group */
 static void score_tile(const Attention *a, const Tile *tile, long head, const char *q, long rows, Coming *coming,
                        float *found) {
   char room[2][GROUP * MOST_DIM * 2];
-  long width = rows < GROUP ? rows : GROUP;
   for (long here = tile->first / GROUP * GROUP; here < tile->last;) {
     const char *keys[2];
     long stride[2];
     int both = here + GROUP < tile->last;
     for (int n = 0; n <= both; n++) keys[n] = keys_of(a, tile, head, here + n * GROUP, room[n], stride + n);
-    score_group(keys, stride, q, rows, a->dim, both, coming, found + here * width);
+    score_group(keys, stride, q, rows, a->dim, both, coming, found + here * rows);
     here += (1 + both) * GROUP;
   }
-}
-
-/* the same as rows of scores; those outside first..last are nonsense */
-static void turn_tile(const Tile *tile, const float *found, long rows, float *scores) {
-  long width = rows < GROUP ? rows : GROUP;
-  for (long set = 0; set < rows; set += GROUP)
-    for (long here = tile->first / GROUP * GROUP; here < tile->last; here += GROUP)
-      turn_scores(scores + set * TILE + here, found + set * TILE + here * width, width);
 }
 
 /* two rows of n values, value by value beside each other, 16 pairs to a row of a tile */
@@ -183,20 +153,17 @@ static void pair_tile(const Attention *a, const Tile *tile, long head, Coming *c
     const uint16_t *line[2];
     for (long n = 0; n < 2; n++)
       line[n] = t + n >= first && t + n < last ? values + tile->places[t + n] : zeros;
-    ask(coming, few);
+    if (coming) ask(coming, few);
     pair_values(to + t / PAIRED * a->dim * 64 + t % PAIRED / 2 * 64, line[0], line[1], a->dim);
   }
 }
 
-/* shares [16 or 32 rows, TILE] times values: [the same rows, dim], 32 of them at once */
-INLINE void mix_tile(float *product, const uint16_t *share, const char *values, long rows, long dim, const Tile *tile,
+/* shares [up to 16 rows, TILE] times values: [the same rows, dim] */
+INLINE void mix_tile(float *product, const uint16_t *share, const char *values, long dim, const Tile *tile,
                      Coming *coming) {
-  int many = rows > GROUP;
   for (long i = 0; i < dim; i += 2 * GROUP) {
     tile_zero(6);
     tile_zero(7);
-    if (many) tile_zero(0);
-    if (many) tile_zero(1);
     for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED) {
       const char *here = values + t / PAIRED * dim * 64 + i / GROUP * TILE_SIZE;
       ask(coming, SOME);
@@ -205,31 +172,29 @@ INLINE void mix_tile(float *product, const uint16_t *share, const char *values, 
       tile_add_bfloat16(6, 4, 5);
       tile_load(2, here + TILE_SIZE, TILE_BYTES);
       tile_add_bfloat16(7, 4, 2);
-      if (many) {
-        tile_load(3, share + GROUP * TILE + t, TILE * 2);
-        tile_add_bfloat16(0, 3, 5);
-        tile_add_bfloat16(1, 3, 2);
-      }
     }
     tile_store(6, product + i, dim * 4);
     tile_store(7, product + i + GROUP, dim * 4);
-    if (many) tile_store(0, product + GROUP * dim + i, dim * 4);
-    if (many) tile_store(1, product + GROUP * dim + i + GROUP, dim * 4);
   }
 }
 
-/* as attend_piece; of several KV heads each has at most 16 rows */
-static void attend_piece_tiled(const Attention *a, const Block *b, const char *q, long rows, long piece,
-                               const Block *next, Seen *seen) {
+/* what was seen before, and the products of a tile; from row `first` on */
+INLINE void add_tile(Seen *seen, long first, long rows, const float *rescale, const float *product, long dim) {
+  for (long r = 0; r < rows; r++)
+    for (long i = 0; i < dim; i += LANES) {
+      float *to = seen->mixed + (first + r) * dim + i;
+      store(to, fused(load(to), all(rescale[r]), load(product + r * dim + i)));
+    }
+}
+
+/* as attend_piece, where each KV head has at most 16 rows */
+static void attend_few(const Attention *a, const Block *b, const char *q, long rows, long piece, const Block *next,
+                       Seen *seen) {
   long dim = a->dim, each = rows / b->kv_heads;
-  float found[MOST_ROWS * TILE], scores[MOST_ROWS * TILE], rescale[MOST_ROWS] = {0};
-  float product[MOST_ROWS * MOST_DIM]; /* above 16 rows there are always 32 */
+  float found[MOST_ROWS * TILE], scores[MOST_ROWS * TILE], rescale[MOST_ROWS] = {0}, product[MOST_ROWS * MOST_DIM];
   uint16_t share[MOST_ROWS * TILE];
-  char values[TILE / PAIRED * MOST_DIM * 64];
+  char values[TILE * MOST_DIM * 2];
   Tile tiles[2];
-  for (long r = 0; r < rows; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0;
-  memset(seen->mixed, 0, sizeof(float) * rows * dim);
-  if (each > GROUP) memset(share, 0, sizeof share);
   long end = first_tile(a, b, piece, tiles);
   for (int turn = 0, more = 1; more; turn = !turn) {
     const Tile *tile = tiles + turn;
@@ -238,16 +203,106 @@ static void attend_piece_tiled(const Attention *a, const Block *b, const char *q
     Coming coming = coming_of(a, after, tiles + !turn);
     for (long h = 0; h < b->kv_heads; h++)
       score_tile(a, tile, h, q + h * each * dim * 2, each, &coming, found + h * each * TILE);
-    for (long h = 0; h < b->kv_heads; h++) turn_tile(tile, found + h * each * TILE, each, scores + h * each * TILE);
-    share_rows(a, b, rows, tile->from, scores, seen, rescale);
+    for (long h = 0; h < b->kv_heads; h++)
+      for (long here = tile->first / GROUP * GROUP; here < tile->last; here += GROUP)
+        turn_scores(scores + h * each * TILE + here, found + (h * TILE + here) * each, each);
+    share_rows(a, b, 0, rows, tile->from, scores, seen, rescale);
     for (long t = 0; t < rows * TILE; t += PAIRED) narrow_line(share + t, scores + t);
     for (long h = 0; h < b->kv_heads; h++) {
       pair_tile(a, tile, h, &coming, values);
-      mix_tile(product + h * each * dim, share + h * each * TILE, values, each, dim, tile, &coming);
+      mix_tile(product + h * each * dim, share + h * each * TILE, values, dim, tile, &coming);
     }
-    for (long r = 0; r < rows; r++)
-      for (long i = r * dim; i < (r + 1) * dim; i += LANES)
-        store(seen->mixed + i, fused(load(seen->mixed + i), all(rescale[r]), load(product + i)));
+    add_tile(seen, 0, rows, rescale, product, dim);
+  }
+}
+
+/* ---- many rows: parts of 32 of them, for which a tile's keys are turned and its values paired once */
+
+enum { PART = 2 * GROUP };
+
+/* the keys of a tile: for each 16 of them and each 32 values, 16 pairs by 16 keys */
+static void turn_keys(const Attention *a, const Tile *tile, char *to) {
+  char room[GROUP * MOST_DIM * 2];
+  for (long here = tile->first / GROUP * GROUP; here < tile->last; here += GROUP) {
+    long stride;
+    const char *keys = keys_of(a, tile, 0, here, room, &stride);
+    for (long n = 0; n < a->dim / PAIRED; n++)
+      turn16((uint32_t *)(to + here * a->dim * 2 + n * TILE_SIZE), keys + n * TILE_BYTES, stride);
+  }
+}
+
+/* a part's scores, for two groups of keys at once; those outside first..last are nonsense */
+INLINE void score_part(const Tile *tile, const char *q, const char *keys, long dim, float *scores) {
+  for (long here = tile->first / PAIRED * PAIRED; here < tile->last; here += PAIRED) {
+    const char *one = keys + here * dim * 2, *two = one + GROUP * dim * 2;
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(6);
+    tile_zero(7);
+    for (long n = 0; n < dim / PAIRED; n++) {
+      tile_load(3, q + n * TILE_BYTES, dim * 2);
+      tile_load(2, one + n * TILE_SIZE, TILE_BYTES);
+      tile_add_bfloat16(0, 3, 2);
+      tile_load(5, two + n * TILE_SIZE, TILE_BYTES);
+      tile_add_bfloat16(1, 3, 5);
+      tile_load(4, q + GROUP * dim * 2 + n * TILE_BYTES, dim * 2);
+      tile_add_bfloat16(6, 4, 2);
+      tile_add_bfloat16(7, 4, 5);
+    }
+    tile_store(0, scores + here, TILE * 4);
+    tile_store(1, scores + here + GROUP, TILE * 4);
+    tile_store(6, scores + GROUP * TILE + here, TILE * 4);
+    tile_store(7, scores + GROUP * TILE + here + GROUP, TILE * 4);
+  }
+}
+
+/* a part's shares times values: [32, dim] */
+INLINE void mix_part(float *product, const uint16_t *share, const char *values, long dim, const Tile *tile) {
+  for (long i = 0; i < dim; i += 2 * GROUP) {
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(6);
+    tile_zero(7);
+    for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED) {
+      const char *here = values + t / PAIRED * dim * 64 + i / GROUP * TILE_SIZE;
+      tile_load(4, share + t, TILE * 2);
+      tile_load(5, here, TILE_BYTES);
+      tile_add_bfloat16(0, 4, 5);
+      tile_load(2, here + TILE_SIZE, TILE_BYTES);
+      tile_add_bfloat16(1, 4, 2);
+      tile_load(3, share + GROUP * TILE + t, TILE * 2);
+      tile_add_bfloat16(6, 3, 5);
+      tile_add_bfloat16(7, 3, 2);
+    }
+    tile_store(0, product + i, dim * 4);
+    tile_store(1, product + i + GROUP, dim * 4);
+    tile_store(6, product + GROUP * dim + i, dim * 4);
+    tile_store(7, product + GROUP * dim + i + GROUP, dim * 4);
+  }
+}
+
+/* as attend_piece, for many rows of one KV head; q: the rows rounded, as they are, filled up to a whole part */
+static void attend_many(const Attention *a, const Block *b, const uint16_t *q, long rows, long piece, Seen *seen) {
+  long dim = a->dim;
+  float scores[PART * TILE], rescale[PART] = {0}, product[PART * MOST_DIM];
+  uint16_t share[PART * TILE] = {0};
+  char keys[TILE * MOST_DIM * 2] = {0}, values[TILE * MOST_DIM * 2];
+  Tile tile;
+  long end = first_tile(a, b, piece, &tile);
+  for (int more = 1; more;) {
+    turn_keys(a, &tile, keys);
+    pair_tile(a, &tile, 0, NULL, values);
+    for (long part = 0; part < rows; part += PART) {
+      long these = rows - part < PART ? rows - part : PART;
+      if (tile.from > first_position(a, b) + (part + these - 1) / b->count) continue; /* none of it can be seen */
+      score_part(&tile, (const char *)(q + part * dim), keys, dim, scores);
+      share_rows(a, b, part, these, tile.from, scores, seen, rescale);
+      for (long t = 0; t < these * TILE; t += PAIRED) narrow_line(share + t, scores + t);
+      mix_part(product, share, values, dim, &tile);
+      add_tile(seen, part, these, rescale, product, dim);
+    }
+    more = tile.from + TILE < end;
+    if (more) find_tile(a, b, tile.from + TILE, end, &tile);
   }
 }
 #endif

@@ -800,7 +800,7 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, int laid
  * Every PIECE tokens the softmax starts anew and its result is joined to what came before: so a long past can be shared
  * among threads, or not, with the same result to the last bit. */
 
-enum { TILE = 64, PIECE = 512, MOST_ROWS = 32, MOST_DIM = 256 };
+enum { TILE = 64, PIECE = 512, MOST_ROWS = 32, MOST_DIM = 256, MANY_ROWS = HAS_TILES ? 4 * MOST_ROWS : MOST_ROWS };
 /* at once: rows and keys of scores, vectors of sums, vectors of exponentials; AVX2 has half the registers */
 #if defined(__AVX2__) && !defined(__AVX512F__)
 enum { SOME_ROWS = 3, MOST_KEYS = 4 };
@@ -828,7 +828,7 @@ typedef struct {
 
 /* what rows have seen: the largest score, the sum of exponentials, values weighted by them */
 typedef struct {
-  float top[MOST_ROWS], mass[MOST_ROWS];
+  float top[MANY_ROWS], mass[MANY_ROWS];
   float *mixed;
 } Seen;
 
@@ -1028,8 +1028,9 @@ INLINE void exponentials(floats *x) {
 
 /* scores[first..last - 1] stay; the others before `end` become -infinity */
 INLINE void keep(float *scores, long first, long last, long end) {
-#if defined(__AVX512F__)
   if (first <= 0 && last >= end) return;
+  if (end == 0) return; /* it sees nothing of the tile, and last lies before it */
+#if defined(__AVX512F__)
   uint64_t kept = last < TILE ? ((uint64_t)1 << last) - 1 : ~(uint64_t)0;
   if (first > 0) kept &= first < TILE ? ~(uint64_t)0 << first : 0;
   for (long t = 0; t < end; t += LANES) /* whole vectors: to load what was stored in parts would be to wait for it */
@@ -1099,18 +1100,19 @@ static long oldest_of(const Attention *a, const Block *b) {
   return a->window && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
 }
 
-/* the softmax of all rows of a block, one step for all after the other: no row waits for its own largest score */
-static void share_rows(const Attention *a, const Block *b, long rows, long from, float *scores, Seen *seen,
+/* the softmax of some rows of a block, from `first` on, one step for all after the other: no row waits for its own largest
+ * score */
+static void share_rows(const Attention *a, const Block *b, long first, long rows, long from, float *scores, Seen *seen,
                        float *rescale) {
   long position = first_position(a, b), widths[MOST_ROWS];
-  float now[MOST_ROWS];
+  float now[MOST_ROWS], *top = seen->top + first, *mass = seen->mass + first;
   for (long r = 0; r < rows; r++)
-    now[r] = mask(scores + r * TILE, from, position + r / b->count, a->window, seen->top[r], widths + r);
-  for (long r = 0; r < rows; r++) rescale[r] = seen->top[r] - base_of(now[r]);
+    now[r] = mask(scores + r * TILE, from, position + (first + r) / b->count, a->window, top[r], widths + r);
+  for (long r = 0; r < rows; r++) rescale[r] = top[r] - base_of(now[r]);
   for (long r = 0; r < rows; r += LANES) store(rescale + r, exponential(load(rescale + r)));
   for (long r = 0; r < rows; r++) {
     float total = share_out(scores + r * TILE, widths[r], base_of(now[r]));
-    seen->mass[r] = fused_one(seen->mass[r], rescale[r], total), seen->top[r] = now[r];
+    mass[r] = fused_one(mass[r], rescale[r], total), top[r] = now[r];
   }
 }
 
@@ -1211,15 +1213,13 @@ static void attend_piece(const Attention *a, const Block *b, const float *q, lon
   float scores[MOST_ROWS * TILE], rescale[MOST_ROWS] = {0};
   Copy room, *copy = is_copied(a, each) ? &room : NULL;
   Tile tiles[2];
-  for (long r = 0; r < rows; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0;
-  memset(seen->mixed, 0, sizeof(float) * rows * a->dim);
   long end = first_tile(a, b, piece, tiles);
   for (int turn = 0, more = 1; more; turn = !turn) {
     const Tile *tile = tiles + turn;
     Tile *then = tiles + !turn;
     Ahead ahead = ahead_of(a, b, a->values, tile);
     score_rows(a, b, tile, q, each, copy, &ahead, scores);
-    share_rows(a, b, rows, tile->from, scores, seen, rescale);
+    share_rows(a, b, 0, rows, tile->from, scores, seen, rescale);
     more = tile->from + TILE < end;
     const Block *after = next_tile(a, b, tile, end, next, then);
     ahead.last = 0;
@@ -1233,14 +1233,46 @@ static void attend_piece(const Attention *a, const Block *b, const float *q, lon
 /* rows of queries as the kernels of a block want them */
 typedef struct {
   float wide[MOST_ROWS * MOST_DIM];
-  char turned[HAS_TILES ? MOST_ROWS * MOST_DIM * 2 : 1]; /* for tiles */
+  char turned[HAS_TILES ? MOST_ROWS * MOST_DIM * 2 : 1]; /* for tiles and few rows */
+  uint16_t narrow[HAS_TILES ? MANY_ROWS * MOST_DIM : 1]; /* for tiles and many */
 } Queries;
+
+/* row r of a block */
+INLINE void take_query(const Attention *a, const Block *b, long r, float *to) {
+  long token = a->starts[b->sequence] + b->first + r / b->count;
+  const float *from = a->q + token * a->q_stride + (b->head + r % b->count) * a->dim;
+  for (long i = 0; i < a->dim; i += LANES) store(to + i, load(from + i) * all(a->scale));
+}
+
+static void take_queries(const Attention *a, const Block *b, long rows, Queries *q) {
+#if HAS_TILES
+  if (in_tiles(a) && rows > GROUP * b->kv_heads) {
+    memset(q->narrow + rows * a->dim, 0, sizeof(uint16_t) * ((rows + PART - 1) / PART * PART - rows) * a->dim);
+    for (long r = 0; r < rows; r++) {
+      take_query(a, b, r, q->wide);
+      for (long i = 0; i < a->dim; i += PAIRED) narrow_line(q->narrow + r * a->dim + i, q->wide + i);
+    }
+    shape_attention(GROUP);
+    return;
+  }
+#endif
+  for (long r = 0; r < rows; r++) take_query(a, b, r, q->wide + r * a->dim);
+#if HAS_TILES
+  if (in_tiles(a)) turn_queries(q->turned, q->wide, rows, a->dim, b->kv_heads), shape_attention(rows / b->kv_heads);
+#endif
+}
 
 static void see_piece(const Attention *a, const Block *b, const Queries *q, long rows, long piece, const Block *next,
                       Seen *seen) {
+  for (long r = 0; r < rows; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0;
+  memset(seen->mixed, 0, sizeof(float) * rows * a->dim);
 #if HAS_TILES
+  if (in_tiles(a) && rows > GROUP * b->kv_heads) {
+    attend_many(a, b, q->narrow, rows, piece, seen);
+    return;
+  }
   if (in_tiles(a)) {
-    attend_piece_tiled(a, b, q->turned, rows, piece, next, seen);
+    attend_few(a, b, q->turned, rows, piece, next, seen);
     return;
   }
 #endif
@@ -1266,16 +1298,9 @@ static void finish(const Attention *a, const Block *b, long rows, const float *m
 
 static void attend(const Attention *a, const Block *b, const Block *next) {
   Queries q;
-  float mixed[MOST_ROWS * MOST_DIM], later[MOST_ROWS * MOST_DIM];
+  float mixed[MANY_ROWS * MOST_DIM], later[MANY_ROWS * MOST_DIM];
   long rows = b->queries * b->count, dim = a->dim;
-  for (long r = 0; r < rows; r++) {
-    long token = a->starts[b->sequence] + b->first + r / b->count;
-    const float *from = a->q + token * a->q_stride + (b->head + r % b->count) * dim;
-    for (long i = 0; i < dim; i += LANES) store(q.wide + r * dim + i, load(from + i) * all(a->scale));
-  }
-#if HAS_TILES
-  if (in_tiles(a)) turn_queries(q.turned, q.wide, rows, dim, b->kv_heads), shape_attention(rows / b->kv_heads);
-#endif
+  take_queries(a, b, rows, &q);
   if (b->piece >= 0) {
     Seen seen = {.mixed = b->partial + 2 * rows};
     see_piece(a, b, &q, rows, b->piece, next, &seen);
@@ -1308,14 +1333,18 @@ static void join_pieces(const Attention *a, const Block *b, long pieces) {
   finish(a, b, rows, seen + rows, seen + 2 * rows);
 }
 
-/* The blocks of a pass, those with most work first: stretches of queries, then single queries with `together` KV heads in a
- * block, their past cut in pieces where it is long. Returns how many; with no `blocks` it only counts, and says how many
- * floats partial results take. */
-static long cut(const Attention *a, long together, Block *blocks, float *partial, long *floats_needed) {
+/* How a pass is cut into blocks: the KV heads of a single query in one, and the most rows of a stretch. */
+typedef struct {
+  long heads, rows;
+} Cut;
+
+/* The blocks of a pass, those with most work first: stretches of queries, then single queries, their past cut in pieces where
+ * it is long. Returns how many; with no `blocks` it only counts, and says how many floats partial results take. */
+static long cut(const Attention *a, Cut how, Block *blocks, float *partial, long *floats_needed) {
   long group = a->heads / a->kv_heads, count = group < MOST_ROWS ? group : MOST_ROWS, found = 0, used = 0;
   for (int single = 0; single < 2; single++)
     for (long s = 0; s < a->sequences; s++) {
-      long queries = a->starts[s + 1] - a->starts[s], step = MOST_ROWS / count, some = single ? together : 1;
+      long queries = a->starts[s + 1] - a->starts[s], step = how.rows / count, some = single ? how.heads : 1;
       if (queries < 1 || (queries == 1) != single) continue;
       for (long last = queries; last > 0; last -= step)
         for (long kv_head = 0; kv_head < a->kv_heads; kv_head += some)
@@ -1351,6 +1380,22 @@ static long heads_together(const Attention *a, int threads) {
   return most > 1 ? most : 1;
 }
 
+/* The rows of a stretch in one block: tiles are prepared once for all of them, but threads must have enough to share. */
+static long rows_together(const Attention *a, int threads) {
+#if HAS_TILES
+  for (long rows = MANY_ROWS; in_tiles(a) && rows > MOST_ROWS; rows /= 2) {
+    long blocks = 0;
+    for (long s = 0; s < a->sequences; s++) {
+      long queries = a->starts[s + 1] - a->starts[s];
+      if (queries > 1) blocks += (queries * a->heads / a->kv_heads + rows - 1) / rows * a->kv_heads;
+    }
+    if (blocks >= 4 * threads) return rows;
+  }
+#endif
+  (void)a, (void)threads;
+  return MOST_ROWS;
+}
+
 /* 0: done. 1: no memory. */
 API int shoal_attention(float *out, const float *q, long q_stride, const void *keys, const void *values, int type,
                         const int64_t *tables, long table_width, const int64_t *starts, const int64_t *contexts,
@@ -1358,14 +1403,15 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
                         int threads) {
   Attention a = {out,         q,         keys,  values,   tables, starts,     contexts, q_stride,
                  table_width, sequences, heads, kv_heads, dim,    block_size, window,   scale,  type};
-  long needed, together = heads_together(&a, threads), count = cut(&a, together, NULL, NULL, &needed);
+  Cut how = {heads_together(&a, threads), rows_together(&a, threads)};
+  long needed, count = cut(&a, how, NULL, NULL, &needed);
   Block *blocks = malloc(sizeof(Block) * (count + 1));
   float *partial = malloc(sizeof(float) * (needed + LANES));
   if (!blocks || !partial) {
     free(blocks), free(partial);
     return 1;
   }
-  cut(&a, together, blocks, partial, &needed);
+  cut(&a, how, blocks, partial, &needed);
   long taken = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
   {
