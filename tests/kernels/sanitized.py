@@ -1,0 +1,82 @@
+"""A program: random calls of a C library that was compiled with the address sanitizer, each compared with ref.
+
+python -m tests.kernels.sanitized LIBRARY SEED CASES
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+from shoal.kernels.cpu import Library, NativeOps, compiled
+from shoal.kernels.int8 import quantize
+from shoal.kernels.ref import RefOps
+from shoal.models.layers import weight_of
+from tests.kernels.ragged import Tables
+
+REF = RefOps()
+LENGTHS = (1, 2, 5, 16, 63, 64, 65, 130, 300, 513, 700)
+
+
+def main(path: str, seed: str, cases: str) -> None:
+    ops = NativeOps(Library(compiled._opened(Path(path)), "sanitized", (), "", Path(path)))
+    chance = random.Random(int(seed))
+    torch.manual_seed(int(seed))
+    with torch.inference_mode():
+        for _ in range(int(cases)):
+            torch.set_num_threads(chance.choice((1, 2, 3)))
+            attention(ops, chance)
+            products(ops, chance)
+            rows(ops, chance)
+    print(f"{cases} cases")
+
+
+def attention(ops: NativeOps, chance: random.Random) -> None:
+    """Prompts, pieces of prompts and decodes, in blocks of all sizes and with windows."""
+    dim, kv_heads = chance.choice((16, 32, 48, 64, 96, 128, 256)), chance.choice((1, 2, 3, 5, 8))
+    heads, size = kv_heads * chance.choice((1, 2, 3, 4, 7, 16, 17, 33)), chance.choice((5, 16, 32))
+    window, dtype = chance.choice((0, 0, 90, 700)), chance.choice((torch.bfloat16, torch.bfloat16, torch.float32))
+    lengths = [chance.choice(LENGTHS) for _ in range(chance.randint(1, 8))]
+    tables = Tables(lengths, size)
+    cache = torch.randn(2, tables.blocks, size, kv_heads, dim).to(dtype)
+    pieces = [(row, n - new, new) for row, n in enumerate(lengths) for new in (chance.choice((1, 1, n, (n + 1) // 2)),)]
+    batch = tables.batch(pieces)
+    q = torch.randn(batch.starts[-1], heads, dim).to(dtype).float()
+    found = ops.attention(q, cache[0], cache[1], batch, dim**-0.5, window)
+    wanted = REF.attention(q, cache[0].float(), cache[1].float(), batch, dim**-0.5, window)
+    bound = 3e-2 if dtype == torch.bfloat16 and ops.library.bfloat16_products == "tiles" else 1e-4
+    torch.testing.assert_close(found, wanted, atol=bound, rtol=bound)
+
+
+def products(ops: NativeOps, chance: random.Random) -> None:
+    """Linear layers of odd and of whole sizes, as torch has them and as a model does."""
+    outputs, inputs = chance.choice((7, 16, 33, 48, 160)), chance.choice((5, 20, 32, 64, 96, 172, 192))
+    count, dtype = chance.choice((1, 3, 5, 16, 17, 31, 33, 100, 300)), chance.choice((torch.float32, torch.bfloat16))
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    x, residual = torch.randn(count, inputs), torch.randn(count, outputs)
+    plain = ops.linear_add(x, weight, bias, residual.clone())
+    narrow = dtype == torch.bfloat16 and ops.library.bfloat16_products != "widened"
+    wanted = (x.to(dtype) if narrow else x).double() @ weight.double().T + bias.double() + residual.double()
+    torch.testing.assert_close(plain.double(), wanted, atol=2e-6 * inputs + 1e-5, rtol=1e-4)
+    model = weight_of(ops.arranged({"w.weight": weight.clone()}), "w")
+    assert torch.equal(ops.linear_add(x, model, bias, residual.clone()), plain)
+    ids = torch.randint(outputs, (count,))
+    assert torch.equal(ops.embed(ids, model), weight[ids].float())
+    small = quantize(weight)
+    ops.linear(x, small, bias)
+    assert torch.equal(ops.embed(ids, small), small.rows(ids))
+
+
+def rows(ops: NativeOps, chance: random.Random) -> None:
+    """What is done row by row."""
+    count, n = chance.choice((1, 3, 17, 200)), chance.choice((2, 14, 64, 90, 576))
+    x = torch.randn(count, n)
+    torch.testing.assert_close(ops.silu_mul(x), REF.silu_mul(x), atol=1e-5, rtol=1e-5)
+    weight = torch.randn(n)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), REF.rms_norm(x, weight, 1e-5), atol=1e-4, rtol=1e-4)
+    assert torch.equal(ops.best(x)[1], x.argmax(dim=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
