@@ -12,7 +12,7 @@
 
 static int in_tiles(const Attention *a) { return a->type == BFLOAT16 && a->dim % 32 == 0; }
 
-enum { GROUP = 16, GROUPS = TILE / GROUP, PAIRED = 32 }; /* PAIRED: values of 64 bytes */
+enum { GROUP = 16, PAIRED = 32 }; /* PAIRED: values of 64 bytes */
 
 /* Few rows: tiles 0, 1 scores; 2, 5 keys, then values; 3 queries; 4 shares; 6, 7 mixed. Many: all are whole. */
 static void shape_attention(long rows) {
