@@ -25,12 +25,17 @@
 #define tile_zero(n) __asm__ volatile("tilezero %%tmm" #n ::)
 #define tile_load(n, from, stride) \
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #n ::"r"(from), "r"((long)(stride)) : "memory")
+/* the same, of what will not be used again soon: it does not push other lines out of the first cache */
+#define tile_load_once(n, from, stride) \
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #n ::"r"(from), "r"((long)(stride)) : "memory")
 #define tile_store(n, to, stride) \
   __asm__ volatile("tilestored %%tmm" #n ", (%0,%1,1)" ::"r"(to), "r"((long)(stride)) : "memory")
 #define tile_add_bfloat16(sums, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
 #define tile_add_int8(sums, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
 #define tiles_begin(shape) __asm__ volatile("ldtilecfg (%0)" ::"r"(shape) : "memory")
 #define tiles_end() __asm__ volatile("tilerelease" ::)
+/* fetch a line that will be written: without it every store would wait for the line, one after the other */
+#define fetch_to_write(line) __asm__ volatile("prefetchw (%0)" ::"r"(line))
 
 /* Linux lends the tiles' registers to processes that ask. 0: it does. */
 static int tiles_permitted(void) {
@@ -85,11 +90,13 @@ static void pretend_int8(int sums, int a, int b) {
 }
 #define tile_zero(n) memset(pretended[n], 0, TILE_SIZE)
 #define tile_load(n, from, stride) pretend_load(n, (const char *)(from), stride)
+#define tile_load_once(n, from, stride) tile_load(n, from, stride)
 #define tile_store(n, to, stride) pretend_store(n, (char *)(to), stride)
 #define tile_add_bfloat16(sums, a, b) pretend_bfloat16(sums, a, b)
 #define tile_add_int8(sums, a, b) pretend_int8(sums, a, b)
 #define tiles_begin(shape) (pretended_shape = *(shape))
 #define tiles_end() ((void)0)
+#define fetch_to_write(line) ((void)(line))
 static int tiles_permitted(void) { return 0; }
 #endif
 
@@ -146,6 +153,9 @@ typedef struct {
   const char *weight; /* rows of row_bytes */
   long row_bytes;
   const float *x; /* [rows, inputs] */
+  const void *norm; /* many only: x is normed with these weights on the way; or none */
+  int norm_type;
+  float eps;
   int8_t *bytes;  /* the same in 8 bits, [rows, row_bytes]; or none */
   float *x_scales;
   int32_t *x_sums;
@@ -160,6 +170,8 @@ typedef struct {
   int many;       /* rows, or laid: x is not turned */
   int gated;      /* laid only: the outputs' first half is a gate for the second, and half as many results are made */
   char *ready;    /* x: for each 16 rows, steps of TILE_SIZE bytes, or 64 for every column if there are fewer */
+  int is_ready;   /* … from the start */
+  char *made;     /* gated, and 16 bits: results rounded, as the next product wants its x to be ready, and not in out; or none */
 } Tiled;
 
 /* 16 rows or columns: the tiles of all steps, from left to right */
@@ -180,37 +192,64 @@ static int take_bytes(Tiled *t, const float *scales) {
   return 1;
 }
 
-static void tile_bytes(const Tiled *t, long row) {
-  int8_t *to = t->bytes + row * t->row_bytes;
-  t->x_scales[row] = to_bytes(to, t->x_sums + row, t->x + row * t->inputs, t->inputs, t->row_bytes);
+/* a row's line of a step in tiles of so many steps, where there are as many rows in a tile as `t` says */
+INLINE char *line_of(const Tiled *t, char *tiles, long steps, long row, long step) {
+  long tile = row / TILE_ROWS;
+  return tiles + (tile * steps * TILE_ROWS + step * t->columns[tile % 2] + row % TILE_ROWS) * TILE_BYTES;
 }
 
-/* one step of up to 16 rows of x, as a tile wants them */
-static void ready_step(const Tiled *t, long tile, long step) {
+/* n of 32 values, rounded, and zeros */
+static void narrow_some(uint16_t *to, const float *from, long n) {
+  long k = 0;
+  for (; k + LANES <= n; k += LANES) store_as(to + k, load(from + k), BFLOAT16);
+  for (; k < n; k++) store_one(to + k, from[k], BFLOAT16);
+  for (; k < 32; k++) to[k] = 0;
+}
+
+static void tile_bytes(const Tiled *t, long row, const float *x) {
+  t->x_scales[row] = to_bytes(t->bytes + row * t->row_bytes, t->x_sums + row, x, t->inputs, t->row_bytes);
+}
+
+/* a row of x into its lines; `room`: for a row in float32. After the last row the rest of its tile. */
+static void ready_row(const Tiled *t, long row, float *room) {
+  const float *x = t->x + row * t->inputs;
+  if (row >= t->rows) {
+    for (long s = 0; s < t->steps; s++) memset(line_of(t, t->ready, t->steps, row, s), 0, TILE_BYTES);
+    return;
+  }
+  if (t->norm && !room) return; /* the call fails */
+  if (t->norm) norm(room, x, t->norm, t->norm_type, t->inputs, t->eps), x = room;
+  if (t->bytes) tile_bytes(t, row, x);
+  for (long s = 0; s < t->steps; s++) {
+    char *line = line_of(t, t->ready, t->steps, row, s);
+    if (t->bytes)
+      memcpy(line, t->bytes + row * t->row_bytes + s * TILE_BYTES, TILE_BYTES);
+    else if (s * 32 + 32 <= t->inputs)
+      narrow_line((uint16_t *)line, x + s * 32);
+    else
+      narrow_some((uint16_t *)line, x + s * 32, t->inputs - s * 32);
+  }
+}
+
+/* one step of up to 16 rows of x, turned */
+static void ready_turned(const Tiled *t, long tile, long step) {
   uint32_t lines[TILE_SIZE / 4];
   int columns = t->columns[tile % 2];
   long first = tile * TILE_ROWS, rows = t->rows - first < columns ? t->rows - first : columns;
-  char *to = t->ready + tile * t->steps * TILE_SIZE + step * columns * 64, *room = t->many ? to : (char *)lines;
-  if (rows < columns) memset(room, 0, TILE_SIZE);
+  char *to = line_of(t, t->ready, t->steps, first, step);
+  if (rows < columns) memset(lines, 0, TILE_SIZE);
   for (long i = 0; i < rows; i++) {
-    uint16_t *line = (uint16_t *)(room + i * TILE_BYTES);
-    if (t->bytes) {
-      memcpy(line, t->bytes + (first + i) * t->row_bytes + step * TILE_BYTES, TILE_BYTES);
-      continue;
-    }
+    uint16_t *line = (uint16_t *)(lines + i * TILE_ROWS);
     const float *from = t->x + (first + i) * t->inputs + step * 32;
-    long n = t->inputs - step * 32 < 32 ? t->inputs - step * 32 : 32, k = 0;
-    if (n == 32) {
+    if (t->bytes)
+      memcpy(line, t->bytes + (first + i) * t->row_bytes + step * TILE_BYTES, TILE_BYTES);
+    else if (step * 32 + 32 <= t->inputs)
       narrow_line(line, from);
-      continue;
-    }
-    for (; k + LANES <= n; k += LANES) store_as(line + k, load(from + k), BFLOAT16);
-    for (; k < n; k++) store_one(line + k, from[k], BFLOAT16);
-    for (; k < 32; k++) line[k] = 0;
+    else
+      narrow_some(line, from, t->inputs - step * 32);
   }
-  if (t->many) return;
   if (columns == TILE_ROWS)
-    turn16((uint32_t *)to, room, TILE_BYTES);
+    turn16((uint32_t *)to, (const char *)lines, TILE_BYTES);
   else
     turn_words((uint32_t *)to, lines, columns, 16);
 }
@@ -251,33 +290,54 @@ static Side turned_panel(const Tiled *t, long n, char *room) {
   return found;
 }
 
+/* passing: which side is not used again soon */
+enum { LEFT, RIGHT };
+
 INLINE void tile_step(const char *const *left, const long *left_stride, const char *const *right,
-                      const long *right_stride, int lefts, int rights, int bytes) {
+                      const long *right_stride, int lefts, int rights, int bytes, int passing) {
 #define TILE_ADD(sums, a, b)                   \
   do {                                         \
     if (bytes) tile_add_int8(sums, a, b);      \
     if (!bytes) tile_add_bfloat16(sums, a, b); \
   } while (0)
-  tile_load(6, right[0], right_stride[0]);
-  tile_load(4, left[0], left_stride[0]);
+#define TILE_TAKE(n, side, from, stride)                     \
+  do {                                                       \
+    if (passing == side) tile_load_once(n, from, stride);    \
+    if (passing != side) tile_load(n, from, stride);         \
+  } while (0)
+  TILE_TAKE(6, RIGHT, right[0], right_stride[0]);
+  TILE_TAKE(4, LEFT, left[0], left_stride[0]);
   TILE_ADD(0, 4, 6);
   if (lefts > 1) {
-    tile_load(5, left[1], left_stride[1]);
+    TILE_TAKE(5, LEFT, left[1], left_stride[1]);
     TILE_ADD(1, 5, 6);
   }
   if (rights > 1) {
-    tile_load(7, right[1], right_stride[1]);
+    TILE_TAKE(7, RIGHT, right[1], right_stride[1]);
     TILE_ADD(2, 4, 7);
     if (lefts > 1) TILE_ADD(3, 5, 7);
   }
 #undef TILE_ADD
+#undef TILE_TAKE
 }
 
+/* What is fetched while tiles are multiplied: at every step `pace` lines from each of two places, and some of the rows where
+ * the results will be. */
+typedef struct {
+  const char *soon[2];
+  int pace;
+  char *results;
+  long stride, apart; /* between rows, and between the lines of a row */
+  int rows, lines;
+} Fetch;
+
 /* one or two left sides by one or two right ones: sums of left l and right r go to to[2 r + l], in rows of to_stride[r]
- * bytes; meanwhile `pace` lines from each of two places are fetched at every step */
+ * bytes */
 INLINE void tile_block(const Side *lefts_of, const Side *rights_of, long steps, int lefts, int rights, int bytes,
-                       float *const *to, const long *to_stride, const char *const *soon, int pace) {
-  const char *one = soon[0], *other = soon[1];
+                       int passing, float *const *to, const long *to_stride, const Fetch *fetch) {
+  const char *one = fetch->soon[0], *other = fetch->soon[1];
+  char *result = fetch->results, *results_end = result + fetch->rows * fetch->stride;
+  long some = (fetch->rows + steps - 1) / steps * fetch->stride;
   const char *left[2], *right[2];
   long left_stride[2], right_stride[2];
   for (int n = 0; n < lefts; n++) left[n] = lefts_of[n].tiles, left_stride[n] = lefts_of[n].stride;
@@ -288,15 +348,18 @@ INLINE void tile_block(const Side *lefts_of, const Side *rights_of, long steps, 
   if (rights > 1 && lefts > 1) tile_zero(3);
   long whole = lefts_of[0].last || lefts_of[lefts - 1].last ? steps - 1 : steps;
   for (long s = 0; s < whole; s++) {
-    for (int n = 0; n < pace; n++, one += 64, other += 64) __builtin_prefetch(one, 0, 2), __builtin_prefetch(other, 0, 2);
-    tile_step(left, left_stride, right, right_stride, lefts, rights, bytes);
+    for (int n = 0; n < fetch->pace; n++, one += 64, other += 64)
+      __builtin_prefetch(one, 0, 2), __builtin_prefetch(other, 0, 2);
+    for (char *end = result + some; result < end && result < results_end; result += fetch->stride)
+      for (int n = 0; n < fetch->lines; n++) fetch_to_write(result + n * fetch->apart);
+    tile_step(left, left_stride, right, right_stride, lefts, rights, bytes, passing);
     for (int n = 0; n < lefts; n++) left[n] += lefts_of[n].step;
     for (int n = 0; n < rights; n++) right[n] += rights_of[n].step;
   }
   if (whole < steps) {
     for (int n = 0; n < lefts; n++)
       if (lefts_of[n].last) left[n] = lefts_of[n].last, left_stride[n] = TILE_BYTES;
-    tile_step(left, left_stride, right, right_stride, lefts, rights, bytes);
+    tile_step(left, left_stride, right, right_stride, lefts, rights, bytes, passing);
   }
   tile_store(0, to[0], to_stride[0]);
   if (lefts > 1) tile_store(1, to[1], to_stride[0]);
@@ -304,18 +367,25 @@ INLINE void tile_block(const Side *lefts_of, const Side *rights_of, long steps, 
   if (rights > 1 && lefts > 1) tile_store(3, to[3], to_stride[1]);
 }
 
-typedef void TileBlock(const Side *, const Side *, long, float *const *, const long *, const char *const *, int);
-#define TILE_BLOCK(lefts, rights, bytes)                                                                             \
-  static void tile_block_##lefts##_##rights##_##bytes(const Side *left, const Side *right, long steps,               \
-                                                      float *const *to, const long *to_stride,                       \
-                                                      const char *const *soon, int pace) {                           \
-    tile_block(left, right, steps, lefts, rights, bytes, to, to_stride, soon, pace);                                 \
+typedef void TileBlock(const Side *, const Side *, long, float *const *, const long *, const Fetch *);
+#define TILE_BLOCK(lefts, rights, bytes, passing)                                                                    \
+  static void tile_block_##lefts##_##rights##_##bytes##_##passing(const Side *left, const Side *right, long steps,   \
+                                                                  float *const *to, const long *to_stride,           \
+                                                                  const Fetch *fetch) {                              \
+    tile_block(left, right, steps, lefts, rights, bytes, passing, to, to_stride, fetch);                             \
   }
-TILE_BLOCK(1, 1, 0) TILE_BLOCK(1, 2, 0) TILE_BLOCK(2, 1, 0) TILE_BLOCK(2, 2, 0)
-TILE_BLOCK(1, 1, 1) TILE_BLOCK(1, 2, 1) TILE_BLOCK(2, 1, 1) TILE_BLOCK(2, 2, 1)
-static TileBlock *const tile_blocks[2][2][2] = {
-    {{tile_block_1_1_0, tile_block_1_2_0}, {tile_block_2_1_0, tile_block_2_2_0}},
-    {{tile_block_1_1_1, tile_block_1_2_1}, {tile_block_2_1_1, tile_block_2_2_1}},
+#define TILE_BLOCKS(bytes, passing)                                                                                  \
+  TILE_BLOCK(1, 1, bytes, passing) TILE_BLOCK(1, 2, bytes, passing)                                                  \
+  TILE_BLOCK(2, 1, bytes, passing) TILE_BLOCK(2, 2, bytes, passing)
+TILE_BLOCKS(0, LEFT) TILE_BLOCKS(0, RIGHT) TILE_BLOCKS(1, LEFT) TILE_BLOCKS(1, RIGHT)
+#define TILE_TABLE(bytes, passing)                                                       \
+  {                                                                                      \
+    {tile_block_1_1_##bytes##_##passing, tile_block_1_2_##bytes##_##passing},            \
+        {tile_block_2_1_##bytes##_##passing, tile_block_2_2_##bytes##_##passing},        \
+  }
+static TileBlock *const tile_blocks[2][2][2][2] = {
+    {TILE_TABLE(0, LEFT), TILE_TABLE(0, RIGHT)},
+    {TILE_TABLE(1, LEFT), TILE_TABLE(1, RIGHT)},
 };
 
 /* LANES results of one row of x, from their sums; output: the first's number */
@@ -370,26 +440,57 @@ static void tile_end(const Tiled *t, const float *sums, long panel, long tile) {
       tile_row_end(t, lines + i * TILE_ROWS, bias, row + i, first, count);
 }
 
+/* 16 results, rounded */
+INLINE void narrow_half(uint16_t *to, const float *from) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)load(from)));
+#else
+  for (long i = 0; i < TILE_ROWS; i += LANES) store_as(to + i, load(from + i), BFLOAT16);
+#endif
+}
+
 /* two tiles of sums, of a gate's panel and of the one that goes through it, become results: silu(gate) times the other */
 static void gate_end(const Tiled *t, const float *gate, const float *sums, long panel, long tile) {
-  float bias[2][TILE_ROWS];
-  long row = tile * TILE_ROWS, rows = t->rows - row < TILE_ROWS ? t->rows - row : TILE_ROWS;
+  float bias[2][TILE_ROWS], narrowed[TILE_ROWS];
+  int columns = t->columns[tile % 2];
+  long row = tile * TILE_ROWS, rows = t->rows - row < columns ? t->rows - row : columns;
   long half = t->outputs / 2, first = panel * TILE_ROWS;
   if (t->bias)
     for (long i = 0; i < 2 * TILE_ROWS; i++)
       bias[i / TILE_ROWS][i % TILE_ROWS] = load_any(t->bias, i / TILE_ROWS * half + first + i % TILE_ROWS, t->bias_type);
-  for (long r = 0; r < rows; r++)
+  for (long r = 0; r < columns; r++) {
+    uint16_t *made = t->made ? (uint16_t *)line_of(t, t->made, half / 32, row + r, first / 32) + first % 32 : NULL;
+    if (r >= rows) {
+      if (made) memset(made, 0, TILE_ROWS * 2);
+      continue;
+    }
+    float *to = made ? narrowed : t->out + (row + r) * half + first;
 #pragma GCC unroll 4
     for (int i = 0; i < TILE_ROWS; i += LANES) {
       floats x = tile_value(t, gate + r * TILE_ROWS + i, bias[0] + i, row + r, first + i);
       floats y = tile_value(t, sums + r * TILE_ROWS + i, bias[1] + i, row + r, half + first + i);
-      store(t->out + (row + r) * half + first + i, silu(x) * y);
+      store(to + i, silu(x) * y);
     }
+    if (made) narrow_half(made, narrowed);
+  }
+}
+
+/* where the results of some tiles of x and some panels will be */
+static void fetch_results(const Tiled *t, long panel, int panels, long tile, int tiles, Fetch *fetch) {
+  long width = t->gated ? t->outputs / 2 : t->outputs, left = t->rows - tile * TILE_ROWS;
+  fetch->rows = (int)(left < tiles * TILE_ROWS ? left : tiles * TILE_ROWS);
+  if (t->made) {
+    fetch->results = line_of(t, t->made, width / 32, tile * TILE_ROWS, panel / 2), fetch->stride = TILE_BYTES;
+    fetch->rows = left < TILE_ROWS ? (int)left : TILE_ROWS;
+    fetch->lines = tiles, fetch->apart = width / 32 * TILE_SIZE;
+    return;
+  }
+  fetch->results = (char *)(t->out + tile * TILE_ROWS * width + panel * TILE_ROWS), fetch->stride = width * 4;
+  fetch->lines = t->gated ? 1 : panels, fetch->apart = TILE_BYTES;
 }
 
 /* one or two panels by one or two tiles of x */
-static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, long tile, int tiles,
-                      const char *const *soon, int pace) {
+static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, long tile, int tiles, Fetch *fetch) {
   float found[4][TILE_SIZE / 4] __attribute__((aligned(64))), *to[4];
   long to_stride[2] = {TILE_BYTES, TILE_BYTES};
   Side x[2];
@@ -406,8 +507,10 @@ static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, lon
     for (int r = 0; r < rights; r++)
       to[2 * r + l] = straight ? t->out + (tile + l) * TILE_ROWS * t->outputs + (panel + r) * TILE_ROWS : found[2 * r + l];
   if (straight) to_stride[0] = to_stride[1] = t->outputs * 4;
-  tile_blocks[t->bytes != NULL][lefts - 1][rights - 1](t->many ? x : w, t->many ? w : x, t->steps, to, to_stride, soon,
-                                                       pace);
+  fetch_results(t, panel, panels, tile, tiles, fetch);
+  int passing = t->laid && t->rows <= 2 * TILE_ROWS ? RIGHT : LEFT; /* weights by few rows, many rows by weights */
+  tile_blocks[t->bytes != NULL][passing][lefts - 1][rights - 1](t->many ? x : w, t->many ? w : x, t->steps, to, to_stride,
+                                                                fetch);
   if (straight) return;
   for (int l = 0; l < lefts && t->gated; l++) gate_end(t, found[l], found[2 + l], panel, tile + l);
   for (int l = 0; l < lefts && !t->gated; l++)
@@ -415,28 +518,34 @@ static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, lon
       tile_end(t, found[2 * r + l], panel + (t->many ? r : l), tile + (t->many ? l : r));
 }
 
-/* Some panels by some tiles of x; `room`: four tiles for every step. Two panels at once: neighbours, or one of a gate's and
- * the one that goes through it, half of all panels further on. */
-static void tile_task(const Tiled *t, long panel, long panels, long tile, long tiles, char *room) {
-  long end = panel + panels, blocks = (tiles + 1) / 2, step = t->gated ? 1 : 2;
+/* Some panels by some tiles of x. Two panels at once: neighbours, or one of a gate's and the one that goes through it, half
+ * of all panels further on. */
+typedef struct {
+  long panel, panels, tile, tiles;
+} TileTask;
+
+/* `room`: four tiles for every step; next: what the thread will do then, or none */
+static void tile_task(const Tiled *t, const TileTask *task, const TileTask *next, char *room) {
+  long panel = task->panel, end = panel + task->panels, blocks = (task->tiles + 1) / 2, step = t->gated ? 1 : 2;
   long apart = t->gated ? t->outputs / 2 / TILE_ROWS : 1, size = TILE_ROWS * t->row_bytes;
   for (; panel < end; panel += step) {
     int two = t->gated || panel + 1 < end;
-    int pace = (int)((TILE_ROWS + blocks - 1) / blocks);
-    if (panel + step >= end) pace = 0; /* what comes after is another thread's */
+    Fetch fetch = {.pace = (int)((TILE_ROWS + blocks - 1) / blocks)};
+    fetch.soon[0] = t->weight + (panel + step < end || !next ? panel + step : next->panel) * size;
+    fetch.soon[1] = fetch.soon[0] + apart * size;
+    if (panel + step >= end && !next) fetch.pace = 0;
     Side w[2];
     for (int n = 0; n <= two; n++)
       w[n] = (t->laid ? laid_panel : t->many ? turned_panel : panel_of)(t, panel + n * apart,
                                                                         room + n * 2 * t->steps * TILE_SIZE);
-    const char *soon[2] = {t->weight + (panel + step) * size, t->weight + (panel + step + apart) * size};
-    for (long n = tile; n < tile + tiles; n += 2) {
-      tile_pair(t, w, panel, 1 + two, n, n + 1 < tile + tiles ? 2 : 1, soon, pace);
-      soon[0] += pace * 64 * t->steps, soon[1] += pace * 64 * t->steps;
+    for (long n = task->tile; n < task->tile + task->tiles; n += 2) {
+      tile_pair(t, w, panel, 1 + two, n, n + 1 < task->tile + task->tiles ? 2 : 1, &fetch);
+      for (int i = 0; i < 2; i++) fetch.soon[i] += fetch.pace * 64 * t->steps;
     }
   }
 }
 
-enum { FEW_VALUES = 1 << 13, CACHED = 1 << 20 };
+enum { FEW_VALUES = 1 << 13, CACHED = 5 << 18 };
 
 static void tile_shape(Tiled *t, TileShape *shape) {
   for (int n = 0; n < 2; n++) {
@@ -451,6 +560,34 @@ static void tile_shape(Tiled *t, TileShape *shape) {
   }
 }
 
+/* The next task for the calling thread, all panels by some tiles of x after the other: those tiles stay with the thread. 0:
+ * there is none. */
+static int next_task(long *taken, long count, long columns, long width, long height, long panels, long tiles,
+                     TileTask *found) {
+  long n;
+#pragma omp atomic capture
+  n = (*taken)++;
+  if (n >= count) return 0;
+  long panel = n % columns * width, tile = n / columns * height;
+  *found = (TileTask){panel, panels - panel < width ? panels - panel : width, tile,
+                      tiles - tile < height ? tiles - tile : height};
+  return 1;
+}
+
+/* x as tiles want it, shared by all threads that call; `room`: for a row */
+static void make_ready(const Tiled *t, long lines, long tiles, char *room) {
+  if (t->many) {
+#pragma omp for schedule(static)
+    for (long r = 0; r < lines; r++) ready_row(t, r, (float *)room);
+    return;
+  }
+#pragma omp for schedule(static)
+  for (long r = 0; r < t->rows; r++)
+    if (t->bytes) tile_bytes(t, r, t->x + r * t->inputs);
+#pragma omp for schedule(static)
+  for (long n = 0; n < tiles * t->steps; n++) ready_turned(t, n / t->steps, n % t->steps);
+}
+
 /* 0: done. 1: no memory. */
 static int tiled(Tiled *t, int threads) {
   TileShape shape = {.palette = 1};
@@ -458,38 +595,31 @@ static int tiled(Tiled *t, int threads) {
   if (t->gated) panels /= 2;
   t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = t->laid || tiles >= MANY_TILES;
   tile_shape(t, &shape);
-  t->ready = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
+  if (!t->is_ready) t->ready = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
   if (!t->ready) return 1;
-  int few = t->rows * t->inputs <= FEW_VALUES; /* sooner done than shared */
-  if (few) {
-    for (long r = 0; r < t->rows && t->bytes; r++) tile_bytes(t, r);
-    for (long n = 0; n < tiles * t->steps; n++) ready_step(t, n / t->steps, n % t->steps);
-  }
-  long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task */
+  long lines = t->rows <= 2 * TILE_ROWS && t->laid ? t->rows : tiles * TILE_ROWS; /* of x, with what fills up its last tile */
+  size_t needed = 4 * t->steps * TILE_SIZE; /* for two panels, also turned; or a row of x in float32 */
+  int alone = !t->is_ready && t->rows * t->inputs <= FEW_VALUES; /* sooner done than shared */
+  if (alone) make_ready(t, lines, tiles, room_for(ROOM_PANELS, needed));
+  long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task: they stay in the second cache */
   height = height < 4 ? 4 : height > 32 ? 32 : height;
   long blocks = (tiles + height - 1) / height;
   height = (tiles + 2 * blocks - 1) / (2 * blocks) * 2; /* of the same size, not a small one in the end */
   long width = panels / (threads * (tiles > 2 ? 8 : 2)) / 2 * 2, most = tiles > 2 ? 8 : 96;
   width = width > most ? most : width < 2 ? (panels < threads * 4 && (t->laid || !t->many) ? 1 : 2) : width;
-  long tasks = (panels + width - 1) / width;
+  long columns = (panels + width - 1) / width, count = blocks * columns, taken = 0;
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
   {
-    char *room = room_for(ROOM_PANELS, 4 * t->steps * TILE_SIZE);
+    char *room = room_for(ROOM_PANELS, needed);
     failed = !room;
-    if (!few && t->bytes)
-#pragma omp for schedule(static)
-      for (long r = 0; r < t->rows; r++) tile_bytes(t, r);
-    if (!few)
-#pragma omp for schedule(static)
-      for (long n = 0; n < tiles * t->steps; n++) ready_step(t, n / t->steps, n % t->steps);
+    if (!t->is_ready && !alone) make_ready(t, lines, tiles, room);
     tiles_begin(&shape);
-#pragma omp for schedule(dynamic, 1)
-    for (long task = 0; task < blocks * tasks; task++) {
-      long tile = task % blocks * height, first = task / blocks * width;
-      if (failed) continue;
-      tile_task(t, first, panels - first < width ? panels - first : width, tile,
-                tiles - tile < height ? tiles - tile : height, room);
+    TileTask tasks[2];
+    int turn = 0, more = !failed && next_task(&taken, count, columns, width, height, panels, tiles, tasks);
+    for (; more; turn = !turn) { /* one ahead, so that its weights can be fetched in time */
+      more = next_task(&taken, count, columns, width, height, panels, tiles, tasks + !turn);
+      tile_task(t, tasks + turn, more ? tasks + !turn : NULL, room);
     }
     tiles_end();
   }
