@@ -1,12 +1,16 @@
 /* Attention in tiles of 16 by 16, for KV in bfloat16 and head sizes that are multiples of 32. A part of native.c.
  *
- *     few rows (a decode):    scores' = K q'    16 keys, as they lie in the cache, by up to 16 rows of queries, turned once
- *     many rows (a prompt):   scores  = q K'    32 rows of queries by 32 keys, which are turned once for all rows
- *     both:                   mixed   = shares V    rows of shares in bfloat16 by V, whose rows are laid in pairs on the way
+ *     both:                   scores' = K q'         16 keys by up to 16 rows of queries, which are turned once for all keys
+ *     few rows (a decode):    mixed   = shares V     rows of shares in bfloat16 by V, whose rows are laid in pairs on the way
+ *     many rows (a prompt):   mixed'  = V' shares'   V is turned once for all rows; shares are laid in pairs as they are made
  *
- * A query's result is the same in any company: the products of a score are the same in the same order both ways, tiles of tokens
- * are counted from the sequence's beginning, and what a query does not see counts 0. Keys past the sequence's end may be
- * read, inside its own last block; their scores are dropped. */
+ * Few rows: scores are turned back, and the softmax of a row has its keys in the lanes of vectors, as without tiles. Many: 16
+ * rows lie in the lanes from the scores to the end, so no row waits for a sum or a maximum across them.
+ *
+ * A query's result is the same in any company: the products of a score are the same in the same order both ways, and so are
+ * those of what is mixed, since a product's factors may change sides; the shares of a row are added in one order; tiles of
+ * tokens are counted from the sequence's beginning, and what a query does not see counts 0. A decode may read keys past
+ * the sequence's end, inside its own last block; their scores are dropped. */
 
 #if HAS_TILES
 
@@ -31,7 +35,10 @@ static void turn_queries(char *to, const float *q, long rows, long dim, long kv_
   for (long first = 0; first < rows; first += each)
     for (long at_dim = 0; at_dim < dim; at_dim += PAIRED, to += each * 64) {
       for (long r = 0; r < each; r++) narrow_line((uint16_t *)(lines + r * 16), q + (first + r) * dim + at_dim);
-      turn_words((uint32_t *)to, lines, each, 16);
+      if (each == GROUP)
+        turn16((uint32_t *)to, (const char *)lines, TILE_BYTES);
+      else
+        turn_words((uint32_t *)to, lines, each, 16);
     }
 }
 
@@ -178,11 +185,11 @@ INLINE void mix_tile(float *product, const uint16_t *share, const char *values, 
   }
 }
 
-/* what was seen before, and the products of a tile; from row `first` on */
-INLINE void add_tile(Seen *seen, long first, long rows, const float *rescale, const float *product, long dim) {
+/* what was seen before, and the products of a tile */
+INLINE void add_tile(Seen *seen, long rows, const float *rescale, const float *product, long dim) {
   for (long r = 0; r < rows; r++)
     for (long i = 0; i < dim; i += LANES) {
-      float *to = seen->mixed + (first + r) * dim + i;
+      float *to = seen->mixed + r * dim + i;
       store(to, fused(load(to), all(rescale[r]), load(product + r * dim + i)));
     }
 }
@@ -206,103 +213,246 @@ static void attend_few(const Attention *a, const Block *b, const char *q, long r
     for (long h = 0; h < b->kv_heads; h++)
       for (long here = tile->first / GROUP * GROUP; here < tile->last; here += GROUP)
         turn_scores(scores + h * each * TILE + here, found + (h * TILE + here) * each, each);
-    share_rows(a, b, 0, rows, tile->from, scores, seen, rescale);
+    share_rows(a, b, rows, tile->from, scores, seen, rescale);
     for (long t = 0; t < rows * TILE; t += PAIRED) narrow_line(share + t, scores + t);
     for (long h = 0; h < b->kv_heads; h++) {
       pair_tile(a, tile, h, &coming, values);
       mix_tile(product + h * each * dim, share + h * each * TILE, values, dim, tile, &coming);
     }
-    add_tile(seen, 0, rows, rescale, product, dim);
+    add_tile(seen, rows, rescale, product, dim);
   }
 }
 
-/* ---- many rows: parts of 32 of them, for which a tile's keys are turned and its values paired once */
+/* ---- many rows: parts of 32 of them, for which a tile's keys are gathered and its values turned once */
 
 enum { PART = 2 * GROUP };
 
-/* the keys of a tile: for each 16 of them and each 32 values, 16 pairs by 16 keys */
-static void turn_keys(const Attention *a, const Tile *tile, char *to) {
-  char room[GROUP * MOST_DIM * 2];
-  for (long here = tile->first / GROUP * GROUP; here < tile->last; here += GROUP) {
-    long stride;
-    const char *keys = keys_of(a, tile, 0, here, room, &stride);
-    for (long n = 0; n < a->dim / PAIRED; n++)
-      turn16((uint32_t *)(to + here * a->dim * 2 + n * TILE_SIZE), keys + n * TILE_BYTES, stride);
-  }
+#define IN_LINES __attribute__((aligned(TILE_BYTES))) /* a tile's row that lies in two cache lines is read twice */
+
+/* what becomes of a part in a tile: for each of its groups scores [keys, rows], shares [pairs of keys, rows, 2] */
+typedef struct {
+  float scores[2][TILE * GROUP] IN_LINES, rescale[2][GROUP] IN_LINES;
+  uint16_t shares[2][TILE * GROUP] IN_LINES;
+} Part;
+
+/* The keys of a tile, one behind the other; zeros outside first..last. In the cache those of one head may lie so far apart
+ * that they all want the same places of the CPU's first cache. */
+static void gather_keys(const Attention *a, const Tile *tile, char *to) {
+  long line = a->dim * 2, first = tile->first, last = tile->last;
+  const uint16_t *keys = a->keys;
+  for (long t = first / PAIRED * PAIRED; t < (last + PAIRED - 1) / PAIRED * PAIRED; t++)
+    for (long n = 0; n < line; n += TILE_BYTES)
+      if (t >= first && t < last)
+        memcpy(to + t * line + n, (const char *)(keys + tile->places[t]) + n, TILE_BYTES);
+      else
+        memset(to + t * line + n, 0, TILE_BYTES);
 }
 
-/* a part's scores, for two groups of keys at once; those outside first..last are nonsense */
-INLINE void score_part(const Tile *tile, const char *q, const char *keys, long dim, float *scores) {
+/* the values of a tile: for each 32 tokens and each 16 values a tile, the values by the tokens; zeros outside first..last */
+static void turn_values(const Attention *a, const Tile *tile, char *to) {
+  char pairs[TILE * MOST_DIM * 2] IN_LINES;
+  pair_tile(a, tile, 0, NULL, pairs);
+  for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED)
+    for (long n = t * a->dim * 2; n < (t + PAIRED) * a->dim * 2; n += TILE_SIZE)
+      turn16((uint32_t *)(to + n), pairs + n, TILE_BYTES);
+}
+
+/* a part's scores, of two groups of keys and both of rows at once */
+INLINE void score_part(const Tile *tile, const char *keys, const char *q, long dim, Part *part) {
+  long line = dim * 2;
   for (long here = tile->first / PAIRED * PAIRED; here < tile->last; here += PAIRED) {
-    const char *one = keys + here * dim * 2, *two = one + GROUP * dim * 2;
+    const char *one = keys + here * line, *two = one + GROUP * line, *more = q + GROUP * line;
+    float *found = part->scores[0] + here * GROUP, *others = part->scores[1] + here * GROUP;
     tile_zero(0);
     tile_zero(1);
     tile_zero(6);
     tile_zero(7);
     for (long n = 0; n < dim / PAIRED; n++) {
-      tile_load(3, q + n * TILE_BYTES, dim * 2);
-      tile_load(2, one + n * TILE_SIZE, TILE_BYTES);
-      tile_add_bfloat16(0, 3, 2);
-      tile_load(5, two + n * TILE_SIZE, TILE_BYTES);
-      tile_add_bfloat16(1, 3, 5);
-      tile_load(4, q + GROUP * dim * 2 + n * TILE_BYTES, dim * 2);
-      tile_add_bfloat16(6, 4, 2);
-      tile_add_bfloat16(7, 4, 5);
+      tile_load(2, one + n * TILE_BYTES, line);
+      tile_load(3, q + n * TILE_SIZE, TILE_BYTES);
+      tile_add_bfloat16(0, 2, 3);
+      tile_load(5, two + n * TILE_BYTES, line);
+      tile_add_bfloat16(1, 5, 3);
+      tile_load(4, more + n * TILE_SIZE, TILE_BYTES);
+      tile_add_bfloat16(6, 2, 4);
+      tile_add_bfloat16(7, 5, 4);
     }
-    tile_store(0, scores + here, TILE * 4);
-    tile_store(1, scores + here + GROUP, TILE * 4);
-    tile_store(6, scores + GROUP * TILE + here, TILE * 4);
-    tile_store(7, scores + GROUP * TILE + here + GROUP, TILE * 4);
+    tile_store(0, found, TILE_BYTES);
+    tile_store(1, found + GROUP * GROUP, TILE_BYTES);
+    tile_store(6, others, TILE_BYTES);
+    tile_store(7, others + GROUP * GROUP, TILE_BYTES);
   }
 }
 
-/* a part's shares times values: [32, dim] */
-INLINE void mix_part(float *product, const uint16_t *share, const char *values, long dim, const Tile *tile) {
-  for (long i = 0; i < dim; i += 2 * GROUP) {
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(6);
-    tile_zero(7);
-    for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED) {
-      const char *here = values + t / PAIRED * dim * 64 + i / GROUP * TILE_SIZE;
-      tile_load(4, share + t, TILE * 2);
-      tile_load(5, here, TILE_BYTES);
-      tile_add_bfloat16(0, 4, 5);
-      tile_load(2, here + TILE_SIZE, TILE_BYTES);
-      tile_add_bfloat16(1, 4, 2);
-      tile_load(3, share + GROUP * TILE + t, TILE * 2);
-      tile_add_bfloat16(6, 3, 5);
-      tile_add_bfloat16(7, 3, 2);
+/* What the rows of a group, from `row` on and up to `last_row`, may not see of a tile becomes -infinity: see `mask`. */
+static void mask_group(const Attention *a, const Block *b, const Tile *tile, long row, long last_row, float *scores) {
+  long position = first_position(a, b) - tile->from, window = a->window;
+  int32_t firsts[GROUP], lasts[GROUP]; /* each sees first..last of this tile */
+  if (position + row / b->count >= TILE - 1 && (!window || position + last_row / b->count < window)) return;
+  for (long r = 0; r < GROUP; r++) {
+    long last = position + (row + r) / b->count, first = window ? last - window + 1 : 0;
+    lasts[r] = (int32_t)(last < -1 ? -1 : last < tile->last ? last : tile->last - 1);
+    firsts[r] = (int32_t)(first < 0 ? 0 : first < TILE ? first : TILE);
+  }
+  for (int v = 0; v < GROUP; v += LANES) {
+    ints first, last;
+    memcpy(&first, firsts + v, sizeof first), memcpy(&last, lasts + v, sizeof last);
+    for (int32_t t = 0; t < TILE; t++) {
+      float *here = scores + t * GROUP + v;
+#if defined(__AVX512F__)
+      __m512i key = _mm512_set1_epi32(t);
+      __mmask16 seen = _mm512_mask_cmple_epi32_mask(_mm512_cmple_epi32_mask((__m512i)first, key), key, (__m512i)last);
+      store(here, (floats)_mm512_mask_mov_ps((__m512)all(-INFINITY), seen, (__m512)load(here)));
+#else
+      store(here, choose((first <= t) & (last >= t), load(here), all(-INFINITY)));
+#endif
     }
-    tile_store(0, product + i, dim * 4);
-    tile_store(1, product + i + GROUP, dim * 4);
-    tile_store(6, product + GROUP * dim + i, dim * 4);
-    tile_store(7, product + GROUP * dim + i + GROUP, dim * 4);
   }
 }
 
-/* as attend_piece, for many rows of one KV head; q: the rows rounded, as they are, filled up to a whole part */
-static void attend_many(const Attention *a, const Block *b, const uint16_t *q, long rows, long piece, Seen *seen) {
-  long dim = a->dim;
-  float scores[PART * TILE], rescale[PART] = {0}, product[PART * MOST_DIM];
-  uint16_t share[PART * TILE] = {0};
-  char keys[TILE * MOST_DIM * 2] = {0}, values[TILE * MOST_DIM * 2];
+/* shares of two keys, rounded as narrow_line does, row by row beside each other */
+INLINE void pair_shares(uint16_t *to, floats one, floats two) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)two, (__m512)one); /* all of one, then all of two */
+  static const uint16_t places[PAIRED] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                          8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(places), both));
+#else
+  uint16_t left[LANES], right[LANES];
+  store_as(left, one, BFLOAT16), store_as(right, two, BFLOAT16);
+  for (int r = 0; r < LANES; r++) to[2 * r] = left[r], to[2 * r + 1] = right[r];
+#endif
+}
+
+/* as `sum`, of as many vectors as one has lanes: lane by lane what that adds up for each row */
+INLINE floats sum_across(floats *x) {
+#pragma GCC unroll 2
+  for (int width = LANES / 2; width >= 4; width /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < width; i++) x[i] += x[i + width];
+  return (x[0] + x[1]) + (x[2] + x[3]);
+}
+
+/* The shares of two neighbouring keys of every LANES, from `t` on, and what they add up to: a row's shares are added in the
+ * order of share_out, where these would stand in two lanes. */
+INLINE void share_keys(const float *scores, long t, floats base, uint16_t *shares, floats *totals) {
+  totals[0] = totals[1] = all(0);
+#pragma GCC unroll 4
+  for (; t < TILE; t += TOGETHER * LANES) {
+    floats x[2][TOGETHER];
+#pragma GCC unroll 2
+    for (int k = 0; k < 2; k++) {
+#pragma GCC unroll 4
+      for (int n = 0; n < TOGETHER; n++) x[k][n] = load(scores + (t + n * LANES + k) * GROUP) - base;
+      exponentials(x[k]);
+#pragma GCC unroll 4
+      for (int n = 0; n < TOGETHER; n++) totals[k] += x[k][n];
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < TOGETHER; n++) pair_shares(shares + (t + n * LANES) * GROUP, x[0][n], x[1][n]);
+  }
+}
+
+/* the softmax of a group of rows, as share_rows */
+static void share_group(const float *scores, float *top, float *mass, float *rescale, uint16_t *shares) {
+  for (int v = 0; v < GROUP; v += LANES) {
+    floats before = load(top + v), best[TOGETHER], totals[LANES];
+#pragma GCC unroll 4
+    for (int n = 0; n < TOGETHER; n++) best[n] = before;
+    for (long t = 0; t < TILE; t += TOGETHER)
+#pragma GCC unroll 4
+      for (int n = 0; n < TOGETHER; n++) best[n] = larger(load(scores + (t + n) * GROUP + v), best[n]);
+#pragma GCC unroll 4
+    for (int n = 1; n < TOGETHER; n++) best[0] = larger(best[n], best[0]);
+    floats base = choose(best[0] == all(-INFINITY), all(0), best[0]), scale = exponential(before - base);
+#pragma GCC unroll 1
+    for (int i = 0; i < LANES; i += 2) share_keys(scores + v, i, base, shares + 2 * v, totals + i);
+    store(top + v, best[0]), store(rescale + v, scale);
+    store(mass + v, fused(load(mass + v), scale, sum_across(totals)));
+  }
+}
+
+/* 32 values by a part's shares, from value `i` on: for each of its groups [32, rows] */
+INLINE void mix_values(const Tile *tile, const char *values, long dim, long i, const Part *part, float *product) {
+  tile_zero(0);
+  tile_zero(1);
+  tile_zero(6);
+  tile_zero(7);
+  for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED) {
+    const char *here = values + t * dim * 2 + i / GROUP * TILE_SIZE;
+    tile_load(2, here, TILE_BYTES);
+    tile_load(3, part->shares[0] + t * GROUP, TILE_BYTES);
+    tile_add_bfloat16(0, 2, 3);
+    tile_load(5, here + TILE_SIZE, TILE_BYTES);
+    tile_add_bfloat16(1, 5, 3);
+    tile_load(4, part->shares[1] + t * GROUP, TILE_BYTES);
+    tile_add_bfloat16(6, 2, 4);
+    tile_add_bfloat16(7, 5, 4);
+  }
+  tile_store(0, product, TILE_BYTES);
+  tile_store(1, product + GROUP * GROUP, TILE_BYTES);
+  tile_store(6, product + 2 * GROUP * GROUP, TILE_BYTES);
+  tile_store(7, product + 3 * GROUP * GROUP, TILE_BYTES);
+}
+
+/* what a group saw before of 32 values, and their product: [32, rows] */
+INLINE void add_values(float *mixed, const float *rescale, const float *product) {
+  for (int v = 0; v < GROUP; v += LANES) {
+    floats scale = load(rescale + v);
+#pragma GCC unroll 4
+    for (long n = v; n < PAIRED * GROUP; n += GROUP) store(mixed + n, fused(load(mixed + n), scale, load(product + n)));
+  }
+}
+
+/* mixed: for each group [dim, rows]. Products are added while the next ones are made. */
+INLINE void mix_part(const Tile *tile, const char *values, long dim, const Part *part, float *mixed) {
+  float products[2][2 * PAIRED * GROUP] IN_LINES;
+  for (long i = 0; i <= dim; i += PAIRED) {
+    if (i < dim) mix_values(tile, values, dim, i, part, products[i / PAIRED % 2]);
+    if (i == 0) continue;
+    for (int g = 0; g < 2; g++)
+      add_values(mixed + (g * dim + i - PAIRED) * GROUP, part->rescale[g],
+                 products[(i / PAIRED + 1) % 2] + g * PAIRED * GROUP);
+  }
+}
+
+/* for each group [dim, rows] to [rows, dim] */
+static void turn_mixed(float *to, const float *mixed, long rows, long dim) {
+  float room[GROUP * MOST_DIM];
+  for (long row = 0; row < rows; row += GROUP) {
+    int whole = row + GROUP <= rows;
+    float *here = whole ? to + row * dim : room;
+    for (long i = 0; i < dim; i += GROUP)
+      turn16_to((uint32_t *)(here + i), dim, (const char *)(mixed + row * dim + i * GROUP), TILE_BYTES);
+    if (!whole) memcpy(to + row * dim, room, sizeof(float) * (rows - row) * dim);
+  }
+}
+
+/* as attend_piece, for many rows of one KV head; q: groups of 16 rows turned, filled up to a whole part */
+static void attend_many(const Attention *a, const Block *b, const char *q, long rows, long piece, Seen *seen) {
+  long dim = a->dim, filled = (rows + PART - 1) / PART * PART;
+  char keys[TILE * MOST_DIM * 2] IN_LINES, values[TILE * MOST_DIM * 2] IN_LINES;
+  float mixed[MANY_ROWS * MOST_DIM] IN_LINES;
+  Part part = {0};
   Tile tile;
   long end = first_tile(a, b, piece, &tile);
+  memset(mixed, 0, sizeof(float) * filled * dim);
   for (int more = 1; more;) {
-    turn_keys(a, &tile, keys);
-    pair_tile(a, &tile, 0, NULL, values);
-    for (long part = 0; part < rows; part += PART) {
-      long these = rows - part < PART ? rows - part : PART;
-      if (tile.from > first_position(a, b) + (part + these - 1) / b->count) continue; /* none of it can be seen */
-      score_part(&tile, (const char *)(q + part * dim), keys, dim, scores);
-      share_rows(a, b, part, these, tile.from, scores, seen, rescale);
-      for (long t = 0; t < these * TILE; t += PAIRED) narrow_line(share + t, scores + t);
-      mix_part(product, share, values, dim, &tile);
-      add_tile(seen, part, these, rescale, product, dim);
+    gather_keys(a, &tile, keys);
+    turn_values(a, &tile, values);
+    for (long row = 0; row < rows; row += PART) {
+      long last = rows - row < PART ? rows - 1 : row + PART - 1;
+      if (tile.from > first_position(a, b) + last / b->count) continue; /* none of it can be seen */
+      score_part(&tile, keys, q + row * dim * 2, dim, &part);
+      for (long g = 0, r = row; r <= last; g++, r += GROUP) {
+        mask_group(a, b, &tile, r, last < r + GROUP ? last : r + GROUP - 1, part.scores[g]);
+        share_group(part.scores[g], seen->top + r, seen->mass + r, part.rescale[g], part.shares[g]);
+      }
+      mix_part(&tile, values, dim, &part, mixed + row * dim);
     }
     more = tile.from + TILE < end;
     if (more) find_tile(a, b, tile.from + TILE, end, &tile);
   }
+  turn_mixed(seen->mixed, mixed, rows, dim);
 }
 #endif

@@ -1146,14 +1146,12 @@ static long oldest_of(const Attention *a, const Block *b) {
   return a->window && position - a->window + 1 > 0 ? position - a->window + 1 : 0;
 }
 
-/* the softmax of some rows of a block, from `first` on, one step for all after the other: no row waits for its own largest
- * score */
-static void share_rows(const Attention *a, const Block *b, long first, long rows, long from, float *scores, Seen *seen,
-                       float *rescale) {
+/* the softmax of all rows of a block, one step for all after the other: no row waits for its own largest score */
+static void share_rows(const Attention *a, const Block *b, long rows, long from, float *scores, Seen *seen, float *rescale) {
   long position = first_position(a, b), widths[MOST_ROWS];
-  float now[MOST_ROWS], *top = seen->top + first, *mass = seen->mass + first;
+  float now[MOST_ROWS], *top = seen->top, *mass = seen->mass;
   for (long r = 0; r < rows; r++)
-    now[r] = mask(scores + r * TILE, from, position + (first + r) / b->count, a->window, top[r], widths + r);
+    now[r] = mask(scores + r * TILE, from, position + r / b->count, a->window, top[r], widths + r);
   for (long r = 0; r < rows; r++) rescale[r] = top[r] - base_of(now[r]);
   for (long r = 0; r < rows; r += LANES) store(rescale + r, exponential(load(rescale + r)));
   for (long r = 0; r < rows; r++) {
@@ -1265,7 +1263,7 @@ static void attend_piece(const Attention *a, const Block *b, const float *q, lon
     Tile *then = tiles + !turn;
     Ahead ahead = ahead_of(a, b, a->values, tile);
     score_rows(a, b, tile, q, each, copy, &ahead, scores);
-    share_rows(a, b, 0, rows, tile->from, scores, seen, rescale);
+    share_rows(a, b, rows, tile->from, scores, seen, rescale);
     more = tile->from + TILE < end;
     const Block *after = next_tile(a, b, tile, end, next, then);
     ahead.last = 0;
@@ -1279,8 +1277,7 @@ static void attend_piece(const Attention *a, const Block *b, const float *q, lon
 /* rows of queries as the kernels of a block want them */
 typedef struct {
   float wide[MOST_ROWS * MOST_DIM];
-  char turned[HAS_TILES ? MOST_ROWS * MOST_DIM * 2 : 1]; /* for tiles and few rows */
-  uint16_t narrow[HAS_TILES ? MANY_ROWS * MOST_DIM : 1]; /* for tiles and many */
+  char turned[HAS_TILES ? MANY_ROWS * MOST_DIM * 2 : 1] __attribute__((aligned(64))); /* for tiles */
 } Queries;
 
 /* row r of a block */
@@ -1293,10 +1290,13 @@ INLINE void take_query(const Attention *a, const Block *b, long r, float *to) {
 static void take_queries(const Attention *a, const Block *b, long rows, Queries *q) {
 #if HAS_TILES
   if (in_tiles(a) && rows > GROUP * b->kv_heads) {
-    memset(q->narrow + rows * a->dim, 0, sizeof(uint16_t) * ((rows + PART - 1) / PART * PART - rows) * a->dim);
-    for (long r = 0; r < rows; r++) {
-      take_query(a, b, r, q->wide);
-      for (long i = 0; i < a->dim; i += PAIRED) narrow_line(q->narrow + r * a->dim + i, q->wide + i);
+    for (long first = 0; first < rows || first % PART; first += GROUP) { /* parts are filled up with zeros */
+      for (long r = 0; r < GROUP; r++)
+        if (first + r < rows)
+          take_query(a, b, first + r, q->wide + r * a->dim);
+        else
+          memset(q->wide + r * a->dim, 0, sizeof(float) * a->dim);
+      turn_queries(q->turned + first * a->dim * 2, q->wide, GROUP, a->dim, 1);
     }
     shape_attention(GROUP);
     return;
@@ -1314,7 +1314,7 @@ static void see_piece(const Attention *a, const Block *b, const Queries *q, long
   memset(seen->mixed, 0, sizeof(float) * rows * a->dim);
 #if HAS_TILES
   if (in_tiles(a) && rows > GROUP * b->kv_heads) {
-    attend_many(a, b, q->narrow, rows, piece, seen);
+    attend_many(a, b, q->turned, rows, piece, seen);
     return;
   }
   if (in_tiles(a)) {
