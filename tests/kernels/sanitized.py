@@ -5,14 +5,18 @@ python -m tests.kernels.sanitized LIBRARY SEED CASES
 
 import random
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from shoal.kernels import composed
 from shoal.kernels.cpu import Library, NativeOps, compiled
 from shoal.kernels.int8 import quantize
 from shoal.kernels.ref import RefOps
 from shoal.models.layers import weight_of
+from tests.kernels.layers import a_layer, as_arranged
 from tests.kernels.ragged import Tables
 
 REF = RefOps()
@@ -29,6 +33,7 @@ def main(path: str, seed: str, cases: str) -> None:
             attention(ops, chance)
             products(ops, chance)
             rows(ops, chance)
+            layers(ops, chance)
     print(f"{cases} cases")
 
 
@@ -76,6 +81,32 @@ def rows(ops: NativeOps, chance: random.Random) -> None:
     weight = torch.randn(n)
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), REF.rms_norm(x, weight, 1e-5), atol=1e-4, rtol=1e-4)
     assert torch.equal(ops.best(x)[1], x.argmax(dim=1))
+
+
+def layers(ops: NativeOps, chance: random.Random) -> None:
+    """All layers in one call, of weights as a model has them and in 8 bits: to the last bit as one after the other."""
+    hidden, inner, kv_heads = (
+        chance.choice((32, 48, 64, 160)),
+        chance.choice((24, 48, 96, 160)),
+        chance.choice((1, 2, 3)),
+    )
+    heads, dtype = kv_heads * chance.choice((1, 2, 17)), chance.choice((torch.bfloat16, torch.bfloat16, torch.float32))
+    tokens, past = chance.choice((1, 2, 9, 16, 17, 31, 32, 33, 40, 90, 150, 300)), chance.choice((0, 5, 70))
+    layer = a_layer(dtype, heads, kv_heads, 32, chance.random() < 0.5, chance.random() < 0.5, hidden, inner)
+    names = ("qkv", "out", "gate_up", "down")
+    kept = chance.choice((*names, ""))  # as torch has it
+    tiled = {name: as_arranged(ops, getattr(layer, name)) for name in names if name != kept}
+    small = {name: quantize(getattr(layer, name)) for name in names if name != kept}
+    tables = Tables([past + tokens], 16)
+    angles = torch.randn(tokens, 16)
+    turn, start = (angles.cos(), angles.sin()), torch.randn(tokens, hidden)
+    cache = torch.randn(2, tables.blocks, 16, kv_heads, 32).to(dtype)
+    for model in (layer, replace(layer, **tiled), replace(layer, **small)):
+        found = []
+        for run in (ops.layers, partial(composed.layers, ops)):
+            keys, values = cache.clone()
+            found.append(run([model], start.clone(), turn, tables.batch([(0, past, tokens)]), [(keys, values)]))
+        assert torch.equal(found[0], found[1])
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from shoal import kernels
 from shoal.errors import ShoalError
 from shoal.kernels import Batch, composed
 from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make, plain
-from shoal.kernels.int8 import Int8Weight, Weight, quantize
+from shoal.kernels.int8 import Int8Weight, quantize
 from shoal.kernels.laid import LaidWeight, can_be_laid
 from shoal.kernels.ref import RefOps
-from shoal.models.layers import weight_of
+from tests.kernels.layers import a_layer, as_arranged
 from tests.kernels.pretended import pretended
 from tests.kernels.ragged import Tables
 
@@ -272,10 +272,11 @@ def test_embeddings_are_wide(ops: NativeOps, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ops", NATIVE)
 def test_extreme_values(ops: NativeOps) -> None:
     """Nothing overflows on the way, and what is no number stays none."""
-    gate = torch.tensor([[1e30, -1e30, 100.0, -100.0, 0.0, float("nan")]])
-    found = ops.silu_mul(torch.cat((gate, torch.ones(1, 6)), -1))
-    torch.testing.assert_close(found[:, :5], torch.tensor([[1e30, 0.0, 100.0, 0.0, 0.0]]), atol=1e-5, rtol=1e-5)
-    assert found[0, 5].isnan()
+    gate = torch.tensor([1e30, -1e30, 100.0, -100.0, 0.0, float("nan")]).repeat(6)  # whole vectors, and a rest
+    found = ops.silu_mul(torch.cat((gate, torch.ones(36)))[None]).view(6, 6)
+    wanted = torch.tensor([1e30, 0.0, 100.0, 0.0, 0.0]).expand(6, 5)
+    torch.testing.assert_close(found[:, :5], wanted, atol=1e-5, rtol=1e-5)
+    assert found[:, 5].isnan().all()
     tables = Tables([70], 16)
     batch = tables.batch([(0, 69, 1)])
     cache, q = torch.randn(2, tables.blocks, 16, 1, 64), torch.full((1, 1, 64), 1e4)
@@ -480,51 +481,6 @@ def test_the_library_tells_what_it_is() -> None:
         assert found.path.exists()
 
 
-def a_layer(
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    normed: bool,
-    biased: bool,
-    hidden: int = 48,
-    inner: int = 72,
-) -> kernels.Layer:
-    kv = kv_heads * dim
-
-    def matrix(outputs: int, inputs: int) -> torch.Tensor:
-        return (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
-
-    def bias(size: int) -> torch.Tensor | None:
-        return torch.randn(size).to(dtype) if biased else None
-
-    def norm(size: int) -> torch.Tensor:
-        return torch.rand(size).to(dtype)
-
-    return kernels.Layer(
-        attention_norm=norm(hidden),
-        qkv=matrix(heads * dim + 2 * kv, hidden),
-        qkv_bias=bias(heads * dim + 2 * kv),
-        q_norm=norm(dim) if normed else None,
-        k_norm=norm(dim) if normed else None,
-        out=matrix(hidden, heads * dim),
-        out_bias=bias(hidden),
-        mlp_norm=norm(hidden),
-        gate_up=matrix(2 * inner, hidden),
-        gate_up_bias=bias(2 * inner),
-        down=matrix(hidden, inner),
-        down_bias=bias(hidden),
-        eps=1e-5,
-        scale=dim**-0.5,
-        window=9 if biased else 0,
-    )
-
-
-def as_arranged(ops: NativeOps, weight: torch.Tensor) -> Weight:
-    """As a model would get it."""
-    return weight_of(ops.arranged({"w.weight": weight.clone()}), "w")
-
-
 @pytest.mark.parametrize("ops", NATIVE)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("normed", "biased"), [(False, False), (True, True)])
@@ -559,13 +515,15 @@ def test_all_layers_in_one_call(ops: NativeOps, dtype: torch.dtype, normed: bool
 
 @pytest.mark.parametrize("ops", TILED)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("tokens", [1, 9, 16, 21, 32, 33, 90])
-def test_layers_of_weights_in_tiles(ops: NativeOps, biased: bool, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "inner"), [*((n, 96) for n in (1, 9, 16, 21, 32, 33, 90, 150, 300)), (40, 48)])
+def test_layers_of_weights_in_tiles(ops: NativeOps, biased: bool, tokens: int, inner: int) -> None:
     """To the last bit as of weights that are not, and the gate as one operation after the other; in 8 bits too."""
     names = ("qkv", "out", "gate_up", "down")
-    layers = [a_layer(torch.bfloat16, 4, 2, 32, False, biased, hidden=64, inner=96) for _ in range(2)]
+    layers = [a_layer(torch.bfloat16, 4, 2, 32, False, biased, hidden=64, inner=inner) for _ in range(2)]
     small = [replace(one, **{name: quantize(getattr(one, name)) for name in names}) for one in layers]
-    in_tiles = [replace(one, **{name: laid(ops, getattr(one, name)) for name in names}) for one in layers]
+    in_tiles = [replace(one, **{name: as_arranged(ops, getattr(one, name)) for name in names}) for one in layers]
+    assert isinstance(in_tiles[0].gate_up, LaidWeight)
+    assert isinstance(in_tiles[0].down, LaidWeight) == (inner % 32 == 0)
     small_tiles = [replace(one, **{name: laid8(ops, getattr(one, name)) for name in names}) for one in small]
     tables = Tables([tokens + 5], 16)
     angles = torch.randn(tokens, 16)

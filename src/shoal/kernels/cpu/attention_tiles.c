@@ -9,8 +9,8 @@
  *
  * A query's result is the same in any company: the products of a score are the same in the same order both ways, and so are
  * those of what is mixed, since a product's factors may change sides; the shares of a row are added in one order; tiles of
- * tokens are counted from the sequence's beginning, and what a query does not see counts 0. A decode may read keys past
- * the sequence's end, inside its own last block; their scores are dropped. */
+ * tokens are counted from the sequence's beginning, and what a query does not see counts 0. Few rows may read keys that none
+ * of them sees, inside the sequence's own blocks; their scores are dropped. */
 
 #if HAS_TILES
 
@@ -433,10 +433,11 @@ static void attend_many(const Attention *a, const Block *b, const char *q, long 
   long dim = a->dim, filled = (rows + PART - 1) / PART * PART;
   char keys[TILE * MOST_DIM * 2] IN_LINES, values[TILE * MOST_DIM * 2] IN_LINES;
   float mixed[MANY_ROWS * MOST_DIM] IN_LINES;
-  Part part = {0};
+  Part part = {0}; /* of a last part with one group the other is mixed too, and never looked at */
   Tile tile;
   long end = first_tile(a, b, piece, &tile);
   memset(mixed, 0, sizeof(float) * filled * dim);
+  for (long r = rows; r < filled; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0; /* nobody's, but they are counted with */
   for (int more = 1; more;) {
     gather_keys(a, &tile, keys);
     turn_values(a, &tile, values);

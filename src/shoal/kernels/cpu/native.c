@@ -241,7 +241,7 @@ INLINE float exponential_one(float x) {
 
 #if defined(__AVX512F__)
 /* e^x for x up to 88 in ten instructions, where `exponential` takes twice as many: a power of two, and a polynomial for the
- * rest of the exponent. Off by 2e-7 of itself near 0, by 4e-7 at -20; 0 below -87; NaN stays NaN. */
+ * rest of the exponent. Off by 2e-7 of itself near 0, by 4e-7 at -20, by 1.3e-6 at -87 and 88; 0 below -87; NaN stays NaN. */
 INLINE floats quick_exponential(floats x) {
   __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-87.0f), _CMP_NLT_UQ);
   floats n = (floats)_mm512_roundscale_ps((__m512)(x * all(1.44269504f)), 0);
@@ -254,11 +254,11 @@ INLINE floats quick_exponential(floats x) {
   return (floats)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
 }
 
-/* no division, which would take as long as all the rest */
+/* No division, which would take as long as all the rest. Below -87 the exponential stands still, and then x. */
 INLINE floats silu(floats x) {
   floats below = all(1) + quick_exponential((floats)_mm512_min_ps((__m512)all(87.0f), (__m512)-x));
   floats about = (floats)_mm512_rcp14_ps((__m512)below);
-  return x * (about * fused(-below, about, all(2)));
+  return (floats)_mm512_max_ps((__m512)all(-100.0f), (__m512)x) * (about * fused(-below, about, all(2)));
 }
 #else
 INLINE floats silu(floats x) { return x / (all(1) + exponential(-x)); }
@@ -1046,8 +1046,8 @@ INLINE floats larger(floats x, floats best) {
 #endif
 }
 
-/* As `exponential`, of TOGETHER vectors, none above 0; 0 below -87.7. Step by step for all of them: a CPU does not look far
- * enough ahead to find the steps of the next vector itself (some 36 cycles for a vector of 4 on a Neoverse-N1 one by one, by a sampled profile). */
+/* As `exponential`, of TOGETHER vectors, none above 0; 0 below -87.7. Step by step for all of them, except with AVX-512: a CPU
+ * does not look far enough ahead to find the steps of the next vector itself (some 36 cycles for a vector of 4 on a Neoverse-N1 one by one, by a sampled profile). */
 INLINE void exponentials(floats *x) {
 #if defined(__AVX512F__)
 #pragma GCC unroll 4
@@ -1311,12 +1311,14 @@ static void take_queries(const Attention *a, const Block *b, long rows, Queries 
 static void see_piece(const Attention *a, const Block *b, const Queries *q, long rows, long piece, const Block *next,
                       Seen *seen) {
   for (long r = 0; r < rows; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0;
-  memset(seen->mixed, 0, sizeof(float) * rows * a->dim);
 #if HAS_TILES
   if (in_tiles(a) && rows > GROUP * b->kv_heads) {
     attend_many(a, b, q->turned, rows, piece, seen);
     return;
   }
+#endif
+  memset(seen->mixed, 0, sizeof(float) * rows * a->dim);
+#if HAS_TILES
   if (in_tiles(a)) {
     attend_few(a, b, q->turned, rows, piece, next, seen);
     return;
@@ -1670,7 +1672,7 @@ static int gated(const Layer *l, const Pass *p) {
     Tiled up = normed_product(p->inner, &l->gate_up, l->mlp_norm, l, p);
     Tiled down = tiled_product(p->residual, p->inner, &l->down, p);
     up.gated = 1, down.residual = p->residual;
-    if (narrow) up.made = down.ready = (char *)p->inner, down.is_ready = 1; /* half of the room in float32 */
+    if (narrow) up.made = down.ready = (char *)p->inner, down.is_ready = 1; /* rows filled up to 16 and halved: they fit */
     int failed = run_tiled(&up, &l->gate_up, p);
     if (!narrow) return failed | product(p->residual, p->inner, &l->down, p->residual, p);
     return failed | run_tiled(&down, &l->down, p);

@@ -581,15 +581,16 @@ static void make_ready(const Tiled *t, long lines, long tiles, char *room) {
     for (long r = 0; r < lines; r++) ready_row(t, r, (float *)room);
     return;
   }
+  if (t->bytes)
 #pragma omp for schedule(static)
-  for (long r = 0; r < t->rows; r++)
-    if (t->bytes) tile_bytes(t, r, t->x + r * t->inputs);
+    for (long r = 0; r < t->rows; r++) tile_bytes(t, r, t->x + r * t->inputs);
 #pragma omp for schedule(static)
   for (long n = 0; n < tiles * t->steps; n++) ready_turned(t, n / t->steps, n % t->steps);
 }
 
 /* 0: done. 1: no memory. */
 static int tiled(Tiled *t, int threads) {
+  if (t->rows < 1) return 0;
   TileShape shape = {.palette = 1};
   long tiles = (t->rows + TILE_ROWS - 1) / TILE_ROWS, panels = (t->outputs + TILE_ROWS - 1) / TILE_ROWS;
   if (t->gated) panels /= 2;
@@ -600,7 +601,9 @@ static int tiled(Tiled *t, int threads) {
   long lines = t->rows <= 2 * TILE_ROWS && t->laid ? t->rows : tiles * TILE_ROWS; /* of x, with what fills up its last tile */
   size_t needed = 4 * t->steps * TILE_SIZE; /* for two panels, also turned; or a row of x in float32 */
   int alone = !t->is_ready && t->rows * t->inputs <= FEW_VALUES; /* sooner done than shared */
-  if (alone) make_ready(t, lines, tiles, room_for(ROOM_PANELS, needed));
+  char *mine = room_for(ROOM_PANELS, needed); /* the calling thread's; the others have their own */
+  if (!mine) return 1;
+  if (alone) make_ready(t, lines, tiles, mine);
   long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task: they stay in the second cache */
   height = height < 4 ? 4 : height > 32 ? 32 : height;
   long blocks = (tiles + height - 1) / height;
