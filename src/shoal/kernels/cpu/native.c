@@ -89,7 +89,13 @@ INLINE float fused_one(float a, float b, float c) {
 INLINE floats load_as(const void *p, int type) {
   if (type == FLOAT32) return load(p);
   if (type == BFLOAT16) return (floats)(__builtin_convertvector(*(const loose_halves *)p, words) << 16);
-#if HAS_FLOAT16
+#if HAS_FLOAT16 && defined(__AVX512F__) /* gcc would do it number by number, and take seconds to compile that */
+  return (floats)_mm512_cvtph_ps(_mm256_loadu_si256(p));
+#elif HAS_FLOAT16 && defined(__AVX2__) && defined(__F16C__)
+  return (floats)_mm256_cvtph_ps(_mm_loadu_si128(p));
+#elif HAS_FLOAT16 && defined(__ARM_NEON) && defined(__aarch64__)
+  return (floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#elif HAS_FLOAT16
   return __builtin_convertvector(*(const loose_narrow *)p, floats);
 #else
   return all(0);
