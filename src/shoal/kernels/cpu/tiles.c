@@ -560,8 +560,8 @@ static void tile_shape(Tiled *t, TileShape *shape) {
   }
 }
 
-/* The next task for the calling thread, all panels by some tiles of x after the other: those tiles stay with the thread. 0:
- * there is none. */
+/* The next task for the calling thread: all panels by some tiles of x, which stay in the second cache meanwhile, then by the next
+ * tiles. 0: there is none. */
 static int next_task(long *taken, long count, long columns, long width, long height, long panels, long tiles,
                      TileTask *found) {
   long n;
