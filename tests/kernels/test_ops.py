@@ -42,6 +42,24 @@ def test_row_by_row_kernels(impl: Ops, dtype: torch.dtype, tokens: int) -> None:
     close(impl.linear_add(x, weight, bias, other.clone()), REF.linear_add(x, weight, bias, other))
 
 
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, pytest.param(REF, id="ref")])
+@pytest.mark.parametrize("kept_as", FLOATS)
+@pytest.mark.parametrize("tokens", [1, 12, 80])
+def test_a_linear_layer_takes_float32_inputs_beside_weights_of_any_type(
+    impl: Ops, kept_as: torch.dtype, tokens: int
+) -> None:
+    """The result has the inputs' type, whatever the CPU can multiply by itself."""
+    torch.manual_seed(tokens)
+    x, residual = torch.randn(tokens, 96), torch.randn(tokens, 64)
+    weight, bias = torch.randn(64, 96).to(kept_as) / 10, torch.randn(64).to(kept_as)
+    wanted = x @ weight.float().T
+    tolerance = {"atol": 3e-2, "rtol": 3e-2}  # some round the inputs to the weights' type
+    torch.testing.assert_close(impl.linear(x, weight, None), wanted, **tolerance)
+    torch.testing.assert_close(impl.linear(x, weight, bias), wanted + bias.float(), **tolerance)
+    added = impl.linear_add(x, weight, bias, residual.clone())
+    torch.testing.assert_close(added, wanted + bias.float() + residual, **tolerance)
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("whole", [False, True])

@@ -61,7 +61,8 @@ def linear_rates(level: str, name: str) -> dict[str, Any]:
     full = torch.randn(OUTPUTS, INPUTS)
     weight = as_a_model_has_it(ops, quantize(full) if name == "int8" else full.to(getattr(torch, name)))
     size = OUTPUTS * INPUTS * {"float32": 4, "bfloat16": 2, "int8": 1}[name]
-    one, many = torch.randn(1, INPUTS), torch.randn(32, INPUTS)
+    activations = ops.embed(torch.zeros(1, dtype=torch.int64), weight).dtype  # as a model's would be
+    one, many = torch.randn(1, INPUTS).to(activations), torch.randn(32, INPUTS).to(activations)
     with torch.inference_mode():
         one_s, many_s = best_s(lambda: ops.linear(one, weight, None)), best_s(lambda: ops.linear(many, weight, None))
     return {

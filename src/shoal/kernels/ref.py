@@ -45,9 +45,9 @@ class RefOps:
         return values, places
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b; 16-bit types on a CPU go through float32."""
+        """x Wᵀ + b, in x's type; on a CPU, 16-bit types and types that differ go through float32."""
         weight = weight if isinstance(weight, Tensor) else weight.full().to(x.dtype)
-        if x.device.type == "cpu" and x.dtype != torch.float32:
+        if x.device.type == "cpu" and not x.dtype == weight.dtype == torch.float32:
             wide_bias = None if bias is None else bias.float()
             return linear(x.float(), weight.float(), wide_bias).to(x.dtype)
         return linear(x, weight, bias)

@@ -93,9 +93,9 @@ class CpuOps:
         return values, places
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b."""
+        """x Wᵀ + b, in x's type; types that differ, or that this CPU multiplies slowly, go through float32."""
         weight = weight if isinstance(weight, Tensor) else weight.full().to(x.dtype)
-        if computes_natively(weight.dtype):
+        if x.dtype == weight.dtype and computes_natively(weight.dtype):
             return _linear(x, weight, bias)
         return _linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
