@@ -19,7 +19,7 @@ import transformers
 from shoal.bench.record import Promise, summarise
 from shoal.bench.replay import replay
 from shoal.build import assemble, load
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.workload.prompts import make_prompts
 from shoal.workload.synthetic import draw_lengths
 from shoal.workload.traces import TraceRequest, fit

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.build import Built, build, need_tokenizer
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.core.job import GrammarSpec
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request

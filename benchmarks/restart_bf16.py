@@ -51,7 +51,7 @@ class Server:
         for entry in Path("/proc").iterdir():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and b"shoal.engine_main" in (entry / "cmdline").read_bytes():
+                if parent == self.process.pid and b"shoal.processes.engine" in (entry / "cmdline").read_bytes():
                     return int(entry.name)
             except (OSError, ValueError, IndexError):
                 continue

@@ -13,12 +13,12 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from shoal.config import EngineConfig
+    from shoal.config.engine import EngineConfig
     from shoal.core.job import GrammarSpec
     from shoal.core.params import SamplingParams
     from shoal.llm import LLM, Chunk, Completion, RequestOutput
 
-_HOMES = {"EngineConfig": "shoal.config", "GrammarSpec": "shoal.core.job", "SamplingParams": "shoal.core.params"}
+_HOMES = {"EngineConfig": "shoal.config.engine", "GrammarSpec": "shoal.core.job", "SamplingParams": "shoal.core.params"}
 
 
 def __getattr__(name: str) -> Any:

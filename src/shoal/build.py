@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from shoal import kernels
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.names import pick
 from shoal.core.ports import Executor

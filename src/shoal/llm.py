@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from tqdm import tqdm
 
 from shoal.build import Built, build, need_tokenizer
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.core.events import Finished, PassEvents
 from shoal.core.job import GrammarSpec
 from shoal.core.params import SamplingParams

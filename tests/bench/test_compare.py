@@ -27,12 +27,12 @@ from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread,
 from shoal.bench.replay import replay
 from shoal.build import make_scheduler
 from shoal.cli import main
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
+from shoal.config.presets import PRESETS
 from shoal.core.clock import VirtualClock
 from shoal.core.plan import StepResult
 from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
-from shoal.presets import PRESETS
 from shoal.sched.admission import Limits
 from shoal.workload.traces import TraceRequest
 from tests.bench.test_page import CHROMIUM, chromium

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.build import Built, build
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.core.params import SamplingParams
 from shoal.core.request import Logprobs, Request
 

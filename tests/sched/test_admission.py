@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from shoal.config import EngineConfig, add_flags
+from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.clock import VirtualClock
 from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams

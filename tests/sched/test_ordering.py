@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.core.request import State
 from shoal.engine.engine import Engine
 from shoal.errors import BadConfig

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import uvloop
 
-from shoal.core.keys import ApiKey
-from shoal.key_file import hashed
+from shoal.keys.api_key import ApiKey
+from shoal.keys.file import hashed
 from shoal.server.app import Front, make_app
 from shoal.server.protocol import make_server, serve
 from shoal.server.settings import ServerSettings

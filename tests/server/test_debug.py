@@ -13,7 +13,7 @@ import uvloop
 
 from shoal.cli import main
 from shoal.cli.top import screen
-from shoal.core.keys import ApiKey, digest_of
+from shoal.keys.api_key import ApiKey, digest_of
 from shoal.server.app import Front
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import error_of, front, listening

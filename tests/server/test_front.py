@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.core.keys import ApiKey, digest_of
-from shoal.key_file import hashed
+from shoal.keys.api_key import ApiKey, digest_of
+from shoal.keys.file import hashed
 from tests.server.fake_client import FakeClient, until
 from tests.server.fronts import ask, ask_async, complete, error_of, front, run, tokenizer
 

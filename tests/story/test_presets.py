@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shoal import LLM, SamplingParams
-from shoal.presets import PRESETS
+from shoal.config.presets import PRESETS
 from tests.models.test_families import SIZES, saved
 
 ODD = {

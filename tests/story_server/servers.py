@@ -127,10 +127,10 @@ class Server:
     # ---- its processes ----
 
     def front_pids(self) -> list[int]:
-        return [pid for pid in family_of(self.process.pid) if "shoal.front_main" in command_of(pid)]
+        return [pid for pid in family_of(self.process.pid) if "shoal.processes.front" in command_of(pid)]
 
     def engine_pids(self) -> list[int]:
-        return [pid for pid in family_of(self.process.pid) if "shoal.engine_main" in command_of(pid)]
+        return [pid for pid in family_of(self.process.pid) if "shoal.processes.engine" in command_of(pid)]
 
     def resident_bytes(self) -> int:
         return sum(resident_bytes(pid) for pid in family_of(self.process.pid))

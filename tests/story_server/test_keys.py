@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal.core.keys import ApiKey, digest_of
-from shoal.key_file import line_of
+from shoal.keys.api_key import ApiKey, digest_of
+from shoal.keys.file import line_of
 from tests.story_server.servers import SMALL, Server, assert_error_shape, long_stream, running, tokens_in
 
 ALICE, BOB, OPS, CAROL = "sk-alice-0123", "sk-bob-0123", "sk-ops-0123", "sk-carol-0123"

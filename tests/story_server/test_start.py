@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.core.keys import ApiKey, digest_of
-from shoal.key_file import line_of
+from shoal.keys.api_key import ApiKey, digest_of
+from shoal.keys.file import line_of
 from tests.story_server.servers import RESTARTS, SMALL, running
 
 

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from shoal.bench.quiet import DISTURBED, Watch
 from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.replay import replay
+from shoal.config.presets import preset_of
 from shoal.engine.loop import EngineLoop
-from shoal.presets import preset_of
 from shoal.workload.arrivals import at_once, gamma, replay_at_rate
 from shoal.workload.traces import TraceRequest
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.common import new_command
-from shoal.config import EngineConfig, add_flags
+from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.params import SamplingParams
 from shoal.errors import BadConfig
 

@@ -17,7 +17,7 @@ from shoal.cli.frontend import add_frontend
 from shoal.cli.latency import add_latency
 from shoal.cli.policies import add_policies
 from shoal.cli.scheduler import add_scheduler
-from shoal.config import EngineConfig, add_flags
+from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.params import SamplingParams
 from shoal.errors import BadConfig
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import add_sampling, new_command, open_llm, sampling_from
 from shoal.cli.generate import print_stream
-from shoal.config import add_flags
+from shoal.config.engine import add_flags
 from shoal.errors import RequestFailed, ShoalError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.core.params import SamplingParams
 from shoal.errors import BadConfig
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import new_command
-from shoal.config import EngineConfig, add_flags
+from shoal.config.engine import EngineConfig, add_flags
+from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
-from shoal.presets import PRESETS, preset_of
 
 if TYPE_CHECKING:
     from shoal.bench.compare import Plan

@@ -13,9 +13,9 @@ from typing import Any
 
 from shoal.cli.common import new_command
 from shoal.cli.serve import address, listen, make_children
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
+from shoal.config.serve import ServeConfig
 from shoal.errors import EngineError
-from shoal.serve_config import ServeConfig
 
 
 def add_frontend(kinds: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import add_sampling, new_command, open_llm, sampling_from
-from shoal.config import add_flags
+from shoal.config.engine import add_flags
 from shoal.core.params import SamplingParams
 from shoal.errors import BadRequest
 

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from shoal.cli.common import new_command
-from shoal.core.keys import NAME, ApiKey, digest_of
 from shoal.errors import BadConfig
-from shoal.key_file import SHORTEST, line_of, new_key
+from shoal.keys.api_key import NAME, ApiKey, digest_of
+from shoal.keys.file import SHORTEST, line_of, new_key
 
 
 def add_key(commands: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.common import check_writable, new_command
-from shoal.config import EngineConfig, add_flags
+from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig
 
 BATCHES = "1,8,64,256"

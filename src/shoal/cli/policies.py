@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import new_command
 from shoal.cli.compare import add_model, load_once, make_folder
-from shoal.config import EngineConfig, add_flags
+from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.names import pick
 from shoal.errors import BadConfig
 

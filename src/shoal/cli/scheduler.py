@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import new_command
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.core.names import pick
 from shoal.errors import BadConfig
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.common import new_command
-from shoal.config import EngineConfig, add_flags
-from shoal.core.keys import ApiKey
+from shoal.config.engine import EngineConfig, add_flags
+from shoal.config.serve import ServeConfig, as_json, read_options
 from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, EngineError
-from shoal.key_file import PUBLISHED, check_tiers, hashed, joined, publish, read_key_file
-from shoal.serve_config import ServeConfig, as_json, read_options
+from shoal.keys.api_key import ApiKey
+from shoal.keys.file import PUBLISHED, check_tiers, hashed, joined, publish, read_key_file
 
 log = logging.getLogger(__name__)
 
@@ -179,10 +179,10 @@ def make_children(
         }
 
     fronts = [
-        Child(name, "shoal.front_main", lambda life, name=name: for_front(name, life), [listener.fileno()])  # type: ignore[misc]
+        Child(name, "shoal.processes.front", lambda life, name=name: for_front(name, life), [listener.fileno()])  # type: ignore[misc]
         for name in (f"front-{number}" for number in range(serve.api_workers))
     ]
-    return [Child("the engine", "shoal.engine_main", for_engine, silence_s=serve.hang_timeout), *fronts]
+    return [Child("the engine", "shoal.processes.engine", for_engine, silence_s=serve.hang_timeout), *fronts]
 
 
 def say_hello(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:

@@ -3,7 +3,7 @@
 Owns the choice: a key's own limit, else the server's. Knows no files; it is handed whoever knows the keys in force.
 """
 
-from shoal.core.keys import ApiKey, KeySource
+from shoal.keys.api_key import ApiKey, KeySource
 from shoal.sched.tenants import TenantLimits
 
 

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import hmac
 
-from shoal.core.keys import ApiKey, KeySource, digest_of, no_keys
+from shoal.keys.api_key import ApiKey, KeySource, digest_of, no_keys
 from shoal.server.errors import HttpError
 
 _HOW = "send it as 'Authorization: Bearer KEY'"

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.core.keys import ApiKey
+from shoal.keys.api_key import ApiKey
 from shoal.server.errors import HttpError
 from shoal.server.settings import ServerSettings
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
-from shoal.core.keys import ApiKey
 from shoal.core.params import SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
+from shoal.keys.api_key import ApiKey
 from shoal.server.auth import salt_of
 from shoal.server.errors import BadField, HttpError, cut
 from shoal.server.openai import Asked, ChatMessage, ChatRequest, CompletionRequest

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from shoal.core.job import GrammarSpec
-from shoal.core.keys import ApiKey
 from shoal.core.params import MAX_LOGPROBS, MAX_SAMPLES
+from shoal.keys.api_key import ApiKey
 from shoal.server.errors import BadField
 from shoal.server.openai import Asked, ChatRequest, CompletionRequest
 

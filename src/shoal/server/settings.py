@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
-from shoal.core.keys import KeySource, no_keys
+from shoal.keys.api_key import KeySource, no_keys
 
 
 def own_version() -> str:

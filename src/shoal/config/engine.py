@@ -12,11 +12,11 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.config.presets import PRESETS
 from shoal.core.names import pick
 from shoal.core.tiers import DEFAULT as DEFAULT_TIERS
 from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, ImpossiblePair
-from shoal.presets import PRESETS
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

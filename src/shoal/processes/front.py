@@ -1,4 +1,4 @@
-"""A front's own process: `python -m shoal.front_main`, config in as JSON on standard input.
+"""A front's own process: `python -m shoal.processes.front`, config in as JSON on standard input.
 
 HTTP, tokenizing and detokenizing; no torch. Accepts connections on a socket it inherits, so that several fronts can
 share one port. SIGTERM drains: no new requests, what runs may finish, then exit code 0.
@@ -15,23 +15,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.core.keys import no_keys
+from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
 from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
 from shoal.errors import BadConfig, ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
-from shoal.key_file import KeyBook
+from shoal.keys.api_key import no_keys
+from shoal.keys.file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
-from shoal.serve_config import ServeConfig, serve_config_from_json
 from shoal.server.app import Front, make_app
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
 from shoal.server.siblings import SocketSiblings
 from shoal.text.tokenizer import Tokenizer, load_tokenizer
 
-log = logging.getLogger("shoal.front_main")
+log = logging.getLogger("shoal.processes.front")
 
 
 def main() -> int:

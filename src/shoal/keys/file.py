@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.core.keys import NAME, ApiKey, digest_of
 from shoal.core.names import pick
 from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, BadParameter
+from shoal.keys.api_key import NAME, ApiKey, digest_of
 
 PUBLISHED = "keys.json"  # its name in the private folder
 SHORTEST = 8  # characters of a key

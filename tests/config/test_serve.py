@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from shoal.cli import make_parser
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
+from shoal.config.serve import ServeConfig, as_json, read_options, serve_config_from_json
 from shoal.errors import BadConfig
-from shoal.serve_config import ServeConfig, as_json, read_options, serve_config_from_json
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def options(*flags: str, environ: dict[str, str] | None = None) -> tuple[EngineConfig, ServeConfig]:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from shoal.build import make_scheduler
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
+from shoal.config.presets import PRESETS, preset_of
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
 from shoal.errors import BadConfig, ImpossiblePair, QueueFull, RateLimited, UnknownName
-from shoal.presets import PRESETS, preset_of
 from shoal.sched.admission import Limits
 from shoal.sched.batching import BATCHING
 from shoal.sched.budget import BUDGET

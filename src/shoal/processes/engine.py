@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m shoal.engine_main`, config in as JSON on standard input, never a pickled object.
+"""The engine's own process: `python -m shoal.processes.engine`, config in as JSON on standard input, never a pickle.
 
 Builds the engine, opens its socket in the private folder and serves fronts until SIGTERM. Exit code 2 means that what
 was asked for is impossible, and the reason is on standard error.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.paced import Emissions, PacedExecutor
-from shoal.config import EngineConfig
+from shoal.config.engine import EngineConfig
 from shoal.core.job import EngineInfo
 from shoal.engine import blackbox, wire
 from shoal.engine.engine import Engine
@@ -24,12 +24,12 @@ from shoal.engine.loop import EngineLoop
 from shoal.engine.poison import poisoned
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
-from shoal.key_file import KeyBook
+from shoal.keys.file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.sched.admission import Limits
 
-log = logging.getLogger("shoal.engine_main")
+log = logging.getLogger("shoal.processes.engine")
 
 
 def main() -> int:

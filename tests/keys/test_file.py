@@ -13,14 +13,14 @@ import pytest
 
 from shoal.cli import main
 from shoal.cli.serve import PrivateFolder, load_keys, reload_keys
-from shoal.config import EngineConfig
-from shoal.core.keys import ApiKey, digest_of
+from shoal.config.engine import EngineConfig
+from shoal.config.serve import ServeConfig
 from shoal.core.tiers import Tiers
 from shoal.engine.limits import KeyLimits
 from shoal.errors import BadConfig, EngineError
-from shoal.key_file import MOST_KEYS, PUBLISHED, KeyBook, hashed, joined, line_of, new_key, publish, read_key_file
+from shoal.keys.api_key import ApiKey, digest_of
+from shoal.keys.file import MOST_KEYS, PUBLISHED, KeyBook, hashed, joined, line_of, new_key, publish, read_key_file
 from shoal.sched.tenants import TenantLimits
-from shoal.serve_config import ServeConfig
 
 HASH = hashlib.sha256(b"sk-alice-key").hexdigest()
 Capture = pytest.CaptureFixture[str]
