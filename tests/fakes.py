@@ -161,7 +161,7 @@ class FakeExecutor:
         plan = self.queue[-1]
         assert plan.step not in self.masks, "a pass was sampled twice"
         if masks is not None:
-            in_order = [row for row in plan.rows[plan.samples].tolist() if row in masks.rows]
+            in_order = [row for row in plan.rows[plan.draws > 0].tolist() if row in masks.rows]
             assert masks.rows.tolist() == in_order, "masks for other rows, or in another order"
         self.masks[plan.step] = masks
 
@@ -174,7 +174,7 @@ class FakeExecutor:
         logprobs, prompt_logprobs = [], []
         offset = 0
         for place, (row, start, count, sampling) in enumerate(
-            zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True)
+            zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.draws.tolist(), strict=True)
         ):
             ids = plan.tokens[offset : offset + count].tolist()
             offset += count
@@ -195,12 +195,13 @@ class FakeExecutor:
             if begun.wants_prompt_logprobs and start < begun.prompt_len - 1:
                 seen = begun.tokens[start + 1 : min(start + count + 1, begun.prompt_len)]
                 prompt_logprobs.append((place, start + 1, tuple(thought(token) for token in seen)))
-        chosen = plan.samples
+        chosen = plan.draws > 0
         done, failed = self._copy(everything=not len(plan.rows))
         return StepResult(
             plan.step,
             plan.rows[chosen],
             plan.generations[chosen],
+            np.ones(len(tokens), dtype=np.int64),
             np.array(tokens, dtype=np.int64),
             tuple(logprobs),
             tuple(prompt_logprobs),

@@ -105,7 +105,7 @@ class Sim:
             self.now_s = max([self.now_s, *(done_s for done_s, _, _ in self._copies)])
         done = [copy for copy in self._copies if copy[0] <= self.now_s]
         self._copies = [copy for copy in self._copies if copy[0] > self.now_s]
-        chosen = plan.samples
+        chosen = plan.draws > 0
         rows = plan.rows[chosen]
         ends = (plan.starts + plan.counts)[chosen]
         tokens = [
@@ -115,6 +115,7 @@ class Sim:
             plan.step,
             rows,
             plan.generations[chosen],
+            np.ones_like(rows),
             np.array(tokens, dtype=np.int64),
             copies_done=tuple((number, took_s) for _, number, took_s in done),
             busy_s=busy_s,

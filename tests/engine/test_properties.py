@@ -85,7 +85,7 @@ class Run:
         assert within or (whole and not (chunked and not self.scheduler.policies.batching.grouped)), "over the budget"
         assert plan.tokens.size == plan.counts.sum()
         assert plan.tokens.size or plan.copies or self.scheduler.kv.transfers, "a pass for nothing"
-        arrays = (plan.rows, plan.starts, plan.counts, plan.samples, plan.tokens, plan.grown)
+        arrays = (plan.rows, plan.starts, plan.counts, plan.draws, plan.tokens, plan.grown)
         self.plans.append(b"|".join(array.tobytes() for array in arrays) + repr(plan.copies).encode())
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row stands in a pass twice"
         self.executor.forward(plan)

@@ -17,7 +17,15 @@ def plan_of(*parts: tuple[int, int, int, bool], grown: tuple[tuple[int, int, int
     tokens = np.arange(100, 100 + counts.sum())
     tokens[counts.cumsum()[counts == 1] - 1] = FROM_DEVICE
     return StepPlan(
-        0, (), np.array(grown, dtype=np.int64).reshape(-1, 3), rows, rows * 0, starts, counts, samples, tokens
+        0,
+        (),
+        np.array(grown, dtype=np.int64).reshape(-1, 3),
+        rows,
+        rows * 0,
+        starts,
+        counts,
+        samples.astype(np.int64),
+        tokens,
     )
 
 

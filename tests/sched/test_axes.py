@@ -18,10 +18,12 @@ class Blank(FakeExecutor):
 
     def result(self) -> StepResult:
         plan = self.queue.popleft()
-        chosen = plan.samples
+        chosen = plan.draws > 0
         padded = (len(plan.rows) + plan.dead) * plan.width - len(plan.tokens) if plan.width else 0
         tokens = np.zeros(int(chosen.sum()), dtype=np.int64)
-        return StepResult(plan.step, plan.rows[chosen], plan.generations[chosen], tokens, padded=padded)
+        return StepResult(
+            plan.step, plan.rows[chosen], plan.generations[chosen], np.ones_like(tokens), tokens, padded=padded
+        )
 
 
 class Drive:

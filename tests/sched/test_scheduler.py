@@ -31,11 +31,11 @@ def test_decodes_go_first_then_prompt_chunks() -> None:
     scheduler.submit(make_request("b", [2] * 20), 0.0)
     plan = step(scheduler, executor)
     assert plan.counts.tolist() == [1, 7]
-    assert plan.samples.tolist() == [True, False]
+    assert plan.draws.tolist() == [1, 0]
     assert step(scheduler, executor).counts.tolist() == [1, 7]
     plan = step(scheduler, executor)
     assert plan.counts.tolist() == [1, 6]
-    assert plan.samples.tolist() == [True, True]
+    assert plan.draws.tolist() == [1, 1]
 
 
 def test_decodes_go_first_also_when_a_prompt_came_first() -> None:
@@ -205,7 +205,9 @@ def test_a_failed_row_ends_its_request_alone() -> None:
     assert plan is not None
     executor.forward(plan)
     result = executor.result()
-    broken = StepResult(result.step, result.rows, result.generations, result.tokens, failures=((1, "not finite"),))
+    broken = StepResult(
+        result.step, result.rows, result.generations, result.accepted, result.tokens, failures=((1, "not finite"),)
+    )
     events = scheduler.commit(broken, 0.0)
     assert [(end.id, end.reason, end.error) for end in events.finished] == [("bad", Reason.ERROR, "not finite")]
     assert events.owners == ["good"]
@@ -229,7 +231,7 @@ def test_an_answer_for_another_pass_is_noticed() -> None:
     scheduler.submit(make_request("a", [1]), 0.0)
     plan = scheduler.plan(0.0)
     assert plan is not None
-    wrong = StepResult(plan.step, plan.rows, plan.generations + 1, np.array([1]))
+    wrong = StepResult(plan.step, plan.rows, plan.generations + 1, np.array([1]), np.array([1]))
     with pytest.raises(EngineError, match="other rows"):
         scheduler.commit(wrong, 0.0)
 
@@ -242,7 +244,9 @@ def test_nobody_hits_what_a_failed_request_computed() -> None:
     assert plan is not None
     executor.forward(plan)
     result = executor.result()
-    broken = StepResult(result.step, result.rows, result.generations, result.tokens, failures=((0, "not finite"),))
+    broken = StepResult(
+        result.step, result.rows, result.generations, result.accepted, result.tokens, failures=((0, "not finite"),)
+    )
     scheduler.commit(broken, 0.0)
     assert len(scheduler.kv.index) == 0
     scheduler.check()

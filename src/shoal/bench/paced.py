@@ -37,9 +37,10 @@ class PacedExecutor:
         self._next_s = max(self._next_s + self.tick_s, now_s - self.tick_s)  # late by more than a tick: no catching up
         if self._next_s > now_s:
             time.sleep(self._next_s - now_s)
-        rows = plan.rows[plan.samples]
+        drawing = plan.draws > 0
+        rows = plan.rows[drawing]
         tokens = self._tokens[(rows + plan.step) % len(self._tokens)]
-        return StepResult(plan.step, rows, plan.generations[plan.samples], tokens, busy_s=self.tick_s)
+        return StepResult(plan.step, rows, plan.generations[drawing], np.ones_like(rows), tokens, busy_s=self.tick_s)
 
     def close(self) -> None:
         pass

@@ -43,10 +43,11 @@ class Cost:
 
 def answer(plan: StepPlan) -> StepResult:
     """What a device would say, at once."""
-    rows = plan.rows[plan.samples]
-    tokens = np.ones(len(rows), dtype=np.int64)
+    drawing = plan.draws > 0
+    rows = plan.rows[drawing]
+    ones = np.ones_like(rows)
     done = tuple((order.id, 1e-3) for order in plan.copies)
-    return StepResult(plan.step, rows, plan.generations[plan.samples], tokens, copies_done=done, busy_s=0.01)
+    return StepResult(plan.step, rows, plan.generations[drawing], ones, ones, copies_done=done, busy_s=0.01)
 
 
 def fill(scheduler: Scheduler, running: int, passes: int, tiers: Sequence[str]) -> None:

@@ -57,11 +57,21 @@ class StepPlan:
 
     rows         which row                          generations  … and which life of it
     starts       first position to compute          counts       how many positions
-    samples      whether the last of them yields a token
+    draws        how many tokens the row may yield: one after each of its last `draws` positions
     tokens       ids of all positions, row after row; FROM_DEVICE where the host does not know them yet
     grown        [k, 3]: (row, index in its block table, block id)
     width        0: ragged; else compute a rectangle with so many columns, padding every row to it
     dead         rows of padding in that rectangle besides
+
+    A row draws nothing in the middle of its prompt, one token at the end of its prompt or when it decodes, and k + 1
+    tokens when it verifies k draft tokens, which are the last k of its `tokens`:
+
+        positions   11   12   13   14        starts = 11, counts = 4, draws = 4
+        tokens      the   cat  sat  on        "cat sat on" is the draft
+        draws       cat   sat  by   –         the third draw differs: 3 tokens are accepted, one position is void
+
+    A pass may be planned while earlier ones are in flight. Then `starts` is the position if every draft token in flight
+    is accepted; the runner subtracts what was rejected since.
     """
 
     step: int
@@ -71,7 +81,7 @@ class StepPlan:
     generations: Ints
     starts: Ints
     counts: Ints
-    samples: Flags
+    draws: Ints
     tokens: Ints
     copies: tuple[BlockCopy, ...] = ()
     width: int = 0
@@ -80,19 +90,21 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of one pass: a token for each sampling row of the plan, in the plan's order."""
+    """What came of one pass, for each row of the plan that draws, in the plan's order.
+
+    `accepted` says how many tokens a row yields, from 1 to its draws; `tokens` is their concatenation.
+    """
 
     step: int
     rows: Ints
     generations: Ints
+    accepted: Ints
     tokens: Ints
-    logprobs: tuple[tuple[int, Logprobs], ...] = ()  # (index into rows, its logprobs)
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()  # (index into tokens, its logprobs)
     # (index into the *plan's* rows, first position, one per position)
     prompt_logprobs: tuple[tuple[int, int, tuple[Logprobs, ...]], ...] = ()
-    failures: tuple[tuple[int, str], ...] = ()  # (index into rows, what went wrong)
-    copies_done: tuple[
-        tuple[int, float], ...
-    ] = ()  # (id, seconds it took) of copies that are done since the last result
+    failures: tuple[tuple[int, str], ...] = ()  # (index into rows, what went wrong); such a row has one void token
+    copies_done: tuple[tuple[int, float], ...] = ()  # (id, seconds) of copies completed since the last result
     copies_failed: tuple[int, ...] = ()
-    padded: int = 0  # positions that were computed for nobody
+    padded: int = 0  # positions of padding that were computed
     busy_s: float = 0.0  # how long the device was busy with it

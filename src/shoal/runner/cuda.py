@@ -153,7 +153,7 @@ class CudaExecutor:
     def _room(self, plan: StepPlan) -> tuple[Room, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
         tokens, rows = len(plan.tokens), len(plan.rows)
-        sampling = int(plan.samples.sum())
+        sampling = int((plan.draws > 0).sum())
         single = plan.counts == 1
         long = bool((plan.starts[single] >= LONG).any())
         if tokens == rows:
@@ -176,7 +176,8 @@ class CudaExecutor:
         host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
         array = host.numpy()
         wants = array[: self._first].reshape(WANTS, self._lines)
-        self.sampler.tell(wants, plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples])
+        drawing = plan.draws > 0
+        self.sampler.tell(wants, plan.rows[drawing], (plan.starts + plan.counts)[drawing])
         fill(lay_out(array, room, self._first), plan, self.queries)
         array[until:] = new.reshape(-1)
         if len(host) <= len(self._buffer):
@@ -216,7 +217,8 @@ class CudaExecutor:
         begun, self._begun = self._begun, None
         assert begun is not None, "no pass was begun"
         plan = begun.plan
-        rows, positions = plan.rows[plan.samples], (plan.starts + plan.counts)[plan.samples]
+        drawing = plan.draws > 0
+        rows, positions = plan.rows[drawing], (plan.starts + plan.counts)[drawing]
         with self._here():
             if begun.inputs is not None and begun.hidden is not None:
                 finished = self.runner.sample(plan, (begun.hidden, begun.inputs), masks)
@@ -296,7 +298,8 @@ class CudaExecutor:
         return StepResult(
             plan.step,
             waiting.rows,
-            plan.generations[plan.samples],
+            plan.generations[plan.draws > 0],
+            np.ones_like(waiting.rows),
             tokens,
             tuple(waiting.logprobs),
             waiting.prompt_logprobs,
@@ -314,7 +317,7 @@ class CudaExecutor:
 
 
 _NONE = np.empty(0, dtype=np.int64)
-NOTHING = StepPlan(0, (), np.empty((0, 3), dtype=np.int64), _NONE, _NONE, _NONE, _NONE, _NONE > 0, _NONE)
+NOTHING = StepPlan(0, (), np.empty((0, 3), dtype=np.int64), _NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
 
 
 def _now() -> torch.cuda.Event:
@@ -360,4 +363,4 @@ def _made_up(rows: int, count: int, params: Sequence[SamplingParams], block_size
     zeros, ones = np.zeros(rows, dtype=np.int64), np.ones(rows, dtype=np.int64)
     tokens = np.zeros(rows * count, dtype=np.int64)
     grown = np.empty((0, 3), dtype=np.int64)
-    return StepPlan(0, tuple(starting), grown, np.arange(rows), zeros, zeros, ones * count, ones > 0, tokens)
+    return StepPlan(0, tuple(starting), grown, np.arange(rows), zeros, zeros, ones * count, ones, tokens)

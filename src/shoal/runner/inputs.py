@@ -74,7 +74,7 @@ class RowTables:
             block_tables=self._put(self.blocks[plan.rows, :widest]),
             block_size=size,
         )
-        chosen = plan.samples
+        chosen = plan.draws > 0
         return PassInputs(self._ids(plan, rows), batch, offsets[1:][chosen] - 1, plan.rows[chosen], contexts[chosen])
 
     def _rectangle(self, plan: StepPlan) -> PassInputs:

@@ -72,7 +72,7 @@ class Runner:
         if begun is None:
             none = np.empty(0, dtype=np.int64)
             done, broken = self.copier.take(all_of_them=True)
-            return StepResult(plan.step, none, none, none, copies_done=done, copies_failed=broken)
+            return StepResult(plan.step, none, none, none, none, copies_done=done, copies_failed=broken)
         hidden, inputs = begun
         rows = inputs.sampling_rows
         tokens = np.empty(0, dtype=np.int64)
@@ -92,7 +92,8 @@ class Runner:
         return StepResult(
             plan.step,
             rows,
-            plan.generations[plan.samples],
+            plan.generations[plan.draws > 0],
+            np.ones_like(rows),
             tokens,
             tuple(logprobs),
             of_prompts,

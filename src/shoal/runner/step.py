@@ -82,7 +82,7 @@ def fill(tables: Tables, plan: StepPlan, queries: int) -> None:
         single = counts == 1
         _fill_decodes(tables.decodes, plan.rows[single], plan.starts[single] + 1, begins[single])
         _fill_blocks(tables.blocks, plan, begins, queries)
-    chosen = ends[plan.samples] - 1
+    chosen = ends[plan.draws > 0] - 1
     tables.index[: len(chosen)] = chosen
     tables.index[len(chosen) :] = 0
 

@@ -458,7 +458,7 @@ class Scheduler:
             places.lives,
             np.array(starts, dtype=np.int64),
             np.array(counts, dtype=np.int64),
-            np.array(samples, dtype=np.bool_),
+            np.array(samples, dtype=np.int64),
             np.array(tokens, dtype=np.int64),
             self.kv.take_orders(),
             width=width,
@@ -724,8 +724,8 @@ class Scheduler:
     def _check_result(self, plan: StepPlan, result: StepResult) -> None:
         if (
             result.step != plan.step
-            or not np.array_equal(result.rows, plan.rows[plan.samples])
-            or not np.array_equal(result.generations, plan.generations[plan.samples])
+            or not np.array_equal(result.rows, plan.rows[plan.draws > 0])
+            or not np.array_equal(result.generations, plan.generations[plan.draws > 0])
         ):
             raise EngineError(f"asked for pass {plan.step}, the executor answered {result.step} or other rows")
 
