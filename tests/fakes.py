@@ -18,7 +18,7 @@ from shoal.core.tiers import Tiers
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import Continuous, Dynamic, Static
-from shoal.sched.budget import Fixed, Promise
+from shoal.sched.budget import Fixed, PromiseBudget
 from shoal.sched.fair import Fair
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import LAYOUT
@@ -308,7 +308,7 @@ def make_scheduler(
         memories[memory](),
         orders[order](),
         preempts["wait" if memory == "reserve" and when_short == "recompute" and order != "slo" else when_short](),
-        Promise(steps) if budget == "promise" else Fixed(),
+        PromiseBudget(steps) if budget == "promise" else Fixed(),
         Lanes(lane_tokens, long_share, known),
         Headroom(headroom, headroom_tokens, len(known)),
         known,

@@ -118,8 +118,6 @@ def wrong(path: Path, source: Path = SOURCE) -> Iterator[str]:
             yield f"{where}; only {sorted(LIBRARIES[parts[0]])} may load {parts[0]}"
         elif parts[0] in CLOCKS and room in WITHOUT_CLOCK and path.name != "clock.py":
             yield f"{where}; time is an argument in {room}"
-        elif parts[0] in CLOCKS and path.parts[-2:] == ("engine", "engine.py"):
-            yield f"{where}; time is an argument in the engine"
         elif parts[0] in PICKLES:
             yield f"{where}; nothing here is ever unpickled"
 

@@ -20,7 +20,6 @@ from shoal.core.clock import Clock, WallClock
 from shoal.core.names import pick
 from shoal.core.ports import Executor
 from shoal.core.tiers import Tiers
-from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
@@ -36,7 +35,7 @@ from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import choose_threads, release_threads
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
-from shoal.sched.budget import Fixed, Promise
+from shoal.sched.budget import Fixed, PromiseBudget
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import MEMORY, Memory, OnDemand, Predict
@@ -144,7 +143,7 @@ def assemble(
     # a pass too many for each answer costs a CPU more than it gains: planning takes no time beside computing there
     depth = config.depth or (2 if device == "cuda" else 1)
     executor, more = make_executor(runner, config)
-    loop = EngineLoop(Engine(scheduler), executor, clock or WallClock(), depth=depth, check=config.check)
+    loop = EngineLoop(scheduler, executor, clock or WallClock(), depth=depth, check=config.check)
     if in_idle_moments:
         loop.spare = more
     else:
@@ -361,7 +360,7 @@ def make_scheduler(
         memory=make_memory(config),
         order=make_order(config, tiers, steps),
         preempt=make_preempt(config, steps, copies),
-        budget=Promise(steps) if config.budget == "promise" else Fixed(),
+        budget=PromiseBudget(steps) if config.budget == "promise" else Fixed(),
         lanes=Lanes(config.lane_tokens, config.long_share, tiers),
         headroom=Headroom(config.headroom, config.headroom_tokens, len(tiers)),
         tiers=tiers,

@@ -31,7 +31,6 @@ from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS
 from shoal.core.clock import VirtualClock
 from shoal.core.plan import StepResult
-from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.sched.admission import Limits
 from shoal.workload.traces import TraceRequest
@@ -59,9 +58,7 @@ def make_engine(settings: dict[str, object]) -> EngineLoop:
     clock = VirtualClock()
     limits = Limits(2000, config.max_num_seqs, config.max_num_batched_tokens, VOCAB)
     scheduler = make_scheduler(config, limits, 400)
-    return EngineLoop(
-        Engine(scheduler), Timed(400, config.block_size, clock), clock, depth=config.depth or 2, check=True
-    )
+    return EngineLoop(scheduler, Timed(400, config.block_size, clock), clock, depth=config.depth or 2, check=True)
 
 
 def make_plan(count: int = 24, **more: object) -> Plan:

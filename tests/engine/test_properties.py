@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Reason, Request, State
-from shoal.engine.engine import Engine
 from shoal.errors import BadRequest, PromptTooLong, QueueFull, RateLimited, Rejected
 from shoal.sched.memory import Reserve
 from shoal.sched.ordering import Fcfs
 from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
-from shoal.sched.scheduler import Draft, Scheduler
+from shoal.sched.scheduler import PassBuilder, Scheduler
 from shoal.sched.tenants import TenantLimits
 from tests.fakes import FakeExecutor, make_request, make_scheduler, oracle
 
@@ -50,7 +49,6 @@ class Run:
 
     def __post_init__(self) -> None:
         kv = self.scheduler.kv
-        self.engine = Engine(self.scheduler)
         host = kv.host.total if kv.host is not None else 0
         self.executor = FakeExecutor(kv.pool.total, kv.block_size, host, self.slow_copies, self.failing)
 
@@ -63,7 +61,7 @@ class Run:
         self.passes += 1
 
     def submit(self, *requests: Request, resumed: bool = False) -> None:
-        self.engine.submit_all(requests, self.now_s, resumed)
+        self.scheduler.submit_all(requests, self.now_s, resumed)
         for request in requests:
             self.requests[request.id] = request
             self.told[request.id] = request.output_tokens
@@ -71,9 +69,9 @@ class Run:
             self.allowed += (len(request.tokens) + request.max_tokens) * (self.scheduler.max_preemptions + 1)
 
     def begin(self) -> bool:
-        if self.engine.in_flight >= self.depth:
+        if self.scheduler.in_flight >= self.depth:
             return False
-        plan = self.engine.begin(self.now_s)
+        plan = self.scheduler.plan(self.now_s)
         self.scheduler.check()
         if plan is None:
             return False
@@ -93,9 +91,9 @@ class Run:
         return True
 
     def finish(self) -> bool:
-        if not self.engine.in_flight:
+        if not self.scheduler.in_flight:
             return False
-        self.note(self.engine.finish(self.executor.result(), self.now_s))
+        self.note(self.scheduler.commit(self.executor.result(), self.now_s))
         self.passes += 1
         return True
 
@@ -128,22 +126,22 @@ class Run:
         for plan in self.executor.queue:  # copies do not depend on what the passes compute
             self.executor.copies += [(0, order) for order in plan.copies]
         self.executor.queue.clear()
-        self.note(self.engine.fail("broken", self.now_s))
+        self.note(self.scheduler.fail("broken", self.now_s))
 
     def drain(self) -> None:
         """To the end: everything admitted must be answered within a bound."""
         left = sum(len(r.tokens) + r.max_tokens for r in self.requests.values()) * 4 + 100
         left *= 4 if self.scheduler.kv.host is not None else 1  # copies take passes, too
-        while not self.engine.idle:
+        while not self.scheduler.idle:
             began = self.begin()
-            if not self.finish() and not began and not self.engine.idle:
-                wake_s = self.engine.wake_s(self.now_s)
+            if not self.finish() and not began and not self.scheduler.idle:
+                wake_s = self.scheduler.wake_s(self.now_s)
                 assert wake_s is not None, "requests wait, yet nothing can be planned"
                 assert wake_s > self.now_s, "it was to wake for nothing"
                 self.wait()
             left -= 1
             assert left > 0, "the engine does not come to an end"
-        self.note(self.engine.rest(self.now_s))
+        self.note(self.scheduler.take_events(self.now_s))
 
     def verify(self) -> None:
         assert self.ended.keys() == self.requests.keys(), "a request was never answered"
@@ -286,11 +284,11 @@ def end_one(run: Run, what: str, which: int) -> None:
         return
     id = alive[which % len(alive)]
     if what == "abort":
-        run.engine.abort(id)
+        run.scheduler.abort(id)
     elif run.told[id]:  # the front found a stop string in some token it has already been told
         at = 1 + which % len(run.told[id])
         run.cuts[id] = at
-        if run.engine.finish_at(id, at):
+        if run.scheduler.finish_at(id, at):
             assert run.requests[id].outputs == at
 
 
@@ -359,7 +357,7 @@ def busy(kind: type[Scheduler] = Scheduler, depth: int = 2) -> Run:
             pass
         run.finish()
         if number % 9 == 8:
-            run.engine.abort(f"r{number - 1}")
+            run.scheduler.abort(f"r{number - 1}")
     run.drain()
     run.verify()
     return run
@@ -399,14 +397,14 @@ class PublishesEarly(Scheduler):
 class FreesBeforeUse(Scheduler):
     """Breaks the rule: the blocks of a running request go back to the pool although its next pass reads them."""
 
-    def _freeze(self, draft: Draft, events: PassEvents):  # type: ignore[no-untyped-def]
-        for request in list(draft.takes)[:1]:
+    def _freeze(self, batch: PassBuilder, events: PassEvents):  # type: ignore[no-untyped-def]
+        for request in list(batch.takes)[:1]:
             if request.planned > self.kv.block_size and self.kv.pool.references[request.holding.blocks[0]] == 1:
                 spare = self.kv.pool.grab(1)
                 if spare:
                     self.kv.pool.drop([request.holding.blocks[0]])
                     request.holding.blocks[0] = spare[0]
-        return super()._freeze(draft, events)
+        return super()._freeze(batch, events)
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -436,7 +434,7 @@ class Clocked(Run):
         self.time_s += 1
 
     def begin(self) -> bool:
-        asked = self.engine.in_flight < self.depth
+        asked = self.scheduler.in_flight < self.depth
         began = super().begin()
         if asked:
             max_wait_s = self.scheduler.deadlines.max_wait_s
@@ -448,7 +446,7 @@ class Clocked(Run):
         return began
 
     def finish(self) -> bool:
-        self.time_s += self.pass_s if self.engine.in_flight else 0
+        self.time_s += self.pass_s if self.scheduler.in_flight else 0
         finished = super().finish()
         if finished and not self.scheduler.policies.batching.grouped:
             ended = {id for id, request in self.requests.items() if request.state is State.FINISHED}
@@ -558,7 +556,7 @@ def play_timed(run: Clocked, limits: TenantLimits | None, traffic: list[Move]) -
         elif what == "tick":
             run.time_s += how[0]  # type: ignore[operator]
         elif what == "expire":
-            run.engine.expire(run.now_s)
+            run.scheduler.expire(run.now_s)
         elif what == "fail":
             run.fail()
         else:
@@ -703,7 +701,7 @@ class Deserted(Run):
         request = self.requests[id]
         self.places.add((request.row, request.generation))
         self.were_held += request.state is State.RUNNING
-        assert self.engine.abort(id)
+        assert self.scheduler.abort(id)
         self.gone[request] = self.commits
 
     def begin(self) -> bool:

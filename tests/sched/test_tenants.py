@@ -263,7 +263,7 @@ def test_however_a_request_ends_its_place_is_free(how: str) -> None:
         for _ in range(2):  # once may be chance
             plan = scheduler.plan(0.0)
             assert plan is not None
-            scheduler.fail_flights("broken", 0.0)
+            scheduler.fail("broken", 0.0)
     else:
         scheduler.expire(1.0)
     assert len(scheduler.tenants) == 0

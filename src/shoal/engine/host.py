@@ -148,7 +148,7 @@ class Host:
         self._out: dict[bytes, Outbox] = {}
         self._compiling: deque[Compiling] = deque()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-grammar")
-        loop.engine.scheduler.more_coming = True  # fronts may always say more
+        loop.scheduler.more_coming = True  # fronts may always say more
         self._readers: dict[type[wire.Message], Callable[[bytes, Any], None]] = {
             wire.Hello: self._hello,
             wire.Ping: lambda front, said: None,
@@ -177,7 +177,7 @@ class Host:
         self._send()
         now_s = self.loop.clock.now_s()
         wait_s = 0.01 if self._compiling else IDLE_S
-        events = self.loop.turn(until_s=now_s + wait_s)
+        events = self.loop.step(until_s=now_s + wait_s)
         self.metrics.take(events)
         self._sort(events)
         self._send()
@@ -319,7 +319,7 @@ class Host:
         for request in requests:
             for which, part in enumerate((self._suspects.first, self._suspects.second)):
                 if request.id in part:
-                    self.loop.engine.scheduler.suspects.add(request, which)
+                    self.loop.scheduler.suspects.add(request, which)
 
     def _refuse(self, front: bytes, number: int, error: ShoalError) -> None:
         retry_after_s = error.retry_after_s if isinstance(error, Rejected) else None
@@ -345,7 +345,7 @@ class Host:
 
     def state(self) -> dict[str, Any]:
         """What is in the tables, for people and tests."""
-        scheduler = self.loop.engine.scheduler
+        scheduler = self.loop.scheduler
         pool = scheduler.kv.pool
         return {
             "epoch": self.info.epoch,
@@ -353,7 +353,7 @@ class Host:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "compiling": len(self._compiling),
-            "in_flight": self.loop.engine.in_flight,
+            "in_flight": self.loop.scheduler.in_flight,
             "blocks": {"held": pool.held, "cached": pool.cached, "total": pool.total},
             "fronts": {named(front): len(state.jobs) for front, state in self.fronts.items()},
             "owners": len(self.owners),

@@ -17,7 +17,6 @@ from shoal.bench.paced import Emissions, PacedExecutor
 from shoal.config.engine import EngineConfig
 from shoal.core.job import EngineInfo
 from shoal.engine import blackbox, wire
-from shoal.engine.engine import Engine
 from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
 from shoal.engine.limits import KeyLimits
 from shoal.engine.loop import EngineLoop
@@ -114,7 +113,7 @@ def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) ->
     limits = Limits(paced["kv_tokens"], engine.slots, engine.pass_tokens, vocab_size=1000)
     scheduler = make_scheduler(engine, limits, -(-paced["kv_tokens"] // engine.block_size) + engine.slots)
     executor = PacedExecutor(paced["tick_s"], tokens=list(range(50, 100)))
-    loop = EngineLoop(Engine(scheduler), executor, InboxClock(socket), depth=1)
+    loop = EngineLoop(scheduler, executor, InboxClock(socket), depth=1)
     info = EngineInfo(0, limits.max_model_len, limits.vocab_size, paced["kv_tokens"], "none", "paced")
     return Host(loop, socket, info, Emissions())
 

@@ -37,7 +37,7 @@ class Fixed:
         return most
 
 
-class Promise:
+class PromiseBudget:
     """What lets those who speak speak in time."""
 
     learns = True
@@ -61,4 +61,4 @@ class Promise:
         return min(most, max(LEAST, self.steps.tokens_within(within_s, read) - decodes))
 
 
-BUDGET: dict[str, type[Fixed] | type[Promise]] = {"fixed": Fixed, "promise": Promise}
+BUDGET: dict[str, type[Fixed] | type[PromiseBudget]] = {"fixed": Fixed, "promise": PromiseBudget}

@@ -40,13 +40,13 @@ class Fair:
         self._owed: dict[Request, float] = {}
         self.present: dict[str, int] = {}  # tenant → its requests that have not ended
 
-    def line(self) -> "FairLine":
-        return FairLine(self)
+    def queue(self) -> "FairQueue":
+        return FairQueue(self)
 
     def key(self, request: Request) -> tuple[float, ...]:
         return (request.order,)
 
-    def turn(self, request: Request) -> tuple[float, ...]:
+    def prefill_key(self, request: Request) -> tuple[float, ...]:
         """Of those who share a pass, the tenant served least first."""
         return (self.served[request.tenant], request.order)
 
@@ -133,7 +133,7 @@ class Fair:
             del self.served[tenant]
 
 
-class FairLine:
+class FairQueue:
     """One line per tenant; the least served tenant's first is next."""
 
     def __init__(self, fair: Fair) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 from shoal.core.request import Request
 from shoal.sched.fair import Fair
 from shoal.sched.lengths import OutputLengths
-from shoal.sched.queue import Line, WaitingLine
+from shoal.sched.queue import SortedQueue, WaitQueue
 from shoal.sched.slo import Slo
 
 
@@ -25,7 +25,7 @@ class Order(Protocol):
     counts: bool  # wants to be told of every token
     overtakes: bool  # some may start before others that stand ahead of them, or take their place
 
-    def line(self) -> "Line":
+    def queue(self) -> "WaitQueue":
         """Where requests wait."""
 
     def arrived(self, request: Request) -> None:
@@ -46,7 +46,7 @@ class Order(Protocol):
     def key(self, request: Request) -> tuple[float, ...]:
         """Smaller goes first. It must not change while the request waits."""
 
-    def turn(self, request: Request) -> tuple[float, ...]:
+    def prefill_key(self, request: Request) -> tuple[float, ...]:
         """Smaller gets its part of a pass first, as things are now; by the first number, newcomers before who runs."""
 
     def victim(self, running: Iterable[Request]) -> Request:
@@ -65,14 +65,14 @@ class Order(Protocol):
         """Whether it may use the headroom, whatever its tier and length."""
 
 
-class Plain:
+class BaseOrder:
     """An order that needs to know nothing but what a request says of itself, and makes nobody give way."""
 
     counts = False
     overtakes = False
 
-    def line(self) -> "Line":
-        return WaitingLine()
+    def queue(self) -> "WaitQueue":
+        return SortedQueue()
 
     def arrived(self, request: Request) -> None:
         pass
@@ -93,7 +93,7 @@ class Plain:
         """By arrival."""
         return (request.order,)
 
-    def turn(self, request: Request) -> tuple[float, ...]:
+    def prefill_key(self, request: Request) -> tuple[float, ...]:
         return self.key(request)
 
     def urgent(self, request: Request, now_s: float) -> bool:
@@ -109,14 +109,14 @@ class Plain:
         return False
 
 
-class Fcfs(Plain):
+class Fcfs(BaseOrder):
     """By arrival."""
 
     def victim(self, running: Iterable[Request]) -> Request:
         return max(running, key=lambda request: request.order)
 
 
-class Priority(Plain):
+class Priority(BaseOrder):
     """By the request's own priority, lower first; one step is worth `age_s` seconds of waiting."""
 
     def __init__(self, age_s: float = 60.0) -> None:
@@ -129,7 +129,7 @@ class Priority(Plain):
         return max(running, key=self.key)
 
 
-class Sjf(Plain):
+class Sjf(BaseOrder):
     """Shortest job first. Work is counted in passes' worth: a prompt's positions are computed many at a time, an
     answer's one by one. A second of waiting makes up for `age` of it.
     """

@@ -19,25 +19,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shoal.core.events import Finished, PassEvents, Preempted, Rejected
+from shoal.core.events import Finished, PassEvents, Preempted, Rejection
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Reason, Request, State
 from shoal.core.tiers import Tiers
-from shoal.errors import BadRequest, DeadlinePassed, EngineError, Evicted, PromiseBroken
-from shoal.errors import Rejected as NotNow
+from shoal.errors import BadRequest, DeadlinePassed, EngineError, Evicted, PromiseBroken, Rejected
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Admission, Limits, Rules
+from shoal.sched.admit import Admitter
 from shoal.sched.batching import Batching, Door
 from shoal.sched.budget import Budget, Fixed
 from shoal.sched.deadlines import Deadlines
-from shoal.sched.draft import Draft, Flight, Places, count_on, count_on_decodes, grown_blocks, row_start
 from shoal.sched.integrity import check
-from shoal.sched.joining import Joining
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import Layout
 from shoal.sched.memory import Memory
 from shoal.sched.ordering import Order
+from shoal.sched.pass_builder import Flight, PassBuilder, Places, count_on, count_on_decodes, grown_blocks, row_start
 from shoal.sched.preempt import CopyTimes, How, Preempt
 from shoal.sched.prefill import Prefill
 from shoal.sched.rows import RowTable
@@ -87,12 +86,12 @@ class Scheduler:
         # twice as many rows as slots, so that a row still read by a late pass keeps nobody waiting
         self.rows = RowTable(2 * limits.max_num_seqs)
         self.requests: dict[str, Request] = {}  # everyone not finished
-        self.waiting = policies.order.line()
+        self.waiting = policies.order.queue()
         self.running: dict[Request, None] = {}
         self.fetching: dict[Request, None] = {}  # of those who wait: who has blocks, some of which are on their way
         self.flights: deque[Flight] = deque()
         self.suspects = Suspects()
-        self.joining = Joining(self)
+        self.admitter = Admitter(self)
         self._arrivals = 0
         self._step = 0
         self._between = PassEvents(step=-1)  # what happened since the last record was handed out
@@ -109,7 +108,7 @@ class Scheduler:
     # ---- requests come and go -------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now_s: float, resumed: bool = False) -> None:
-        """Queue a request; raises BadRequest if it can never be served, NotNow if it is refused for the moment."""
+        """Queue a request; raises BadRequest if it can never be served, Rejected if it is refused for the moment."""
         self.submit_all([request], now_s, resumed)
 
     def submit_all(self, requests: Sequence[Request], now_s: float, resumed: bool = False) -> None:
@@ -129,10 +128,10 @@ class Scheduler:
                     self._check_promise(requests[0])
                 self.tenants.allow(requests, now_s)
                 self.admission.check_room(self.waiting.newcomers, len(requests), now_s)
-        except (BadRequest, NotNow) as error:
-            kind, after_s = type(error).__name__, error.retry_after_s if isinstance(error, NotNow) else None
+        except (BadRequest, Rejected) as error:
+            kind, after_s = type(error).__name__, error.retry_after_s if isinstance(error, Rejected) else None
             tier = requests[0].promise.name if isinstance(error, PromiseBroken) else ""
-            self._between.rejected += [Rejected(request.id, kind, str(error), after_s, tier) for request in requests]
+            self._between.rejected += [Rejection(request.id, kind, str(error), after_s, tier) for request in requests]
             raise
         for request, most in zip(requests, max_tokens, strict=True):
             request.allow(most)
@@ -199,7 +198,7 @@ class Scheduler:
                 message = self.deadlines.why(request, now_s)
                 kind = PromiseBroken if self.deadlines.lost_promise(request, now_s) else DeadlinePassed
                 after_s = self.admission.pace.wait_s(len(self.waiting), now_s) if kind is PromiseBroken else None
-                out.rejected.append(Rejected(request.id, kind.__name__, message, after_s))
+                out.rejected.append(Rejection(request.id, kind.__name__, message, after_s))
                 self._end(request, Reason.REJECTED, out, error=message)
         self.tenants.forget(now_s)
 
@@ -215,8 +214,27 @@ class Scheduler:
         self._end(request, reason, out, error=error)
         return True
 
+    def abort(self, request_id: str) -> bool:
+        """End a request whose client is gone. False if it has ended already."""
+        return self.finish(request_id, Reason.ABORT)
+
+    def finish_at(self, request_id: str, outputs: int) -> bool:
+        """End a request at output token number `outputs` (from 1), where the front found a stop string."""
+        return self.finish(request_id, Reason.STOP, at_output=outputs)
+
+    @property
+    def in_flight(self) -> int:
+        """Passes between plan() and commit()."""
+        return len(self.flights)
+
+    @property
+    def newest_ids(self) -> list[str]:
+        """The requests in the newest pass in flight."""
+        return self.flights[-1].events.scheduled_ids
+
     @property
     def idle(self) -> bool:
+        """No request is waiting or running, and no pass or copy is in flight."""
         return not self.requests and not self.flights and not self.kv.transfers
 
     @property
@@ -236,71 +254,71 @@ class Scheduler:
         if self.suspects:
             if self.flights:
                 return None  # one pass at a time, so that there is no doubt who was in it
-            draft = self._draft_suspects(events, now_s)
+            batch = self._build_suspects(events, now_s)
         elif cap:
-            draft = self._draft_lanes(events, now_s, cap)
+            batch = self._build_lanes(events, now_s, cap)
         else:
-            draft = self._draft(Draft(self._budget), events, now_s)
+            batch = self._build(PassBuilder(self._budget), events, now_s)
         # copies go out even if nobody computes; and with nothing else to wait for, wait for them
-        if draft.takes or self.kv.has_orders or (self.kv.transfers and not self.flights):
-            return self._freeze(draft, events)
+        if batch.takes or self.kv.has_orders or (self.kv.transfers and not self.flights):
+            return self._freeze(batch, events)
         self._between.preempted += events.preempted
         return None
 
-    def _draft_lanes(self, events: PassEvents, now_s: float, cap: int) -> Draft:
+    def _build_lanes(self, events: PassEvents, now_s: float, cap: int) -> PassBuilder:
         """Short or long ones, whose turn it is; the others, if those have nothing to compute."""
         lanes = self.policies.lanes
         first, second = lanes.turns()
-        draft = self._draft(Draft(self._budget, cap, first), events, now_s)
-        if draft.takes:
-            lanes.ran(first, other_waits=any(draft.excludes(request) for request in (*self.running, *self.waiting)))
-            return draft
-        draft = self._draft(Draft(self._budget, cap, second), events, now_s)
-        if draft.takes:
+        batch = self._build(PassBuilder(self._budget, cap, first), events, now_s)
+        if batch.takes:
+            lanes.ran(first, other_waits=any(batch.excludes(request) for request in (*self.running, *self.waiting)))
+            return batch
+        batch = self._build(PassBuilder(self._budget, cap, second), events, now_s)
+        if batch.takes:
             lanes.ran(second, other_waits=False)
-        return draft
+        return batch
 
-    def _draft_suspects(self, events: PassEvents, now_s: float) -> Draft:
+    def _build_suspects(self, events: PassEvents, now_s: float) -> PassBuilder:
         """Those who may have broken a pass, apart from all others."""
         group = self.suspects.group
         for request in list(self.running):
             if request not in group:
                 self._set_aside(request, trusted=True)
-        draft = Draft(self._budget)
-        draft.only = group
-        return self._draft(draft, events, now_s)
+        batch = PassBuilder(self._budget)
+        batch.only = group
+        return self._build(batch, events, now_s)
 
     @property
     def _budget(self) -> int:
         """A group is taken whole: the budget is for those who come one by one."""
         return sys.maxsize if self.policies.batching.grouped else self.limits.max_num_batched_tokens
 
-    def _draft(self, draft: Draft, events: PassEvents, now_s: float) -> Draft:
+    def _build(self, batch: PassBuilder, events: PassEvents, now_s: float) -> PassBuilder:
         """Fill a pass with those it does not exclude."""
         if self.policies.prefill.alone:
-            self._bound_prompts(draft, events)
-            kept = self._more_of_prompts(draft, events)
-            self.joining.admit(draft, events, now_s)
+            self._bound_prompts(batch, events)
+            kept = self._more_of_prompts(batch, events)
+            self.admitter.admit(batch, events, now_s)
             if kept:
-                self._rest_to_prompts(draft)
-            if not draft.takes:
-                draft.left = max(draft.left, self.limits.max_num_batched_tokens)
-                self._decode(draft, events)
+                self._rest_to_prompts(batch)
+            if not batch.takes:
+                batch.left = max(batch.left, self.limits.max_num_batched_tokens)
+                self._decode(batch, events)
         else:
-            self._decode(draft, events)
-            self._bound_prompts(draft, events)
-            kept = self._more_of_prompts(draft, events)
-            if not draft.lost:  # who just lost blocks must not see newcomers take them
-                self.joining.admit(draft, events, now_s)
+            self._decode(batch, events)
+            self._bound_prompts(batch, events)
+            kept = self._more_of_prompts(batch, events)
+            if not batch.lost:  # who just lost blocks must not see newcomers take them
+                self.admitter.admit(batch, events, now_s)
             if kept:
-                self._rest_to_prompts(draft)
-        return draft
+                self._rest_to_prompts(batch)
+        return batch
 
-    def _bound_prompts(self, draft: Draft, events: PassEvents) -> None:
+    def _bound_prompts(self, batch: PassBuilder, events: PassEvents) -> None:
         """What is left of the pass for prompts, by the budget policy."""
         if self.policies.budget.learns:
-            draft.left = self.policies.budget.prompt_tokens(self.running, draft.decodes, draft.left)
-            events.budget_tokens = min(events.budget_tokens, draft.decodes + draft.left)
+            batch.left = self.policies.budget.prompt_tokens(self.running, batch.decodes, batch.left)
+            events.budget_tokens = min(events.budget_tokens, batch.decodes + batch.left)
 
     def wake_s(self, now_s: float) -> float | None:
         """When to plan again although nothing has happened; None: not before something does."""
@@ -318,91 +336,91 @@ class Scheduler:
             self.more_coming,
         )
 
-    def _decode(self, draft: Draft, events: PassEvents) -> None:
+    def _decode(self, batch: PassBuilder, events: PassEvents) -> None:
         """Those who run and need one position. Hot: once per running request and pass."""
-        takes, runs = draft.takes, State.RUNNING
+        takes, runs = batch.takes, State.RUNNING
         running = list(self.running)
-        if draft.picky:
-            running = [request for request in running if not draft.excludes(request)]
+        if batch.picky:
+            running = [request for request in running if not batch.excludes(request)]
         for request in running:
             planned, visible, end = request.planned, len(request.tokens) + request.pending, request.end
             if (
                 visible if visible < end else end
-            ) - planned == 1 and draft.left > 0:  # request.need(), without the call
+            ) - planned == 1 and batch.left > 0:  # request.need(), without the call
                 if request.state is runs and planned < request.holding.capacity:
-                    takes[request] = 1  # as draft.add, without the call
-                    draft.left -= 1
-                    draft.decodes += 1
+                    takes[request] = 1  # as batch.add, without the call
+                    batch.left -= 1
+                    batch.decodes += 1
                 else:
-                    self._give(draft, events, request, 1)
+                    self._give(batch, events, request, 1)
 
-    def _more_of_prompts(self, draft: Draft, events: PassEvents) -> bool:
+    def _more_of_prompts(self, batch: PassBuilder, events: PassEvents) -> bool:
         """Those who run and need more than one. Whether some of the pass was kept from them, for others in it.
 
         A giant prompt must not fill pass after pass while somebody waits who goes before it; nor may an endless row of
         those stop it, so a quarter of what is left is for the prompt that has run longest.
         """
-        turn, kept = self.policies.order.turn, False
-        prompts = [request for request in self.running if request.need() > 1 and not draft.excludes(request)]
+        turn, kept = self.policies.order.prefill_key, False
+        prompts = [request for request in self.running if request.need() > 1 and not batch.excludes(request)]
         if not prompts:
             return False
         oldest = prompts[0]
         prompts.sort(key=lambda request: (request is not oldest, turn(request)))
-        waiting = [(turn(one)[0], len(one.tokens)) for one in self.joining.line()]
+        waiting = [(turn(one)[0], len(one.tokens)) for one in self.admitter.line()]
         running = [(turn(one)[0], one.need()) for one in prompts]
         for request in prompts:
-            if draft.left <= 0:
+            if batch.left <= 0:
                 break
             if request.state is State.RUNNING:
                 place = turn(request)[0]
                 ahead = waiting + running if request is oldest else waiting  # the others come by turn
                 wanted = sum(tokens for other, tokens in ahead if other < place)
-                left = max(draft.left - wanted, draft.left // 4, 1)
-                kept = kept or left < draft.left
-                count = self.policies.prefill.take(request.need(), left, not draft.prompts)
+                left = max(batch.left - wanted, batch.left // 4, 1)
+                kept = kept or left < batch.left
+                count = self.policies.prefill.take(request.need(), left, not batch.prompts)
                 if count:
-                    self._give(draft, events, request, count)
+                    self._give(batch, events, request, count)
         return kept
 
-    def _rest_to_prompts(self, draft: Draft) -> None:
+    def _rest_to_prompts(self, batch: PassBuilder) -> None:
         """What the newcomers did not use goes to the prompts in this pass, where there are blocks for it."""
-        for request in sorted(draft.takes, key=self.policies.order.turn):
-            given = draft.takes[request]
-            if draft.left <= 0:
+        for request in sorted(batch.takes, key=self.policies.order.prefill_key):
+            given = batch.takes[request]
+            if batch.left <= 0:
                 break
             if request.need() > given:
-                count = self.policies.prefill.take(request.need(), given + draft.left, True)
+                count = self.policies.prefill.take(request.need(), given + batch.left, True)
                 if count > given and self.kv.grow(request.holding, request.planned + count):
                     if len(request.holding.blocks) != request.blocks_sent:
-                        draft.grown[request] = None
-                    draft.raise_to(request, count)
+                        batch.grown[request] = None
+                    batch.raise_to(request, count)
 
-    def _give(self, draft: Draft, events: PassEvents, request: Request, count: int) -> None:
+    def _give(self, batch: PassBuilder, events: PassEvents, request: Request, count: int) -> None:
         """Let it compute `count` more positions, taking blocks from others if there are none left."""
         if request.state is not State.RUNNING:
             return  # it gave way to somebody earlier in this pass
         while not self.kv.grow(request.holding, request.planned + count):
             if self.fetching:  # who does not run yet yields first
-                self.joining.stop_fetching(next(reversed(self.fetching)))
+                self.admitter.stop_fetching(next(reversed(self.fetching)))
                 continue
             if self.kv.leaving:
                 return  # somebody gave way already: its blocks are free when they have been copied
             victim = self.policies.order.victim(self.may_give_way())
-            self.preempt(victim, draft, events)
+            self.preempt(victim, batch, events)
             if victim is request:
                 return
         if len(request.holding.blocks) != request.blocks_sent:
-            draft.grown[request] = None
-        draft.add(request, count, prompt=count > 1)
+            batch.grown[request] = None
+        batch.add(request, count, prompt=count > 1)
 
     def may_give_way(self) -> list[Request]:
         """Those who have not given way too often. Who has holds all the room it may need, and never asks for more."""
         return [request for request in self.running if request.preemptions < self.max_preemptions]
 
-    def preempt(self, victim: Request, draft: Draft, events: PassEvents) -> None:
+    def preempt(self, victim: Request, batch: PassBuilder, events: PassEvents) -> None:
         how = self.policies.preempt.choose(victim, self.kv)
-        draft.remove(victim)
-        draft.lost = True
+        batch.remove(victim)
+        batch.lost = True
         events.preempted.append(Preempted(victim.id, victim.computed, how.value))
         if how is How.DROP:
             self._drop(victim)
@@ -429,19 +447,19 @@ class Scheduler:
         if victim.outputs:
             self._end(victim, Reason.ERROR, out, error=EVICTED)
         else:
-            out.rejected.append(Rejected(victim.id, Evicted.__name__, EVICTED))
+            out.rejected.append(Rejection(victim.id, Evicted.__name__, EVICTED))
             self._end(victim, Reason.REJECTED, out, error=EVICTED)
 
-    def _freeze(self, draft: Draft, events: PassEvents) -> StepPlan:
-        """Turn the draft into arrays, and count on what they will do. Hot: once per scheduled request and pass."""
+    def _freeze(self, batch: PassBuilder, events: PassEvents) -> StepPlan:
+        """Turn the batch into arrays, and count on what they will do. Hot: once per scheduled request and pass."""
         step = self._step
-        starting = tuple(row_start(request) for request in draft.starting)
-        places = self._places_of(list(draft.takes))
+        starting = tuple(row_start(request) for request in batch.starting)
+        places = self._places_of(list(batch.takes))
         requests = places.requests
-        counts = list(draft.takes.values())
+        counts = list(batch.takes.values())
         starts = [request.planned for request in requests]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        if draft.prompts:
+        if batch.prompts:
             samples, tokens = count_on(requests, starts, ends, step, events)
             if self.policies.order.counts:
                 for request, count in zip(requests, counts, strict=True):
@@ -449,11 +467,11 @@ class Scheduler:
         else:
             samples, tokens = count_on_decodes(requests, ends, step, events)
         width = self.policies.layout.width(counts) if counts else 0
-        dead = self._dead_rows(draft) if width and draft.decodes else 0
+        dead = self._dead_rows(batch) if width and batch.decodes else 0
         plan = StepPlan(
             step,
             starting,
-            grown_blocks(draft),
+            grown_blocks(batch),
             places.rows,
             places.lives,
             np.array(starts, dtype=np.int64),
@@ -492,11 +510,11 @@ class Scheduler:
             )
         return self.places
 
-    def _dead_rows(self, draft: Draft) -> int:
+    def _dead_rows(self, batch: PassBuilder) -> int:
         """Rows that are computed for nobody: of those who have ended, or whose last token is on the way."""
         if not self.policies.layout.keeps_dead:
             return 0
-        return self.dead + sum(request not in draft.takes and request.need() == 0 for request in self.running)
+        return self.dead + sum(request not in batch.takes and request.need() == 0 for request in self.running)
 
     # ---- grammars -------------------------------------------------------------------------------------------------
 
@@ -597,7 +615,7 @@ class Scheduler:
         for number in result.copies_failed:
             self.kv.copied(number, failed=True)
 
-    def fail_flights(self, error: str, now_s: float) -> PassEvents:
+    def fail(self, error: str, now_s: float) -> PassEvents:
         """The executor broke. Everybody in the passes in flight is a suspect, and is tried again apart from the others;
         one that breaks a pass alone ends with this error.
         """
@@ -633,7 +651,7 @@ class Scheduler:
         request.move(State.WAITING)
         self.waiting.push(request, self.policies.order.key(request))
 
-    def take_between(self, now_s: float) -> PassEvents:
+    def take_events(self, now_s: float) -> PassEvents:
         """What happened since the last record, when no pass is there to carry it."""
         return self._seal(PassEvents(-1), now_s)
 
@@ -673,8 +691,8 @@ class Scheduler:
             self.dead = self.dead + 1 if self.running else 0
         else:
             if request.fetching is not None:
-                self.joining.stop_fetching(request)
-            self.joining.unpark(request)
+                self.admitter.stop_fetching(request)
+            self.admitter.unpark(request)
             self.waiting.remove(request, self.policies.order.key(request))
         request.move(State.FINISHED)
         self.policies.lanes.left(request)

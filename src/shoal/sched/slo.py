@@ -35,9 +35,9 @@ class Slo:
         self.steps = steps
         self.budget = budget  # positions in one pass
         self.passed = [0.0] * len(tiers)  # by rank: let past a lower tier that waits, since one of that went
-        self._line = SloLine(self)
+        self._line = SloQueue(self)
 
-    def line(self) -> "SloLine":
+    def queue(self) -> "SloQueue":
         return self._line
 
     def arrived(self, request: Request) -> None:
@@ -72,7 +72,7 @@ class Slo:
         late = promise.ttft_s - request.work if promise.ttft_s < 1e9 else 0.0
         return (promise.rank, request.arrived_s + late, request.order)
 
-    def turn(self, request: Request) -> tuple[float, ...]:
+    def prefill_key(self, request: Request) -> tuple[float, ...]:
         return self.key(request)
 
     def urgent(self, request: Request, now_s: float) -> bool:
@@ -101,7 +101,7 @@ class Slo:
         return self.victim(lower) if lower else None
 
 
-class SloLine:
+class SloQueue:
     """One line per tier."""
 
     def __init__(self, slo: Slo) -> None:

@@ -1,4 +1,4 @@
-"""Joining: who of those that wait starts in this pass.
+"""Admitter: who of those that wait starts in this pass.
 
 The second half of planning: the running ones have had their share, now the line is asked in order. When one does not
 fit, nobody overtakes it, unless a policy lets it; who is urgent may take somebody's place; who waits for blocks from
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shoal.core.events import Admitted, PassEvents
 from shoal.core.request import Request, State
 from shoal.kv.manager import Holding
-from shoal.sched.draft import Draft, Start
+from shoal.sched.pass_builder import PassBuilder, Start
 from shoal.sched.queue import PATIENCE
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOOK_PAST = 64  # requests behind one that may not start yet that are asked whether they may
 
 
-class Joining:
+class Admitter:
     """The door of one scheduler."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
@@ -33,7 +33,7 @@ class Joining:
             return []
         return list(islice(self.s.waiting.in_order(), LOOK_PAST))
 
-    def admit(self, draft: Draft, events: PassEvents, now_s: float) -> None:
+    def admit(self, batch: PassBuilder, events: PassEvents, now_s: float) -> None:
         """Those who wait, in order; when one does not fit, nobody overtakes it, unless a policy lets it."""
         grouped = self.s.policies.batching.grouped
         room = self.s.policies.batching.may_join(self.s.door(now_s)) if self.s.waiting else 0
@@ -42,17 +42,17 @@ class Joining:
         ):
             return
         self.s.evicted = []
-        chosen = self._choose(draft, events, now_s, room)
+        chosen = self._choose(batch, events, now_s, room)
         evicted, self.s.evicted = self.s.evicted, None
         for request in chosen:
             self.s.waiting.remove(request, self.s.policies.order.key(request))
             waited_s = now_s - request.arrived_s
-            resumed = draft.starting[request]
+            resumed = batch.starting[request]
             events.admitted.append(Admitted(request.id, waited_s, request.planned, resumed, request.prompt_len))
         for request in evicted:
             self.s.waiting.push(request, self.s.policies.order.key(request))
 
-    def _choose(self, draft: Draft, events: PassEvents, now_s: float, room: int) -> list[Request]:
+    def _choose(self, batch: PassBuilder, events: PassEvents, now_s: float, room: int) -> list[Request]:
         """Start those who may start, and return them. The line is only read."""
         headroom, grouped = self.s.policies.headroom, self.s.policies.batching.grouped
         free = self.s.limits.max_num_seqs - len(self.s.running)
@@ -63,7 +63,7 @@ class Joining:
         ahead: set[Request] = set()  # who waits for its blocks and keeps them
         chosen: list[Request] = []
         for request in self.s.waiting.in_order():
-            if draft.left <= 0 or not self.s.rows.free or past > LOOK_PAST:
+            if batch.left <= 0 or not self.s.rows.free or past > LOOK_PAST:
                 break
             if blocked is not None and not self._may_pass(request, blocked):
                 past += 1
@@ -73,7 +73,7 @@ class Joining:
                 continue
             favoured = not kept or not self.s.running or self._favoured(request)
             if free <= (0 if favoured else kept):
-                if draft.excludes(request) or not self._make_way(draft, events, request, now_s):
+                if batch.excludes(request) or not self._make_way(batch, events, request, now_s):
                     blocked = request
                     if not passing:
                         break
@@ -83,17 +83,17 @@ class Joining:
             room -= not member
             if request.pending or (request.group and request.group.must_wait(request, self.s.kv.block_size)):
                 continue  # its last token, or its leader's blocks, are still on the way: keep its place
-            if draft.only is not None and request not in draft.only:
+            if batch.only is not None and request not in batch.only:
                 free += 1
                 room += not member
                 continue
-            if draft.excludes(request):  # keep its place, and its blocks
+            if batch.excludes(request):  # keep its place, and its blocks
                 held += self.s.kv.blocks_for(self._room(request))
                 continue
             spare = held if favoured else held + headroom.blocks(self.s.kv.pool.total)
-            start = self._start(draft, request, spare)
-            while start is Start.NO_ROOM and self._make_room(draft, events, request, ahead, now_s):
-                start = self._start(draft, request, spare)
+            start = self._start(batch, request, spare)
+            while start is Start.NO_BLOCKS and self._make_room(batch, events, request, ahead, now_s):
+                start = self._start(batch, request, spare)
             if start is Start.STARTED:
                 chosen.append(request)
                 if blocked is not None:
@@ -102,7 +102,7 @@ class Joining:
                 ahead.add(request)
             elif start is Start.NO_BUDGET:
                 break
-            elif start is Start.NO_ROOM:
+            elif start is Start.NO_BLOCKS:
                 free += 1
                 room += not member
                 blocked = request
@@ -122,20 +122,22 @@ class Joining:
             return True
         return self.s.policies.order.favours(request, self.s.running)
 
-    def _make_way(self, draft: Draft, events: PassEvents, request: Request, now_s: float) -> bool:
+    def _make_way(self, batch: PassBuilder, events: PassEvents, request: Request, now_s: float) -> bool:
         """Take a running request's place, if this one is urgent and the order policy names somebody."""
         order = self.s.policies.order
         allowed = order.overtakes and self.s.policies.preempt.gives_way and not self.s.policies.batching.grouped
         allowed = allowed and not self.s.suspects
         if not allowed or not order.urgent(request, now_s):
             return False
-        victim = order.victim_for(request, [one for one in self.s.may_give_way() if one not in draft.starting])
+        victim = order.victim_for(request, [one for one in self.s.may_give_way() if one not in batch.starting])
         if victim is None:
             return False
-        self.s.preempt(victim, draft, events)
+        self.s.preempt(victim, batch, events)
         return True
 
-    def _make_room(self, draft: Draft, events: PassEvents, request: Request, ahead: set[Request], now_s: float) -> bool:
+    def _make_room(
+        self, batch: PassBuilder, events: PassEvents, request: Request, ahead: set[Request], now_s: float
+    ) -> bool:
         """Find blocks for one that does not fit: from those behind it who do not run yet, or as _make_way does."""
         for other in list(self.s.fetching):
             if other is not request and other not in ahead:
@@ -143,7 +145,7 @@ class Joining:
                 return True
         if self.s.kv.leaving:
             return False  # blocks are about to be free
-        return self._make_way(draft, events, request, now_s)
+        return self._make_way(batch, events, request, now_s)
 
     def stop_fetching(self, request: Request) -> None:
         """Give back what it has reserved before it started."""
@@ -164,19 +166,19 @@ class Joining:
         room, salt = self._room(request), self._salt(request)
         return self.s.kv.reserve(request.tokens, room, salt, request.names, spare if self.s.running else 0, look)
 
-    def _start(self, draft: Draft, request: Request, spare: int) -> Start:
+    def _start(self, batch: PassBuilder, request: Request, spare: int) -> Start:
         """Give it blocks, a row and its first positions, if that is possible now."""
         holding = request.fetching
         if holding is None:
             holding = self._reserve(request, spare)
             if holding is None:
-                return Start.NO_ROOM
+                return Start.NO_BLOCKS
         if holding.fetch is not None:
             request.fetching = holding
             self.s.fetching[request] = None
             return Start.FETCHING
         hit = holding.published * self.s.kv.block_size
-        count = self.s.policies.prefill.take(len(request.tokens) - hit, draft.left, not draft.prompts)
+        count = self.s.policies.prefill.take(len(request.tokens) - hit, batch.left, not batch.prompts)
         if not count:
             if request.fetching is None:
                 self.s.kv.release(holding)
@@ -200,8 +202,8 @@ class Joining:
         if self.s.policies.batching.grouped:
             self.s.inside.add(request)
         self.s.dead = max(0, self.s.dead - 1)  # it takes a dead row's place
-        draft.starting[request], request.began = request.began, True
-        draft.add(request, count, prompt=True)
+        batch.starting[request], request.began = request.began, True
+        batch.add(request, count, prompt=True)
         return Start.STARTED
 
     def unpark(self, request: Request) -> None:

@@ -19,11 +19,11 @@ class Start(Enum):
 
     STARTED = 1
     FETCHING = 2  # it has its blocks, and some of them are on their way from the host
-    NO_ROOM = 3
+    NO_BLOCKS = 3
     NO_BUDGET = 4  # the pass is full
 
 
-class Draft:
+class PassBuilder:
     """A plan in the making: who computes how many positions, as long as things may still change."""
 
     def __init__(self, budget: int, cap: int = 0, long: bool = False) -> None:
@@ -109,10 +109,10 @@ def row_start(request: Request) -> RowStart:
     )
 
 
-def grown_blocks(draft: Draft) -> Ints:
+def grown_blocks(batch: PassBuilder) -> Ints:
     """(row, index, block) of the blocks that the runner does not know yet."""
     grown = []
-    for request in draft.grown:
+    for request in batch.grown:
         blocks = request.holding.blocks
         grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
         request.blocks_sent = len(blocks)
