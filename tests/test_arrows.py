@@ -21,7 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "config": {"core"},
     "keys": {"core"},
     "kv": {"core"},
-    "sched": {"kv", "core"},
+    "sched": {"kv", "config", "core"},
     "engine": {"sched", "keys", "core"},
     "files": {"core"},
     "text": {"files", "core"},
@@ -142,7 +142,7 @@ def test_a_wrong_arrow_is_noticed(tmp_path: Path) -> None:
     "name",
     [
         "shoal",
-        "shoal.sched.scheduler",
+        "shoal.sched.make",
         "shoal.engine.loop",
         "shoal.config.engine",
         "shoal.processes.front",

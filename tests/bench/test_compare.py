@@ -25,7 +25,6 @@ from shoal.bench.giant import giant_rows, run_giant
 from shoal.bench.quiet import Watch
 from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
 from shoal.bench.replay import replay
-from shoal.build import make_scheduler
 from shoal.cli import main
 from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS
@@ -33,6 +32,7 @@ from shoal.core.clock import VirtualClock
 from shoal.core.plan import StepResult
 from shoal.engine.loop import EngineLoop
 from shoal.sched.admission import Limits
+from shoal.sched.make import make_scheduler
 from shoal.workload.traces import TraceRequest
 from tests.bench.test_page import CHROMIUM, chromium
 from tests.fakes import VOCAB, FakeExecutor

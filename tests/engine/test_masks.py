@@ -174,7 +174,7 @@ def arrive(
         try:
             run.submit(make_request(f"r{number}.{sample}", prompt, params=params, **more))
         except PromptTooLong:
-            assert len(prompt) + max_tokens - 1 > run.loop.scheduler.admission.kv_tokens
+            assert len(prompt) + max_tokens - 1 > run.loop.scheduler.tables.admission.kv_tokens
 
 
 def play(run: Run, traffic: list[Move]) -> None:

@@ -164,8 +164,8 @@ def test_one_bad_member_refuses_all_and_nothing_has_moved() -> None:
         scheduler.submit_all([good, make_request("bad", [1] * 30)], 0.0)
     assert scheduler.idle
     assert (good.max_tokens, good.order, good.deadline_s) == (0, -1, math.inf)
-    assert len(scheduler.tenants) == 0
-    assert scheduler.deadlines.next_s() is None
+    assert len(scheduler.tables.tenants) == 0
+    assert scheduler.tables.deadlines.next_s() is None
     scheduler.check()
     scheduler.submit(good, 1.0)
     assert (good.max_tokens, good.order, good.deadline_s) == (19, 0, 6.0)
@@ -338,7 +338,7 @@ def test_deadlines_of_the_ended_are_not_kept() -> None:
     for number in range(3000):
         scheduler.submit(make_request(str(number), [1], timeout_s=1e6), 0.0)
         scheduler.finish(str(number), Reason.ABORT)
-        scheduler.deadlines.check(scheduler.requests.values())
+        scheduler.tables.deadlines.check(scheduler.requests.values())
     assert scheduler.wake_s(0.0) == 1e6
     scheduler.finish("stays", Reason.ABORT)
     assert scheduler.wake_s(0.0) is None

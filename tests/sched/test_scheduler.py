@@ -6,7 +6,8 @@ import pytest
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Group, IllegalMove, Reason, State
 from shoal.errors import BadParameter, EmptyPrompt, EngineError, PromptTooLong
-from shoal.sched.scheduler import PassBuilder, Scheduler
+from shoal.sched.pass_builder import PassBuilder
+from shoal.sched.scheduler import Scheduler
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 
 

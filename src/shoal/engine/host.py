@@ -19,8 +19,8 @@ import zmq
 
 from shoal.core.clock import WallClock
 from shoal.core.events import PassEvents
+from shoal.core.grammar import Grammar
 from shoal.core.job import EngineInfo, GrammarSpec, Job
-from shoal.core.ports import Grammar
 from shoal.core.request import Group, Reason, Request
 from shoal.engine import view, wire
 from shoal.engine.loop import EngineLoop

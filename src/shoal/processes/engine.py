@@ -27,6 +27,7 @@ from shoal.keys.file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.sched.admission import Limits
+from shoal.sched.make import default_limits, make_scheduler
 
 log = logging.getLogger("shoal.processes.engine")
 
@@ -74,7 +75,7 @@ def run(config: Mapping[str, Any]) -> None:
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
     """The engine of this config, behind the socket."""
-    from shoal.build import build, default_limits  # loads torch
+    from shoal.build import build  # loads torch
 
     engine = EngineConfig(**config["engine"])
     if config.get("paced"):
@@ -108,7 +109,6 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
 
 def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) -> Host:
     """An engine that computes nothing, for measuring fronts."""
-    from shoal.build import make_scheduler
 
     limits = Limits(paced["kv_tokens"], engine.slots, engine.pass_tokens, vocab_size=1000)
     scheduler = make_scheduler(engine, limits, -(-paced["kv_tokens"] // engine.block_size) + engine.slots)

@@ -1,11 +1,10 @@
-"""A pass in the making, and one in flight: what the scheduler notes on its way from a request to a StepPlan and back.
+"""A pass under construction, and a pass in flight: what the scheduler notes between a request and a StepPlan.
 
 Knows requests and counts. Decides nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
@@ -14,27 +13,20 @@ from shoal.core.plan import FROM_DEVICE, Ints, RowStart, StepPlan
 from shoal.core.request import Request
 
 
-class Start(Enum):
-    """What came of trying to start a request."""
-
-    STARTED = 1
-    FETCHING = 2  # it has its blocks, and some of them are on their way from the host
-    NO_BLOCKS = 3
-    NO_BUDGET = 4  # the pass is full
-
-
 class PassBuilder:
-    """A plan in the making: who computes how many positions, as long as things may still change."""
+    """How many positions of which requests a pass computes, while that may still change."""
 
     def __init__(self, budget: int, cap: int = 0, long: bool = False) -> None:
-        self.left = budget  # below 0 if a prompt had to be taken whole
-        self.cap = cap  # tokens that part short sequences from long ones; 0: all are alike
-        self.long = long  # this pass is for the long ones
-        self.only: Mapping[Request, int] | None = None  # nobody else may be in it
+        self.left = budget  # positions; below 0 if a prompt had to be taken whole
+        self.cap = cap  # tokens that separate short sequences from long ones; 0: there is one lane
+        self.long = long  # this pass is for long sequences
+        self.only: Mapping[Request, int] | None = None  # no other request may be in it
         self.takes: dict[Request, int] = {}
+        self.drafts: dict[Request, Sequence[int]] = {}  # draft tokens; the last positions of a request in `takes`
         self.starting: dict[Request, bool] = {}  # … and whether it has run before
-        self.grown: dict[Request, None] = {}  # who got blocks beyond those it started with
-        self.lost = False  # somebody had to give way
+        self.grown: dict[Request, None] = {}  # requests that got blocks beyond those they started with
+        self.victims: list[Request] = []  # preempted, and not yet back in the queue
+        self.lost = False  # a request was preempted
         self.prompts = 0
         self.decodes = 0
 
@@ -45,14 +37,20 @@ class PassBuilder:
         self.decodes += not prompt
 
     def raise_to(self, request: Request, count: int) -> None:
-        """It is in this pass, and gets more of its prompt."""
+        """Give a request of this pass more positions of its prompt."""
         self.left -= count - self.takes[request]
         self.takes[request] = count
         self.prompts += 1
 
+    def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
+        """Let a decoding request of this pass verify draft tokens."""
+        self.drafts[request] = drafts
+        self.takes[request] += len(drafts)
+        self.left -= len(drafts)
+
     @property
     def picky(self) -> bool:
-        """Not everybody may be in this pass."""
+        """Some requests may not be in this pass."""
         return self.cap > 0 or self.only is not None
 
     def excludes(self, request: Request) -> bool:
@@ -62,21 +60,32 @@ class PassBuilder:
         return self.cap > 0 and (len(request.tokens) > self.cap) != self.long
 
     def remove(self, request: Request) -> None:
-        """It lost its blocks after all."""
+        """It was preempted."""
         self.left += self.takes.pop(request, 0)
         self.starting.pop(request, None)
         self.grown.pop(request, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Who stands in a pass, in order, and where: kept from pass to pass while nobody comes or goes."""
+class PassRows:
+    """The requests of a pass in order, and their rows: kept from pass to pass while no request starts or leaves."""
 
     requests: list[Request]
     ids: list[str]
-    generations: list[int]
+    generation_list: list[int]
     rows: Ints
-    lives: Ints  # the generations again
+    generations: Ints
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> "PassRows":
+        generations = [request.generation for request in requests]
+        return cls(
+            requests,
+            [request.id for request in requests],
+            generations,
+            np.array([request.row for request in requests], dtype=np.int64),
+            np.array(generations, dtype=np.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +95,12 @@ class Flight:
     plan: StepPlan
     requests: list[Request]
     generations: list[int]  # of their rows, then
-    ends: list[int]  # how far each will have been computed
-    samples: list[bool]
+    ends: list[int]  # how far each will have been computed if every draft token in flight is accepted
+    draws: list[int]
     events: PassEvents
-    masked: list[tuple[int, Request]]  # (row, request) of those that choose a token and must follow a grammar
+    masked: list[tuple[int, Request]]  # (row, request) of rows that draw under a grammar
+    drafted: int = 0  # draft tokens in it
+    rejected: list[int] | None = None  # each request's `rejected`, then; None: no draft tokens were in flight
 
 
 def row_start(request: Request) -> RowStart:
@@ -120,42 +131,44 @@ def grown_blocks(batch: PassBuilder) -> Ints:
 
 
 def count_on(
-    requests: list[Request], starts: list[int], ends: list[int], step: int, events: PassEvents
-) -> tuple[list[bool], list[int]]:
-    """Which of them choose a token, and the ids of all positions; and count on their being computed."""
-    samples: list[bool] = []
+    batch: PassBuilder, starts: Sequence[int], ends: Sequence[int], step: int, events: PassEvents
+) -> tuple[list[int], list[int]]:
+    """How many tokens each request draws, and the ids of all positions; and count on all of it being computed."""
+    draws: list[int] = []
     tokens: list[int] = []
-    for request, start, end in zip(requests, starts, ends, strict=True):
-        known = len(request.tokens)
-        sampling = end == known + request.pending
-        samples.append(sampling)
-        tokens += request.tokens[start : min(end, known)]
-        if end > known:
-            tokens += [FROM_DEVICE] * (end - max(start, known))
+    for request, start, end in zip(batch.takes, starts, ends, strict=True):
+        drafts = batch.drafts.get(request, ())
+        known, last = len(request.tokens), end - len(drafts)
+        drawing = 1 + len(drafts) if last == known + request.pending else 0
+        draws.append(drawing)
+        tokens += request.tokens[start : min(last, known)]
+        if last > known:
+            tokens += [FROM_DEVICE] * (last - max(start, known))
+        tokens += drafts
         if start < request.furthest:
             events.recomputed_tokens += min(end, request.furthest) - start
         request.planned = end
-        request.pending += sampling
+        request.pending += drawing
         request.last_step = step
-    return samples, tokens
+    return draws, tokens
 
 
 def count_on_decodes(
-    requests: list[Request], ends: list[int], step: int, events: PassEvents
-) -> tuple[list[bool], list[int]]:
-    """As count_on, where everybody computes one position. Hot."""
-    samples, tokens = [], []
+    requests: Sequence[Request], ends: Sequence[int], step: int, events: PassEvents
+) -> tuple[list[int], list[int]]:
+    """As count_on, where every request computes one position. Hot."""
+    draws, tokens = [], []
     for request, end in zip(requests, ends, strict=True):
         ids, pending = request.tokens, request.pending
         known = len(ids)
         if end == known + pending:
-            samples.append(True)
+            draws.append(1)
             request.pending = pending + 1
         else:
-            samples.append(False)
+            draws.append(0)
         tokens.append(ids[end - 1] if end <= known else FROM_DEVICE)
         if end <= request.furthest:
             events.recomputed_tokens += 1
         request.planned = end
         request.last_step = step
-    return samples, tokens
+    return draws, tokens
