@@ -6,7 +6,7 @@ the wrong position or a wrong prefix hit changes the tokens, and the oracle belo
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -302,7 +302,7 @@ class FakeDrafter:
         self.wrong = wrong  # one draft token in so many is wrong; 0: none
         self._answers: dict[Request, list[int]] = {}
 
-    def propose(self, requests: Sequence[Request], most: int) -> dict[Request, list[int]]:
+    def propose(self, requests: Collection[Request], most: int) -> dict[Request, list[int]]:
         return {request: self._drafts(request) for request in requests}
 
     def _drafts(self, request: Request) -> list[int]:

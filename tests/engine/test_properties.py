@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +25,7 @@ from shoal.sched.pass_builder import PassBuilder
 from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
 from shoal.sched.scheduler import Scheduler
+from shoal.sched.steady import Steady
 from shoal.sched.tenants import TenantLimits
 from tests.fakes import FakeExecutor, FakeGrammar, make_request, make_scheduler, oracle
 
@@ -345,6 +347,34 @@ def test_depth_changes_no_tokens(config: dict[str, int], traffic: list[Move]) ->
         cut = id in one.cuts or id in two.cuts or {one.ended[id], two.ended[id]} & {Reason.ABORT, Reason.ERROR}
         if not cut:
             assert one.told[id] == two.told[id]
+
+
+@given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=40))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_steady_batch_is_planned_and_committed_like_any_other(
+    config: dict[str, int], depth: int, traffic: list[Move]
+) -> None:
+    runs = [Run(make_scheduler(**config), depth) for _ in range(2)]  # type: ignore[arg-type]
+    play(runs[0], traffic)
+    with patch.object(Steady, "suits", return_value=False):
+        play(runs[1], traffic)
+    assert runs[0].plans == runs[1].plans
+    assert runs[0].told == runs[1].told
+    assert runs[0].ended == runs[1].ended
+
+
+def test_a_batch_of_decodes_becomes_steady() -> None:
+    """So that the test above is known to compare something."""
+    run = Run(make_scheduler(blocks=200, max_num_batched_tokens=64), depth=2)
+    for number in range(4):
+        run.submit(make_request(f"r{number}", [number] * 5, 12 + 4 * number, seed=number))
+    steady = 0
+    while not run.scheduler.idle:
+        while run.begin():
+            steady += run.scheduler.tables.steady is not None
+        run.finish()
+    run.verify()
+    assert steady > 12
 
 
 # ---- a busy standard load, and the rules broken on purpose ----------------------------------------------------------

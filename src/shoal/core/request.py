@@ -123,9 +123,12 @@ class Request:
         self.grammar = grammar  # what it may say; None: anything
         self.allow(params.max_tokens or 0)  # 0: filled in at admission
         self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
-        # progress
+        self._begin(bool(output))
+
+    def _begin(self, ran: bool) -> None:
+        """Progress: it is new here; it may have run elsewhere."""
         self.state = State.WAITING
-        self.began = bool(output)  # it has run, here or elsewhere
+        self.began = ran  # it has run, here or elsewhere
         self.order = -1  # arrival number, given at admission
         self.arrived_s = 0.0
         self.first_s = math.nan  # when its first token was committed
