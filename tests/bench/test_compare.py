@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.bench import quiet
+from shoal.bench import cpu_noise
 from shoal.bench.compare import (
-    Plan,
+    ComparePlan,
     arrive,
     at_latency,
     compare,
@@ -21,8 +21,8 @@ from shoal.bench.compare import (
     speed_up,
     variants,
 )
+from shoal.bench.cpu_noise import NoiseWatch
 from shoal.bench.giant import giant_rows, run_giant
-from shoal.bench.quiet import Watch
 from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
 from shoal.bench.replay import replay
 from shoal.build import make_scheduler
@@ -64,7 +64,7 @@ def make_engine(settings: dict[str, object]) -> EngineLoop:
     )
 
 
-def make_plan(count: int = 24, **more: object) -> Plan:
+def make_plan(count: int = 24, **more: object) -> ComparePlan:
     trace = [TraceRequest(0.0, 3 + 5 * (n % 6), 2 + 7 * (n % 4)) for n in range(count)]
     values: dict[str, object] = {
         "presets": tuple(PRESETS),
@@ -76,7 +76,7 @@ def make_plan(count: int = 24, **more: object) -> Plan:
         "promise": Promise(1.0, 0.1),
         "price_per_hour": 1.0,
     }
-    return Plan(**{**values, **more})  # type: ignore[arg-type]
+    return ComparePlan(**{**values, **more})  # type: ignore[arg-type]
 
 
 def test_requests_come_when_the_trace_says_and_end_at_its_lengths() -> None:
@@ -253,7 +253,7 @@ def test_mistakes_are_named(flags: list[str], says: str, tmp_path: Path, capsys:
 
 def test_a_run_that_others_disturbed_is_repeated_and_the_quietest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = [0.5, 0.2, 0.3]
-    monkeypatch.setattr(Watch, "others", lambda self: shares.pop(0))
+    monkeypatch.setattr(NoiseWatch, "others", lambda self: shares.pop(0))
     run = run_one(make_plan(repeats=2), make_engine, "shoal", "shoal", {}, 20.0)
     assert run.others == 0.2
     assert not shares
@@ -264,7 +264,7 @@ def test_a_run_that_others_disturbed_is_repeated_and_the_quietest_kept(monkeypat
 
 def test_other_programs_are_what_the_machine_did_and_we_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = os.cpu_count() or 1
-    monkeypatch.setattr(quiet, "time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
-    monkeypatch.setattr(quiet, "busy_seconds", iter([100.0, 100.0 + 7.0 * cores]).__next__)
-    monkeypatch.setattr(quiet, "own_seconds", iter([50.0, 50.0 + 4.0 * cores]).__next__)
-    assert quiet.Watch().others() == pytest.approx(0.3)
+    monkeypatch.setattr(cpu_noise, "time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
+    monkeypatch.setattr(cpu_noise, "busy_seconds", iter([100.0, 100.0 + 7.0 * cores]).__next__)
+    monkeypatch.setattr(cpu_noise, "own_seconds", iter([50.0, 50.0 + 4.0 * cores]).__next__)
+    assert cpu_noise.NoiseWatch().others() == pytest.approx(0.3)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from shoal.bench import ink, plots
+from shoal.bench import giant_plots, pass_plots, plot_runs, plot_style, plots, timeline_plots
 from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT, Piece, lanes, rectangle_width, spans
 from shoal.bench.record import PassRecord, RequestRecord, RunRecord
 from tests.bench.conftest import PROMISE, Drawn
@@ -23,7 +23,7 @@ NAMES = [*PRESETS, "mine", "yours"]
 ALL: dict[str, Callable[[list[RunRecord]], Any]] = {
     name: (lambda runs, draw=draw: draw(runs, PROMISE)) for name, draw in plots.PLOTS.items()
 }
-ALL["giant"] = lambda runs: plots.giant_plot({run.label: run for run in runs[:3]})
+ALL["giant"] = lambda runs: giant_plots.giant_plot({run.label: run for run in runs[:3]})
 
 
 def texts(svg: Path) -> str:
@@ -50,8 +50,8 @@ def test_every_preset_is_named_in(drawn: Drawn, name: str) -> None:
 def test_work_shows_one_run_for_each_way_of_prefill(drawn: Drawn) -> None:
     told = texts(drawn.svgs["work"])
     assert all(name in told for name in ("inline", "exclusive", "chunked", "longest pass"))
-    _, mine = plots.at_middle(drawn.runs)
-    assert all(run.settings["layout"] == "ragged" for run in plots.one_per_prefill(mine))
+    _, mine = plot_runs.at_middle(drawn.runs)
+    assert all(run.settings["layout"] == "ragged" for run in pass_plots.one_per_prefill(mine))
 
 
 def test_the_giants_figures_are_written_out(drawn: Drawn) -> None:
@@ -77,7 +77,7 @@ def test_few_and_many(name: str, presets: int, rates: int) -> None:
     ids=["nothing", "empty", "failed"],
 )
 def test_runs_that_failed(name: str, runs: list[RunRecord], tmp_path: Path) -> None:
-    assert ElementTree.fromstring(ink.save(ALL[name](runs), tmp_path, name).read_text()) is not None
+    assert ElementTree.fromstring(plot_style.save(ALL[name](runs), tmp_path, name).read_text()) is not None
 
 
 @pytest.mark.parametrize("label", ["$x$ $", "_hidden", "<script>&\"'", "a\nb\x00c", "\N{FISH}" * 40, "x" * 300, ""])
@@ -85,14 +85,14 @@ def test_strange_labels(label: str, tmp_path: Path) -> None:
     run = made_run("shoal", 2.0, count=3)
     run.preset = run.label = label
     for name in ("timeline", "tokens", "throughput"):
-        ElementTree.fromstring(ink.save(ALL[name]([run]), tmp_path, name).read_text())
+        ElementTree.fromstring(plot_style.save(ALL[name]([run]), tmp_path, name).read_text())
 
 
 def test_titles_and_legends_do_not_overlap() -> None:
     runs = [made_run(preset, 6.0, count=24) for preset in NAMES]
     for run in runs:
         run.label = f"{run.preset}(group=16, window=0.05)"
-    for draw in (plots.timeline_plot, plots.kv_plot):
+    for draw in (timeline_plots.timeline_plot, pass_plots.kv_plot):
         figure = draw(runs)
         figure.draw_without_rendering()
         for axes in figure.axes:
@@ -103,14 +103,14 @@ def test_titles_and_legends_do_not_overlap() -> None:
 
 def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     runs = [made_run(preset, 4.0, count=6) for preset in ("orca", "transformers")]
-    once, again = (ink.save(plots.timeline_plot(runs), tmp_path / folder, "t") for folder in "ab")
+    once, again = (plot_style.save(timeline_plots.timeline_plot(runs), tmp_path / folder, "t") for folder in "ab")
     assert once.read_bytes() == again.read_bytes()
     assert once.with_suffix(".png").read_bytes() == again.with_suffix(".png").read_bytes()
 
 
 def test_no_global_state_is_left_behind(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
-    ink.save(plots.tokens_plot([made_run("orca", 1.0, count=3)]), tmp_path, "tokens")
+    plot_style.save(pass_plots.tokens_plot([made_run("orca", 1.0, count=3)]), tmp_path, "tokens")
     assert dict(matplotlib.rcParams) == before
 
 
@@ -120,9 +120,9 @@ def test_matplotlib_is_loaded_only_to_draw() -> None:
 
 
 def test_fourteen_presets_can_be_told_apart() -> None:
-    looks = ink.styles(NAMES)
+    looks = plot_style.styles(NAMES)
     assert len({(style.colour, str(style.line)) for style in looks.values()}) == 14
-    assert looks["shoal"] == ink.styles(["shoal"])["shoal"], "the same ink in every report"
+    assert looks["shoal"] == plot_style.styles(["shoal"])["shoal"], "the same ink in every report"
 
 
 # ---- lanes

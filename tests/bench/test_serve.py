@@ -16,7 +16,7 @@ from aiohttp import web
 from shoal.bench import serve_command
 from shoal.bench.record import Promise, RunRecord
 from shoal.bench.serve import as_text, base_url, first_model, run_serve, serve_summary, serve_table
-from shoal.bench.sse import Answer, Events, error_text, spread_tokens
+from shoal.bench.sse import Events, StreamedAnswer, error_text, spread_tokens
 from shoal.cli.common import new_command
 from shoal.errors import BadConfig, ImpossiblePair
 from shoal.workload.traces import TraceRequest
@@ -491,7 +491,7 @@ def test_events_do_not_depend_on_how_bytes_are_cut(step: int) -> None:
 
 
 def test_a_running_usage_counts_tokens() -> None:
-    answer = Answer()
+    answer = StreamedAnswer()
     for now_s, total in ((1.0, 1), (2.0, 4), (3.0, 5)):
         chunk = {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 1, "completion_tokens": total}}
         answer.add(json.dumps(chunk).encode(), now_s)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from shoal.bench.quiet import DISTURBED, Watch
+from shoal.bench.cpu_noise import DISTURBED, NoiseWatch
 from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.replay import replay
 from shoal.config.presets import preset_of
@@ -23,7 +23,7 @@ MakeEngine = Callable[[dict[str, Any]], EngineLoop]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparePlan:
     """What is to be compared."""
 
     presets: tuple[str, ...]
@@ -54,7 +54,7 @@ def group_sizes(slots: int) -> list[int]:
     return sorted({max(1, slots // 4), max(1, slots // 2), slots})
 
 
-def variants(preset: str, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def variants(preset: str, plan: ComparePlan) -> Iterator[tuple[str, dict[str, Any]]]:
     """(label, settings) of everything a preset is tried with."""
     batching = preset_of(preset).settings["batching"]
     if batching == "static":
@@ -67,7 +67,7 @@ def variants(preset: str, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield preset, {}
 
 
-def arrive(plan: Plan, rate: float) -> list[TraceRequest]:
+def arrive(plan: ComparePlan, rate: float) -> list[TraceRequest]:
     """The trace with arrival times for this rate."""
     if not rate or plan.users:
         return at_once(plan.trace)
@@ -77,12 +77,12 @@ def arrive(plan: Plan, rate: float) -> list[TraceRequest]:
     return gamma(plan.trace, rate, cv, plan.seed)
 
 
-def count_runs(plan: Plan) -> int:
+def count_runs(plan: ComparePlan) -> int:
     tried = sum(sum(1 for _ in variants(preset, plan)) for preset in plan.presets)
     return tried + len(plan.presets) * (len(plan.rates) - 1)
 
 
-def compare(plan: Plan, make_engine: MakeEngine, progress: bool = True) -> Results:
+def compare(plan: ComparePlan, make_engine: MakeEngine, progress: bool = True) -> Results:
     """Run everything. Variants are tried at the middle rate; the best of a preset is what runs at the others."""
     results = Results()
     middle = plan.rates[len(plan.rates) // 2]
@@ -104,14 +104,14 @@ def compare(plan: Plan, make_engine: MakeEngine, progress: bool = True) -> Resul
     return results
 
 
-def _latency(run: RunRecord, plan: Plan) -> float:
+def _latency(run: RunRecord, plan: ComparePlan) -> float:
     """Median end-to-end time per output token; a run in which nobody finished is the worst."""
     summary = summarise(run, plan.promise, plan.price_per_hour)
     return float(summary["normalised_s"]["p50"]) if summary["finished"] else float("inf")
 
 
 def run_one(
-    plan: Plan,
+    plan: ComparePlan,
     make_engine: MakeEngine,
     preset: str,
     label: str,
@@ -133,7 +133,7 @@ def run_one(
 
 
 def run_once(
-    plan: Plan,
+    plan: ComparePlan,
     make_engine: MakeEngine,
     preset: str,
     label: str,
@@ -143,7 +143,7 @@ def run_once(
 ) -> RunRecord:
     """On a fresh engine."""
     chosen = {**preset_of(preset).settings, **settings}
-    watch = Watch()
+    watch = NoiseWatch()
     loop = make_engine(chosen)
     try:
         run = replay(
@@ -164,7 +164,7 @@ def run_once(
     return run
 
 
-def rows_of(runs: Sequence[RunRecord], plan: Plan) -> list[dict[str, Any]]:
+def rows_of(runs: Sequence[RunRecord], plan: ComparePlan) -> list[dict[str, Any]]:
     """Every figure of every run, for tables and machines."""
     return [
         {
@@ -190,7 +190,7 @@ class SpeedUp(NamedTuple):
         return self.ours / self.theirs
 
 
-def speed_up(runs: Sequence[RunRecord], plan: Plan, of: Sequence[str], over: Sequence[str]) -> SpeedUp | None:
+def speed_up(runs: Sequence[RunRecord], plan: ComparePlan, of: Sequence[str], over: Sequence[str]) -> SpeedUp | None:
     """The best of `of` against the best of `over`, the way Orca reports it.
 
     Taken at one latency, the lowest of `over`'s points that `of` reaches too; not the largest ratio there is.
@@ -221,7 +221,7 @@ def in_words(found: SpeedUp | None) -> str:
     )
 
 
-def curve(runs: Sequence[RunRecord], plan: Plan, names: Sequence[str]) -> list[tuple[float, float]]:
+def curve(runs: Sequence[RunRecord], plan: ComparePlan, names: Sequence[str]) -> list[tuple[float, float]]:
     """(median normalised latency, requests per second finished) by rate, the best of these presets at each."""
     points: dict[float, tuple[float, float]] = {}
     for run in runs:

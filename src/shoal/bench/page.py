@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
-from shoal.bench.style import CSS, SCRIPT
+from shoal.bench.page_style import CSS, SCRIPT
 
 Row = Mapping[str, Any]  # {"preset", "label", "rate", **summarise(run)}
 MISSING = "—"

@@ -2,7 +2,7 @@
 
 Computing is what the C kernels do without the interpreter (or, where plain torch stands in for them, its layers and
 head). All the rest is host work: planning, tables, what stands between Python and C, threads that wait for each other.
-A phase's time is its own: that of a watched call inside it is the inner one's. With two passes in flight host work
+A phase's time is its own: that of a timed_calls call inside it is the inner one's. With two passes in flight host work
 hides behind computing, so the host's share is not the sum of its phases but what a pass takes beyond computing.
 
 Is handed a loop and turns nothing itself. Knows the parts of a loop by name, not by type.
@@ -24,7 +24,7 @@ REST = "threads, the rest"
 C_CALLS = {"shoal_layers": "layers", "shoal_embed": "layers", "shoal_embed8": "layers", "shoal_draw": "draw"}
 
 
-class Watch:
+class PhaseTimer:
     """Own seconds of every phase. Each thread has its own stack of what it is in."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -54,11 +54,11 @@ class Watch:
 class TimedCalls:
     """The functions of a C library, each timed under its phase; those without one of their own count as the head."""
 
-    def __init__(self, calls: Any, watch: Watch) -> None:
-        self._calls, self._watch = calls, watch
+    def __init__(self, calls: Any, timer: PhaseTimer) -> None:
+        self._calls, self._timer = calls, timer
 
     def __getattr__(self, name: str) -> Any:
-        timed = self._watch.wrap(getattr(self._calls, name), C_CALLS.get(name, "head"))
+        timed = self._timer.wrap(getattr(self._calls, name), C_CALLS.get(name, "head"))
         setattr(self, name, timed)  # next time it is found at once
         return timed
 
@@ -67,7 +67,7 @@ class PassPhases:
     """Call step() after every pass: sums up those that are decodes alone."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.watch = Watch(clock)
+        self.timer = PhaseTimer(clock)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.wall_s = 0.0
         self.passes = 0
@@ -81,11 +81,11 @@ class PassPhases:
         requests = len(events.scheduled_ids)
         if self._since_s is not None and requests and events.computed_tokens == requests:
             self.wall_s += now_s - self._since_s
-            for name, seconds in dict(self.watch.seconds).items():  # with two passes in flight the other adds meanwhile
+            for name, seconds in dict(self.timer.seconds).items():  # with two passes in flight the other adds meanwhile
                 self.seconds[name] += seconds
             self.passes += 1
             self.requests += requests
-        self.watch.seconds.clear()
+        self.timer.seconds.clear()
         self._since_s = now_s
 
     @property
@@ -132,11 +132,11 @@ class PassPhases:
 
 
 @contextmanager
-def watching(loop: EngineLoop, watch: Watch) -> Iterator[None]:
+def timing(loop: EngineLoop, timer: PhaseTimer) -> Iterator[None]:
     """Time the parts of a loop whose executor computes in this process, on the CPU."""
     runner: Any = loop.executor.runner  # type: ignore[attr-defined]
     model = runner.model
-    watched = [
+    timed_calls = [
         (loop.engine, "begin", "plan"),
         (loop.engine, "finish", "commit"),
         (runner, "update", "inputs"),
@@ -147,17 +147,17 @@ def watching(loop: EngineLoop, watch: Watch) -> Iterator[None]:
     ]
     calls = getattr(model.ops, "calls", None)
     if calls is not None:
-        watched.append((model, "logits", "around the head"))
-        model.ops.calls = TimedCalls(calls, watch)
+        timed_calls.append((model, "logits", "around the head"))
+        model.ops.calls = TimedCalls(calls, timer)
     else:
-        watched += [(model.ops, "layers", "layers"), (model, "logits", "head")]
-    before = [vars(owner).get(name) for owner, name, _ in watched]
-    for owner, name, phase in watched:
-        setattr(owner, name, watch.wrap(getattr(owner, name), phase))
+        timed_calls += [(model.ops, "layers", "layers"), (model, "logits", "head")]
+    before = [vars(owner).get(name) for owner, name, _ in timed_calls]
+    for owner, name, phase in timed_calls:
+        setattr(owner, name, timer.wrap(getattr(owner, name), phase))
     try:
         yield
     finally:
-        for (owner, name, _), own in zip(watched, before, strict=True):
+        for (owner, name, _), own in zip(timed_calls, before, strict=True):
             if own is None:
                 delattr(owner, name)
             else:

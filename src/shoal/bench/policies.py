@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench.quiet import DISTURBED, Watch
+from shoal.bench.cpu_noise import DISTURBED, NoiseWatch
 from shoal.bench.record import RequestRecord, RunRecord, spread
 from shoal.bench.replay import Replay
 from shoal.core.events import PassEvents
@@ -35,7 +35,7 @@ MakeEngine = Callable[[dict[str, Any]], EngineLoop]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedRequest:
     """One request of an experiment."""
 
     trace: TraceRequest
@@ -43,14 +43,16 @@ class Asked:
     tenant: str = ""
     kind: str = ""  # how it is counted
 
-    def at(self, at_s: float) -> "Asked":
-        return Asked(TraceRequest(at_s, self.trace.prompt, self.trace.output), self.tier, self.tenant, self.kind)
+    def at(self, at_s: float) -> "PlannedRequest":
+        return PlannedRequest(
+            TraceRequest(at_s, self.trace.prompt, self.trace.output), self.tier, self.tenant, self.kind
+        )
 
 
 class PolicyReplay(Replay):
     """A replay whose requests belong to tiers and tenants."""
 
-    asked: Sequence[Asked] = ()
+    asked: Sequence[PlannedRequest] = ()
     _awaited: frozenset[str] = frozenset()  # of those the run is about, who has not ended
 
     def await_kind(self, kind: str) -> None:
@@ -98,7 +100,7 @@ class Lab:
     def warn(self, message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
-    def run(self, label: str, asked: Sequence[Asked], settings: dict[str, Any], until: str = "") -> RunRecord:
+    def run(self, label: str, asked: Sequence[PlannedRequest], settings: dict[str, Any], until: str = "") -> RunRecord:
         """One run, to the end or until all of one kind have ended; again if other programs disturbed it.
 
         Requests must be in order of arrival.
@@ -111,7 +113,7 @@ class Lab:
             self.warn(f"{label}: other programs took {record.others:.0%} of the machine meanwhile; {words}")
         return record
 
-    def _run(self, label: str, asked: Sequence[Asked], settings: dict[str, Any], until: str) -> RunRecord:
+    def _run(self, label: str, asked: Sequence[PlannedRequest], settings: dict[str, Any], until: str) -> RunRecord:
         trace = [one.trace for one in asked]
         loop = self.make_engine({"max_num_seqs": self.sizes.slots, "prefix_caching": False, **settings})
         try:
@@ -119,7 +121,7 @@ class Lab:
             replay = PolicyReplay(loop, trace, make_prompts(trace, self.vocab_size), longest)
             replay.asked = asked
             replay.await_kind(until)
-            watch = Watch()
+            watch = NoiseWatch()
             with tqdm(total=len(trace), desc=label, unit="req", disable=not self.progress, leave=False) as bar:
                 seconds, busy_s = replay.run(bar)
         finally:
@@ -136,7 +138,7 @@ class Lab:
 
     def saturation(self, settings: dict[str, Any] | None = None) -> float:
         """Requests per second that fcfs ends with every slot taken: over the middle of a run that begins with all."""
-        asked = [Asked(one) for one in self.chats(self.sizes.requests // 2, seed=7)]
+        asked = [PlannedRequest(one) for one in self.chats(self.sizes.requests // 2, seed=7)]
         run = self.run("saturation", asked, settings or {})
         ends = sorted(record.ended_s for record in run.requests if record.ended_s is not None)
         first, last = len(ends) // 10, len(ends) * 8 // 10
@@ -150,7 +152,7 @@ class Lab:
         chance = random.Random(3)
         tiers = ["premium" if chance.random() < 0.2 else "batch" for _ in range(sizes.requests)]
         trace = poisson(self.chats(sizes.requests), rate, seed=1)
-        asked = [Asked(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
+        asked = [PlannedRequest(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
         promise = {"premium": {"ttft": sizes.ttft_s, "itl": sizes.itl_s, "weight": 8}, "batch": {}}
         ways: dict[str, dict[str, Any]] = {
             "fcfs": {"tiers": promise},
@@ -183,9 +185,9 @@ class Lab:
         calm_trace = poisson(self.chats(max(12, sizes.requests * 5 // 6), seed=2), 0.2 * rate, seed=2)
         until_s = calm_trace[-1].at_s
         flood_trace = poisson(self.chats(int(2.5 * rate * until_s) + 1, seed=3), 2.0 * rate, seed=4)
-        calm = [Asked(one, tenant="calm", kind="calm") for one in calm_trace]
+        calm = [PlannedRequest(one, tenant="calm", kind="calm") for one in calm_trace]
         both = sorted(
-            calm + [Asked(one, tenant="flood", kind="flood") for one in flood_trace if one.at_s <= until_s],
+            calm + [PlannedRequest(one, tenant="flood", kind="flood") for one in flood_trace if one.at_s <= until_s],
             key=lambda one: one.trace.at_s,
         )
         third = both[: 1 + both.index(calm[len(calm) // 3])]  # under fcfs they wait ever longer: a part will do
@@ -232,7 +234,7 @@ class Lab:
         chance = random.Random(4)
         tiers = ["premium" if chance.random() < 0.2 else "batch" for _ in trace]
         promise = {"premium": {"ttft": sizes.ttft_s, "itl": sizes.itl_s, "weight": 8}, "batch": {}}
-        asked = [Asked(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
+        asked = [PlannedRequest(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
         ways: dict[str, dict[str, Any]] = {
             "fcfs": {"tiers": promise},
             "sjf": {"order": "sjf", "tiers": promise},
@@ -258,7 +260,7 @@ class Lab:
         count = 4
         long = [TraceRequest(until_s * (number + 0.5) / count, sizes.long_prompt, 24) for number in range(count)]
         asked = sorted(
-            [Asked(one, kind="short") for one in trace] + [Asked(one, kind="long") for one in long],
+            [PlannedRequest(one, kind="short") for one in trace] + [PlannedRequest(one, kind="long") for one in long],
             key=lambda one: one.trace.at_s,
         )
         kinds = [one.kind for one in asked]
@@ -280,7 +282,7 @@ class Lab:
     def sjf(self) -> Finding:
         sizes = self.sizes
         trace = poisson(self.chats(sizes.requests, seed=10), 1.1 * self.saturation(), seed=11)
-        asked = [Asked(one, kind="all") for one in trace]
+        asked = [PlannedRequest(one, kind="all") for one in trace]
         runs = {name: self.run(name, asked, {"order": name}) for name in ("fcfs", "sjf")}
         kinds = {name: ["all"] * len(asked) for name in runs}
         rows: list[dict[str, Any]] = [
@@ -292,9 +294,12 @@ class Lab:
 
     def budget(self) -> Finding:
         sizes = self.sizes
-        speakers = [Asked(TraceRequest(0.0, 16, 160), "premium", kind="speaker") for _ in range(sizes.slots // 2)]
+        speakers = [
+            PlannedRequest(TraceRequest(0.0, 16, 160), "premium", kind="speaker") for _ in range(sizes.slots // 2)
+        ]
         giants = [
-            Asked(TraceRequest(4.0 + 6.0 * number, sizes.long_prompt, 4), "batch", kind="giant") for number in range(3)
+            PlannedRequest(TraceRequest(4.0 + 6.0 * number, sizes.long_prompt, 4), "batch", kind="giant")
+            for number in range(3)
         ]
         asked = speakers + giants
         kinds = [one.kind for one in asked]

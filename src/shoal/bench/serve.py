@@ -19,7 +19,7 @@ from tqdm import tqdm
 from yarl import URL
 
 from shoal.bench.record import Promise, RequestRecord, RunRecord, spread, summarise
-from shoal.bench.sse import Answer, Events, error_text
+from shoal.bench.sse import Events, StreamedAnswer, error_text
 from shoal.errors import BadConfig
 from shoal.workload.traces import TraceRequest
 
@@ -216,7 +216,7 @@ class _Client:
 
     async def ask(self, record: RequestRecord, body: bytes) -> None:
         """One request from its sending to its end, good or bad."""
-        answer, failure = Answer(), ("", "")
+        answer, failure = StreamedAnswer(), ("", "")
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
@@ -228,7 +228,7 @@ class _Client:
         self.note(record, answer, *failure)
         self.bar.update()
 
-    async def talk(self, answer: Answer, body: bytes) -> tuple[str, str]:
+    async def talk(self, answer: StreamedAnswer, body: bytes) -> tuple[str, str]:
         """Send and listen until the end; returns (reason, text) of a failure, or two empty strings."""
         headers = {"Content-Type": "application/json"}
         async with self.session.post(self.path, data=body, headers=headers) as response:
@@ -244,7 +244,7 @@ class _Client:
             return "cut off", "the stream ended without a finish_reason or [DONE]"
         return "", ""
 
-    async def listen(self, answer: Answer, content: aiohttp.StreamReader) -> None:
+    async def listen(self, answer: StreamedAnswer, content: aiohttp.StreamReader) -> None:
         events = Events()
         async for data in content.iter_any():
             now_s = self.now_s()
@@ -258,7 +258,7 @@ class _Client:
         for event in events.close():
             answer.add(event, self.now_s())
 
-    def note(self, record: RequestRecord, answer: Answer, failure: str, text: str) -> None:
+    def note(self, record: RequestRecord, answer: StreamedAnswer, failure: str, text: str) -> None:
         record.ended_s = answer.ended_s if answer.ended_s is not None and not failure else self.now_s()
         record.token_s, how = answer.token_times()
         if failure:

@@ -39,7 +39,7 @@ class Events:
         return self.feed(b"\n\n")
 
 
-class Answer:
+class StreamedAnswer:
     """One answer as it comes: when it spoke, how many tokens, how it ended.
 
     Servers count tokens in different ways, so three are understood, the best one wins:

@@ -71,8 +71,8 @@ def add_bench(commands: Any) -> None:
 
 def run_bench_giant(args: argparse.Namespace) -> int:
     from shoal.bench.giant import giant_rows, run_giant
-    from shoal.bench.ink import save
-    from shoal.bench.plots import giant_plot
+    from shoal.bench.giant_plots import giant_plot
+    from shoal.bench.plot_style import save
     from shoal.bench.report import giant_table
     from shoal.build import assemble
 
@@ -169,7 +169,7 @@ def run_profile(
     built: "Built", run: Callable[..., Any], work: tuple[Any, Any], passes: int, path: str
 ) -> tuple[str, dict[str, Any] | None]:
     """One more run with a trace; on a CPU another, undisturbed, by phase. What to print, and the phases as figures."""
-    from shoal.bench.phases import PassPhases, watching
+    from shoal.bench.phases import PassPhases, timing
     from shoal.bench.profile import PASSES, PassProfiler, named
 
     profiler = PassProfiler(path, max(1, (passes - PASSES) // 2))
@@ -180,6 +180,6 @@ def run_profile(
     if built.device != "cpu":
         return written + profiler.table(), None
     phases = PassPhases()
-    with watching(built.loop, phases.watch):
+    with timing(built.loop, phases.timer):
         run(*work, progress=False, name="phases ", after_pass=phases.step)
     return f"{written}\n{phases.table()}", phases.figures()

@@ -15,7 +15,7 @@ from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
-    from shoal.bench.compare import Plan
+    from shoal.bench.compare import ComparePlan
     from shoal.build import Loaded
     from shoal.engine.loop import EngineLoop
     from shoal.workload.traces import Fitted
@@ -135,8 +135,8 @@ def numbers(text: str, flag: str) -> tuple[float, ...]:
     return found
 
 
-def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Plan, Fitted]":
-    from shoal.bench.compare import Plan
+def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[ComparePlan, Fitted]":
+    from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
     from shoal.workload.prompts import make_prompts
     from shoal.workload.traces import fit
@@ -149,7 +149,7 @@ def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Plan, Fitted
     capped = fit(fitted.requests, max_prompt=context // 2, max_output=context // 2)
     fitted = replace(fitted, requests=capped.requests, capped_share=capped.capped_share)
     longest = max(one.output for one in fitted.requests)
-    plan = Plan(
+    plan = ComparePlan(
         presets=names,
         rates=numbers(args.rates, "--rates") if not args.users else (0.0,),
         trace=fitted.requests,
@@ -165,7 +165,9 @@ def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Plan, Fitted
     return plan, fitted
 
 
-def engine_maker(args: argparse.Namespace, loaded: "Loaded", plan: "Plan") -> "Callable[[dict[str, Any]], EngineLoop]":
+def engine_maker(
+    args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan"
+) -> "Callable[[dict[str, Any]], EngineLoop]":
     """Builds engines over the one loaded model; flags given by the user hold for every preset."""
     from shoal.build import assemble
     from shoal.runner.kvstore import bytes_per_block
@@ -186,7 +188,7 @@ def engine_maker(args: argparse.Namespace, loaded: "Loaded", plan: "Plan") -> "C
     return make
 
 
-def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "Plan", fitted: "Fitted") -> dict[str, Any]:
+def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:
     """What a reader must know to believe the figures, and to take them again."""
     from shoal.bench.floor import measure
     from shoal.workload.synthetic import TABLES
@@ -214,7 +216,7 @@ def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "Plan", fitted: 
 
 def write_report(
     folder: Path,
-    plan: "Plan",
+    plan: "ComparePlan",
     meta: dict[str, Any],
     rows: list[dict[str, Any]],
     tried: list[dict[str, Any]],

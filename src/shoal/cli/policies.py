@@ -46,7 +46,7 @@ def add_policies(kinds: Any) -> None:
 
 
 def run_bench_policies(args: argparse.Namespace) -> int:
-    from shoal.bench.ink import save
+    from shoal.bench.plot_style import save
     from shoal.bench.policies import EXPERIMENTS, Lab, Sizes, table
     from shoal.bench.policy_plots import finding_plot
     from shoal.build import assemble

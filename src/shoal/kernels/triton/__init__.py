@@ -1,7 +1,7 @@
 """Kernels for NVIDIA GPUs: Triton for what is fused and for attention, cuBLAS for most matrix products.
 
 Owns how a ragged batch is cut into the calls of attention.py, and which kernel computes what. The plain meaning of
-everything here is ref.py; what was measured is in docs/performance.md.
+everything here is ref.py; what was measured is in docs/lab/gpu.md.
 """
 
 from collections.abc import Sequence

@@ -11,10 +11,10 @@ from pathlib import Path
 DISTURBED = 0.05  # of all cores together: a run with more than this is not to be trusted
 
 
-class Watch:
+class NoiseWatch:
     """Counts from its making on.
 
-    >>> watch = Watch()
+    >>> watch = NoiseWatch()
     >>> 0.0 <= watch.others() <= 1.0
     True
     """
