@@ -75,7 +75,7 @@ def test_flags_that_users_of_other_servers_know() -> None:
         ("log_prompts: 3", "log_prompts must be true or false"),
         ("api_key: {a: b}", "api_key must be a list of texts"),
         ("memory: lots", "unknown memory 'lots'"),
-        ("memory: ondemand\nwhen_short: wait", "would wait for ever"),
+        ("memory: ondemand\nwhen_short: wait", "which is a deadlock"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
@@ -104,8 +104,8 @@ def test_a_bad_variable_is_refused_by_name(environ: dict[str, str], says: str) -
     [
         ({"port": 70000}, "port must be between"),
         ({"api_key": ("short",)}, "at least 8 characters"),
-        ({"api_key": ("a=sk-123456789", "b=sk-123456789")}, "each must be its own"),
-        ({"api_key": ("a=sk-123456789", "a=sk-987654321")}, "each must be its own"),
+        ({"api_key": ("a=sk-123456789", "b=sk-123456789")}, "each must be unique"),
+        ({"api_key": ("a=sk-123456789", "a=sk-987654321")}, "each must be unique"),
         ({"ssl_certfile": "x.pem"}, "needs both"),
         ({"ssl_certfile": "x.pem", "ssl_keyfile": "y.pem"}, "cannot read ssl_certfile"),
         ({"api_workers": 0}, "api_workers must be at least 1"),
