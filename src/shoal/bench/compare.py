@@ -1,8 +1,8 @@
 """Compare: the same requests through every preset on the same model, at every rate.
 
 Groups are swept (static by size, dynamic by window at the size of the slots) at the middle rate, and the best of each
-by median normalised latency is kept, so that the baseline is no straw man. Is handed a make_engine, which
-builds an engine with given settings over the model loaded once.
+by median normalised latency is kept, so that the baseline is a fair one. Takes a make_engine, which builds an engine
+with given settings over the model loaded once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ MakeEngine = Callable[[dict[str, Any]], EngineLoop]
 
 @dataclass(frozen=True)
 class ComparePlan:
-    """What is to be compared."""
+    """What to compare."""
 
     presets: tuple[str, ...]
     rates: tuple[float, ...]  # requests per second; 0: all at once
@@ -38,12 +38,12 @@ class ComparePlan:
     users: int = 0
     windows_ms: tuple[float, ...] = (20.0, 100.0, 500.0)
     seed: int = 0
-    repeats: int = 0  # how often a run that other programs disturbed is repeated at most
+    repeats: int = 0  # most repeats of a run that other programs disturbed
 
 
 @dataclass
 class Results:
-    """What came of it: the best run of each preset and rate, and those that were tried and not kept."""
+    """The best run of each preset and rate, and the runs that were tried and not kept."""
 
     kept: list[RunRecord] = field(default_factory=list)
     tried: list[RunRecord] = field(default_factory=list)
@@ -55,7 +55,7 @@ def group_sizes(slots: int) -> list[int]:
 
 
 def variants(preset: str, plan: ComparePlan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, settings) of everything a preset is tried with."""
+    """(label, settings) of every variant of a preset."""
     batching = preset_of(preset).settings["batching"]
     if batching == "static":
         for size in group_sizes(plan.slots):
@@ -83,7 +83,7 @@ def count_runs(plan: ComparePlan) -> int:
 
 
 def compare(plan: ComparePlan, make_engine: MakeEngine, progress: bool = True) -> Results:
-    """Run everything. Variants are tried at the middle rate; the best of a preset is what runs at the others."""
+    """Run everything. Variants are tried at the middle rate; the best of each preset runs at the other rates."""
     results = Results()
     middle = plan.rates[len(plan.rates) // 2]
     bar: tqdm[Any] = tqdm(total=count_runs(plan) * len(plan.trace), unit="req", disable=not progress)
@@ -105,7 +105,7 @@ def compare(plan: ComparePlan, make_engine: MakeEngine, progress: bool = True) -
 
 
 def _latency(run: RunRecord, plan: ComparePlan) -> float:
-    """Median end-to-end time per output token; a run in which nobody finished is the worst."""
+    """Median end-to-end time per output token; infinite if no request finished."""
     summary = summarise(run, plan.promise, plan.price_per_hour)
     return float(summary["normalised_s"]["p50"]) if summary["finished"] else float("inf")
 
@@ -119,14 +119,14 @@ def run_one(
     rate: float,
     bar: "tqdm[Any] | None" = None,
 ) -> RunRecord:
-    """One preset at one rate; again if other programs took part, and then the least disturbed of the runs."""
+    """One preset at one rate, repeated if other programs disturbed it; returns the least disturbed run."""
     name = f"{label} at {rate:g}/s" if rate else label
     if bar is not None:
         bar.set_description(name)
     runs: list[RunRecord] = []
     while len(runs) < 1 + plan.repeats and (not runs or runs[-1].others > DISTURBED):
         if runs and bar is not None:
-            bar.write(f"{name}: other programs took {runs[-1].others:.0%} of the CPU; it is run again")
+            bar.write(f"{name}: other programs took {runs[-1].others:.0%} of the CPU; running it again")
             bar.total = (bar.total or 0) + len(plan.trace)
         runs.append(run_once(plan, make_engine, preset, label, settings, rate, bar))
     return min(runs, key=lambda run: run.others)
@@ -141,7 +141,7 @@ def run_once(
     rate: float,
     bar: "tqdm[Any] | None" = None,
 ) -> RunRecord:
-    """On a fresh engine."""
+    """One run on a new engine."""
     chosen = {**preset_of(preset).settings, **settings}
     watch = NoiseWatch()
     loop = make_engine(chosen)
@@ -191,9 +191,9 @@ class SpeedUp(NamedTuple):
 
 
 def speed_up(runs: Sequence[RunRecord], plan: ComparePlan, of: Sequence[str], over: Sequence[str]) -> SpeedUp | None:
-    """The best of `of` against the best of `over`, the way Orca reports it.
+    """The best of `of` against the best of `over`, as Orca reports it.
 
-    Taken at one latency, the lowest of `over`'s points that `of` reaches too; not the largest ratio there is.
+    Taken at one latency: the lowest of `over`'s points that `of` reaches too, not the point with the largest ratio.
     """
     ours = curve(runs, plan, of)
     theirs = curve(runs, plan, over)
@@ -211,7 +211,7 @@ def by_batching(presets: Sequence[str], batching: str) -> list[str]:
 
 
 def in_words(found: SpeedUp | None) -> str:
-    """What a report says about continuous batching against the best static groups."""
+    """The report's sentence on continuous batching against the best static groups."""
     if found is None:
         return ""
     return (

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PROMISED = ("premium", "speaker")  # the kinds of requests that have a promise
+PROMISED = ("premium", "stream")  # the kinds of requests that have a promise
 
 
 def finding_plot(finding: Finding) -> "Figure":
