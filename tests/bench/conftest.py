@@ -17,7 +17,7 @@ PROMISE = Promise(ttft_s=1.0, gap_s=0.1)
 class Drawn:
     runs: list[RunRecord]
     rows: list[dict[str, Any]]
-    svgs: dict[str, Path]  # a PNG lies beside each
+    svgs: dict[str, Path]  # with a PNG beside each
 
 
 def rows_of(runs: list[RunRecord]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Where the time of a pass goes: own times of nested calls, shares, and what a pass takes beyond computing."""
+"""Where the time of a pass goes: times without nested calls, shares, and the time beyond computing."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from shoal.core.events import PassEvents
 
 
 class Hands:
-    """A clock that is moved by hand."""
+    """A manual clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -93,7 +93,7 @@ def test_shares_are_of_the_passes_that_are_decodes_alone() -> None:
     assert "host work: 20.0% of a pass" in phases.table()
 
 
-def test_host_work_behind_computing_costs_nothing() -> None:
+def test_host_work_hidden_behind_computing_is_not_counted() -> None:
     """Two passes in flight: planning takes 3 s of the 10 s in which layers take 9."""
     clock = Hands()
     phases = PassPhases(clock)
@@ -110,7 +110,7 @@ def test_a_run_without_such_passes_says_so() -> None:
     assert PassPhases().host_share == 0
 
 
-def test_the_parts_of_a_loop_are_watched_and_left_as_they_were() -> None:
+def test_the_parts_of_a_loop_are_timed_and_restored() -> None:
     clock = Hands()
     timer = PhaseTimer(clock)
 
