@@ -447,7 +447,7 @@ def test_invalid_arguments_are_refused() -> None:
     for bad in ({"closed": 0}, {"timeout_s": 0}, {"chat": True}):
         with pytest.raises(BadConfig):
             within(run_serve("http://127.0.0.1:1", asking(1), [[1]], model="m", **bad))
-    with pytest.raises(BadConfig, match="as many prompts"):
+    with pytest.raises(BadConfig, match="2 requests need 2 prompts"):
         within(run_serve("http://127.0.0.1:1", asking(2), [[1]], model="m"))
 
 
@@ -564,7 +564,7 @@ def test_the_command_replays_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     argv = ("--trace", str(trace), "--replay", "--time-scale", "0.05", "--max-output", "3", "--model", "m")
     assert within(run_command(fake, *argv)) == 0
     assert [(len(body["prompt"]), body["max_tokens"]) for body in fake.asked] == [(5, 1), (6, 2), (7, 3)]
-    assert "33.3% of requests were cut" in capsys.readouterr().out
+    assert "33.3% of requests were shortened" in capsys.readouterr().out
     placed, _ = serve_command.requests_from(command(*argv))
     assert [one.at_s for one in placed] == pytest.approx([0, 0.1, 0.2])
     placed, _ = serve_command.requests_from(command("--trace", str(trace), "--replay", "--rate", "10"))

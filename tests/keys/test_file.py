@@ -231,11 +231,11 @@ def test_a_private_folder_that_was_removed_is_made_again_for_this_user_alone(
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert [key.name for key in KeyBook(folder.path)()] == ["a"]
     folder.path.chmod(0o755)
-    with pytest.raises(EngineError, match="this user alone"):
+    with pytest.raises(EngineError, match="only this user can enter"):
         folder.mend()
     shutil.rmtree(folder.path)
     folder.path.symlink_to(tmp_path)
-    with pytest.raises(EngineError, match="this user alone"):
+    with pytest.raises(EngineError, match="only this user can enter"):
         folder.mend()
     folder.path.unlink()
     shutil.rmtree(folder.path.parent)
