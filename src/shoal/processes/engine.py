@@ -69,8 +69,8 @@ def run(config: Mapping[str, Any]) -> None:
         host.loop.close()
         socket.close(linger=0)
     if config.get("paced"):
-        assert isinstance(host.metrics, Emissions)
-        host.metrics.save(Path(config["paced"]["save"]))
+        assert isinstance(host.observers[0], Emissions)
+        host.observers[0].save(Path(config["paced"]["save"]))
 
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
@@ -104,7 +104,8 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         from shoal.text.grammar import Grammars
 
         make_grammar = Grammars(built.tokenizer, built.spec.vocab_size, sorted(built.eos)).make
-    return Host(built.loop, socket, info, EngineMetrics(policies_of(built.config)), make_grammar, suspects)
+    metrics = EngineMetrics(policies_of(built.config))
+    return Host(built.loop, socket, info, [metrics], {"metrics": metrics.render}, make_grammar, suspects)
 
 
 def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) -> Host:
@@ -116,7 +117,8 @@ def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) ->
     executor = PacedExecutor(paced["tick_s"], tokens=list(range(50, 100)))
     loop = EngineLoop(Engine(scheduler), executor, InboxClock(socket), depth=1)
     info = EngineInfo(0, limits.max_model_len, limits.vocab_size, paced["kv_tokens"], "none", "paced")
-    return Host(loop, socket, info, Emissions())
+    emissions = Emissions()
+    return Host(loop, socket, info, [emissions], {"metrics": emissions.render})
 
 
 if __name__ == "__main__":
