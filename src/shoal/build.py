@@ -17,6 +17,7 @@ from tqdm import tqdm
 from shoal import kernels
 from shoal.config.engine import EngineConfig
 from shoal.core.clock import Clock, WallClock
+from shoal.core.job import EngineInfo
 from shoal.core.names import pick
 from shoal.core.ports import Executor
 from shoal.core.tiers import Tiers
@@ -47,6 +48,7 @@ from shoal.sched.scheduler import Policies, Scheduler
 from shoal.sched.slo import Slo
 from shoal.sched.steptime import StepModel
 from shoal.sched.tenants import LimitsOf, TenantLimits, no_limits
+from shoal.text.template import read_template
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,16 @@ class Built:
     limits: Limits
     kv_blocks: int
 
+    def info(self, epoch: int = 0) -> EngineInfo:
+        return EngineInfo(
+            epoch,
+            self.limits.max_model_len,
+            self.limits.vocab_size,
+            self.kv_blocks * self.config.block_size,
+            str(self.dtype).removeprefix("torch."),
+            self.device,
+        )
+
 
 def build(
     config: EngineConfig,
@@ -113,7 +125,7 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
         raise BadConfig(f"quantization {config.quantization} is for CPUs; leave it out on a GPU, or use --device cpu")
     files = find_model(config.model)
     spec = spec_from_config(files.config)
-    tokenizer = load_tokenizer(files, _template(config))
+    tokenizer = load_tokenizer(files, read_template(config.chat_template))
     if tokenizer is not None:
         check_vocabulary(tokenizer, spec.vocab_size)
     dtype = pick_dtype(config.dtype, spec, device)
@@ -196,15 +208,6 @@ def pick_device(name: str) -> str:
     if device == "cuda" and not usable:
         raise BadConfig("device cuda: no usable NVIDIA GPU was found; check nvidia-smi, or use --device cpu")
     return device
-
-
-def _template(config: EngineConfig) -> str | None:
-    if config.chat_template is None:
-        return None
-    try:
-        return Path(config.chat_template).read_text()
-    except OSError as error:
-        raise BadConfig(f"cannot read the chat template {config.chat_template}: {error.strerror}") from error
 
 
 def load_model(

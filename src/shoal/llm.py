@@ -26,7 +26,7 @@ from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Reason, Request
 from shoal.errors import BadParameter, EmptyPrompt, EngineError, ShoalError
 from shoal.text.detok import Detokenizer
-from shoal.text.grammar import Grammars
+from shoal.text.grammar import Grammars, grammars_of
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 Prompt: TypeAlias = str | Sequence[int] | Chat
@@ -224,7 +224,7 @@ class LLM:
     def grammars(self) -> Grammars:
         """Compiles grammars for this model."""
         if self._grammars is None:
-            self._grammars = Grammars(need_tokenizer(self._built), self._built.spec.vocab_size, sorted(self._built.eos))
+            self._grammars = grammars_of(self._built.files, need_tokenizer(self._built))
         return self._grammars
 
     def encode(self, prompt: Prompt) -> list[int]:

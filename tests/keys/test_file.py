@@ -16,10 +16,10 @@ from shoal.cli.serve import PrivateFolder, load_keys, reload_keys
 from shoal.config.engine import EngineConfig
 from shoal.config.serve import ServeConfig
 from shoal.core.tiers import Tiers
-from shoal.engine.limits import KeyLimits
 from shoal.errors import BadConfig, EngineError
 from shoal.keys.api_key import ApiKey, digest_of
 from shoal.keys.file import MOST_KEYS, PUBLISHED, KeyBook, hashed, joined, line_of, new_key, publish, read_key_file
+from shoal.keys.limits import KeyLimits
 from shoal.sched.tenants import TenantLimits
 
 HASH = hashlib.sha256(b"sk-alice-key").hexdigest()

@@ -18,7 +18,7 @@ from typing import Any
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
 from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
-from shoal.errors import BadConfig, ShoalError
+from shoal.errors import ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.keys.api_key import no_keys
 from shoal.keys.file import KeyBook
@@ -29,7 +29,9 @@ from shoal.server.app import Front, make_app
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
 from shoal.server.siblings import SocketSiblings
-from shoal.text.tokenizer import Tokenizer, load_tokenizer
+from shoal.text.grammar import grammars_of
+from shoal.text.template import read_template
+from shoal.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("shoal.processes.front")
 
@@ -62,7 +64,7 @@ async def run(config: Mapping[str, Any]) -> None:
         settings,
         client,
         tokenizer,
-        make_grammars(files, tokenizer),
+        grammars_of(files, tokenizer) if tokenizer is not None else None,
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
         FrontMetrics(lasting_name(config)),
@@ -136,24 +138,6 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
 def lasting_name(config: Mapping[str, Any]) -> str:
     """A front's name, the same in all its lives."""
     return str(config["name"]).partition(".")[0]
-
-
-def make_grammars(files: ModelFiles, tokenizer: Tokenizer | None) -> Any:
-    """What checks schemas before they go to the engine."""
-    if tokenizer is None:
-        return None
-    from shoal.text.grammar import Grammars
-
-    return Grammars(tokenizer, int(files.config.get("vocab_size") or tokenizer.vocab_size), eos_ids(files))
-
-
-def read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise BadConfig(f"cannot read the chat template {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":
