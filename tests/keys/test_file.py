@@ -52,10 +52,10 @@ def test_a_key_has_a_name_a_hash_and_what_it_may_do(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "must be a list of keys"),
-        ("[]", "not an empty one"),
+        ("[]", "at least one key"),
         ("alice: sk-secret-key", "must be a list of keys"),
         ("- [sk-secret-key", r"is not YAML \(line"),
-        ("- sk-secret-key", "key 1 must have at least a name and a sha256"),
+        ("- sk-secret-key", "key 1 must be an entry with a name and a sha256"),
         ("- {name: a, key: sk-secret-key}", "shoal key NAME --stdin"),
         ("- {name: a, sha256: sk-secret-key}", "64 hexadecimal digits.*shoal key NAME --stdin"),
         (f"- {{name: a, sha256: {'zz' * 32}}}", "64 hexadecimal digits"),
@@ -159,7 +159,7 @@ def test_what_is_published_is_read_and_read_again(tmp_path: Path) -> None:
 
 
 def test_lost_keys_are_never_taken_for_no_keys(tmp_path: Path) -> None:
-    with pytest.raises(BadConfig, match="lost its keys"):
+    with pytest.raises(BadConfig, match="has no keys"):
         KeyBook(tmp_path)
 
 
