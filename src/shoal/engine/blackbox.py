@@ -1,6 +1,6 @@
 """The black box: the requests of the passes in flight, in a file that outlives the engine's process.
 
-The engine records the requests of every pass before the pass begins. When the engine dies of a fault, the next one reads
+The engine records the requests of every pass before the pass begins. When it dies of a fault, the next engine reads
 which requests to suspect. The file lies in the private folder; what was written to it stays in the kernel's page cache
 when the process is gone. Knows only ids.
 """
@@ -23,14 +23,11 @@ class BlackBox:
         self._tried = False
 
     def note(self, ids: Sequence[str], tried: bool) -> None:
-        """Record a pass that is about to begin; `tried`: its requests are suspects. Cheap while the ids stay the same."""
+        """Record a pass that is about to begin; `tried`: its requests are suspects. Cheap if the ids are the same."""
         if ids is self._last and tried == self._tried and (tried or ids is self._before):
             return
-        self._last, self._before, self._tried = (
-            ids,
-            () if tried else self._last,
-            tried,
-        )  # suspects run one pass at a time
+        before = () if tried else self._last  # suspects run one pass at a time
+        self._last, self._before, self._tried = ids, before, tried
         text = json.dumps({"tried": tried, "ids": list(dict.fromkeys([*self._last, *self._before]))}).encode()
         os.pwrite(self._fd, text + b"\n" + b" " * 8, 0)
         os.ftruncate(self._fd, len(text) + 1)

@@ -44,7 +44,7 @@ def read_key_file(path: str | Path) -> list[ApiKey]:
         raise BadConfig(f"the key file {path} is not YAML{line}; `shoal key NAME` prints a valid line") from None
     if not isinstance(read, list) or not read:
         raise BadConfig(
-            f"the key file {path} must be a list with at least one key; `shoal key NAME >> {path}` adds one"
+            f"the key file {path} must be a list of keys, with at least one; `shoal key NAME >> {path}` adds one"
         )
     return [_read_entry(entry, f"{path}: key {number}") for number, entry in enumerate(read, 1)]
 
@@ -170,9 +170,7 @@ class KeyBook:
         try:
             self._read()
         except OSError as error:  # not "no keys": then no key would be needed
-            raise BadConfig(
-                f"the server's private folder has no keys ({error.strerror}); restart the server"
-            ) from error
+            raise BadConfig(f"the private folder has no keys ({error.strerror}); restart the server") from error
 
     def __call__(self) -> tuple[ApiKey, ...]:
         with contextlib.suppress(OSError):  # the server ends and its folder is gone: running requests go on
