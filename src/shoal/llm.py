@@ -92,7 +92,7 @@ class Collector:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
-    call: "Call | None" = None
+    call: "GenerateCall | None" = None
     queue_s: float | None = None
     first_token_s: float | None = None
     done: Completion | None = None
@@ -104,7 +104,7 @@ class Collector:
 
 
 @dataclass
-class Call:
+class GenerateCall:
     """The sequences of one call: how many have not ended, and the chunks that were not read yet."""
 
     streams: bool
@@ -121,7 +121,7 @@ class Call:
 class CompletionStream:
     """An iterator over the chunks of some answers. Closing it, dropping it or an exception ends the requests."""
 
-    def __init__(self, llm: "LLM", call: Call) -> None:
+    def __init__(self, llm: "LLM", call: GenerateCall) -> None:
         self._llm = llm
         self._call = call
 
@@ -166,7 +166,7 @@ class LLM:
         self._collectors: dict[str, Collector] = {}
         self._count = 0
         self._closed = False
-        self._dropped: deque[Call] = deque()
+        self._dropped: deque[GenerateCall] = deque()
         self._grammars: Grammars | None = None
         seed = self._built.config.seed
         self._seeds = random.Random(secrets.randbits(64) if seed is None else seed)
@@ -195,7 +195,7 @@ class LLM:
         Requests share cached prefixes only with requests of the same `cache_salt`. Every answer follows the `grammar`
         and ends where the grammar ends, even with `ignore_eos` or `min_tokens`.
         """
-        call = Call(streams=False)
+        call = GenerateCall(streams=False)
         groups = self._submit(prompts, params, call, cache_salt, grammar)
         total = call.left
         with tqdm(total=total, unit="seq", disable=not progress) as bar:
@@ -216,7 +216,7 @@ class LLM:
         grammar: GrammarSpec | None = None,
     ) -> CompletionStream:
         """Chunks of the answers as they are computed. Closing or dropping the iterator ends the requests."""
-        call = Call(streams=True)
+        call = GenerateCall(streams=True)
         self._submit(prompts, params, call, cache_salt, grammar)
         return CompletionStream(self, call)
 
@@ -256,7 +256,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        call: Call,
+        call: GenerateCall,
         salt: str,
         grammar: GrammarSpec | None,
     ) -> list[list[Collector]]:
@@ -326,7 +326,7 @@ class LLM:
             params.min_tokens,
         )
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: GenerateCall) -> None:
         """Abort the requests of this call that still run."""
         for one in call.collectors:
             self._collectors.pop(one.request.id, None)
@@ -335,7 +335,7 @@ class LLM:
         call.left = 0
         call.chunks.clear()
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: GenerateCall) -> None:
         """As forget(), but put off to the next step."""
         if call.left:
             self._dropped.append(call)

@@ -86,7 +86,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_keys_that_are_the_same_are_refused() -> None:
-    with pytest.raises(BadConfig, match="called 'a'"):
+    with pytest.raises(BadConfig, match="named 'a'"):
         joined(hashed([("a", "sk-12345678")]), hashed([("a", "sk-87654321")]))
     with pytest.raises(BadConfig, match="'b' and 'a' are the same"):
         joined(hashed([("a", "sk-12345678")]), hashed([("b", "sk-12345678")]))
