@@ -20,14 +20,11 @@ from shoal.core.clock import Clock, WallClock
 from shoal.core.job import EngineInfo
 from shoal.core.names import pick
 from shoal.core.ports import Executor
-from shoal.core.tiers import Tiers
-from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.kernels.cpu import keep_in
-from shoal.kv.manager import KVManager
 from shoal.models import Model, make_model
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner.kvstore import KVStore, bytes_per_block
@@ -35,19 +32,9 @@ from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, l
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import choose_threads, release_threads
-from shoal.sched.admission import Limits, Rules
-from shoal.sched.batching import BATCHING, Batching, Dynamic, Static
-from shoal.sched.budget import Fixed, Promise
-from shoal.sched.lanes import Headroom, Lanes
-from shoal.sched.layout import LAYOUT
-from shoal.sched.memory import MEMORY, Memory, OnDemand, Predict
-from shoal.sched.ordering import ORDER, Order, Priority, Sjf
-from shoal.sched.preempt import PREEMPT, Auto, CopyTimes, Preempt
-from shoal.sched.prefill import PREFILL
-from shoal.sched.scheduler import Policies, Scheduler
-from shoal.sched.slo import Slo
-from shoal.sched.steptime import StepModel
-from shoal.sched.tenants import LimitsOf, TenantLimits, no_limits
+from shoal.sched.admission import Limits
+from shoal.sched.make import make_scheduler
+from shoal.sched.tenants import LimitsOf
 from shoal.text.template import read_template
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -155,11 +142,11 @@ def assemble(
     host = host_blocks(config, spec, dtype, blocks)
     store = KVStore(spec, blocks, config.block_size, dtype, device, host)  # raises if it does not fit
     scheduler = make_scheduler(config, limits, blocks, host, limits_of)
-    runner = Runner(loaded.model, store, scheduler.rows.count, limits.max_model_len, device)
+    runner = Runner(loaded.model, store, scheduler.tables.rows.count, limits.max_model_len, device)
     # with depth 2 each answer costs one pass too many; on a CPU that is more than planning ahead gains
     depth = config.depth or (2 if device == "cuda" else 1)
     executor, more = make_executor(runner, config)
-    loop = EngineLoop(Engine(scheduler), executor, clock or WallClock(), depth=depth, check=config.check)
+    loop = EngineLoop(scheduler, executor, clock or WallClock(), depth=depth, check=config.check)
     if in_idle_moments:
         loop.spare = more
     else:
@@ -308,74 +295,6 @@ def make_limits(config: EngineConfig, spec: ModelSpec, kv_tokens: int) -> Limits
         log.info("the KV cache holds %d tokens, so sequences end there and not at %d", kv_tokens, longest)
         longest = kv_tokens
     return Limits(longest, config.slots, config.pass_tokens, spec.vocab_size)
-
-
-def make_batching(config: EngineConfig) -> Batching:
-    if config.batching == "static":
-        return Static(config.group_size)
-    if config.batching == "dynamic":
-        return Dynamic(config.group_size, config.window_ms / 1000)
-    return pick(BATCHING, config.batching, "batching")()
-
-
-def make_memory(config: EngineConfig) -> Memory:
-    if config.memory == "ondemand":
-        return OnDemand(config.watermark)
-    if config.memory == "predict":
-        return Predict(config.quantile)
-    return pick(MEMORY, config.memory, "memory")()
-
-
-def default_limits(config: EngineConfig) -> TenantLimits:
-    """Of keys that have none of their own."""
-    return TenantLimits(config.key_max_concurrent, config.key_tokens_per_minute)
-
-
-def make_rules(config: EngineConfig, limits_of: LimitsOf | None = None) -> Rules:
-    """Every key has the same limits, unless somebody knows better."""
-    if limits_of is None:
-        limits = default_limits(config)
-        limits_of = no_limits if limits == TenantLimits() else lambda tenant: limits
-    return Rules(config.max_queue, config.max_wait, limits_of, config.max_preemptions)
-
-
-def make_order(config: EngineConfig, tiers: Tiers, steps: StepModel) -> Order:
-    if config.order == "slo":
-        return Slo(tiers, steps, config.pass_tokens)
-    if config.order == "priority":
-        return Priority(config.priority_age)
-    if config.order == "sjf":
-        return Sjf(config.sjf_age)
-    return pick(ORDER, config.order, "order")()
-
-
-def make_preempt(config: EngineConfig, steps: StepModel, copies: CopyTimes) -> Preempt:
-    if config.when_short == "auto":
-        return Auto(steps, copies, config.pass_tokens)
-    return pick(PREEMPT, config.when_short, "when_short")()
-
-
-def make_scheduler(
-    config: EngineConfig, limits: Limits, blocks: int, host: int = 0, limits_of: LimitsOf | None = None
-) -> Scheduler:
-    """The scheduler alone: no torch, so the simulator can have it too."""
-    tiers, steps, copies = config.read_tiers(), StepModel(), CopyTimes()
-    policies = Policies(
-        batching=make_batching(config),
-        layout=pick(LAYOUT, config.layout, "layout")(),
-        prefill=pick(PREFILL, config.prefill, "prefill")(config.chunk_tokens),
-        memory=make_memory(config),
-        order=make_order(config, tiers, steps),
-        preempt=make_preempt(config, steps, copies),
-        budget=Promise(steps) if config.budget == "promise" else Fixed(),
-        lanes=Lanes(config.lane_tokens, config.long_share, tiers),
-        headroom=Headroom(config.headroom, config.headroom_tokens, len(tiers)),
-        tiers=tiers,
-        steps=steps,
-        copies=copies,
-    )
-    kv = KVManager(blocks, config.block_size, config.prefix_caching, host)
-    return Scheduler(limits, kv, policies, make_rules(config, limits_of))
 
 
 def need_tokenizer(built: Built) -> Tokenizer:

@@ -347,7 +347,7 @@ class LLM:
         while self._dropped:
             self.forget(self._dropped.popleft())
         with uninterrupted():
-            self._take(self.loop.turn())
+            self._take(self.loop.step())
 
     def _take(self, events: PassEvents) -> None:
         now_s = events.committed_s

@@ -229,7 +229,7 @@ def test_a_bad_request_disturbs_no_other_and_leaves_nothing_behind(model: Path, 
         said += "".join(chunk.text for chunk in stream)
         assert said == want
         assert first(llm.generate("x", greedy(3))).error == ""
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
         assert not llm._collectors
 
 
@@ -251,7 +251,7 @@ def test_logits_that_are_not_numbers_fail_their_own_request_only(folder: Path, m
         assert token_ids([outputs[0], outputs[2], outputs[4]]) == want
         # what the failed ones left in their blocks hurts nobody who gets these blocks next
         assert token_ids(llm.generate(good, greedy(20, logit_bias={200: -100}))) == want
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
 
 
 def test_a_closed_engine_says_so(model: Path) -> None:

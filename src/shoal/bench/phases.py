@@ -137,8 +137,8 @@ def watching(loop: EngineLoop, watch: Watch) -> Iterator[None]:
     runner: Any = loop.executor.runner  # type: ignore[attr-defined]
     model = runner.model
     watched = [
-        (loop.engine, "begin", "plan"),
-        (loop.engine, "finish", "commit"),
+        (loop.scheduler, "plan", "plan"),
+        (loop.scheduler, "commit", "commit"),
         (runner, "update", "inputs"),
         (runner.tables, "gather", "inputs"),
         (runner, "forward", "around the layers"),
