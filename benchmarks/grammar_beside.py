@@ -53,8 +53,8 @@ class Bench:
         self.grammars.check(self.spec)
         self.prompt = tokenizer.chat([{"role": "user", "content": "List some people as JSON."}])
         self.masks_s = 0.0
-        self._masks = self.loop.engine.masks
-        self.loop.engine.masks = self._timed  # type: ignore[method-assign]
+        self._masks = self.loop.scheduler.masks
+        self.loop.scheduler.masks = self._timed  # type: ignore[method-assign]
 
     def _timed(self):  # type: ignore[no-untyped-def]
         begun_s = time.perf_counter()
@@ -76,7 +76,7 @@ class Bench:
         last_s: float | None = None
         while not self.loop.idle:
             before_s = self.masks_s
-            events = self.loop.turn()
+            events = self.loop.step()
             whole = len(events.owners) == len(requests)  # else some have not started, or have ended
             if whole and last_s is not None:
                 passes.append((events.committed_s - last_s, events.busy_s, self.masks_s - before_s))

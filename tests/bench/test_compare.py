@@ -25,15 +25,14 @@ from shoal.bench.cpu_noise import NoiseWatch
 from shoal.bench.giant import giant_rows, run_giant
 from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
 from shoal.bench.replay import replay
-from shoal.build import make_scheduler
 from shoal.cli import main
 from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS
 from shoal.core.clock import VirtualClock
 from shoal.core.plan import StepResult
-from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.sched.admission import Limits
+from shoal.sched.make import make_scheduler
 from shoal.workload.traces import TraceRequest
 from tests.bench.test_page import CHROMIUM, chromium
 from tests.fakes import VOCAB, FakeExecutor
@@ -59,9 +58,7 @@ def make_engine(settings: dict[str, object]) -> EngineLoop:
     clock = VirtualClock()
     limits = Limits(2000, config.max_num_seqs, config.max_num_batched_tokens, VOCAB)
     scheduler = make_scheduler(config, limits, 400)
-    return EngineLoop(
-        Engine(scheduler), Timed(400, config.block_size, clock), clock, depth=config.depth or 2, check=True
-    )
+    return EngineLoop(scheduler, Timed(400, config.block_size, clock), clock, depth=config.depth or 2, check=True)
 
 
 def make_plan(count: int = 24, **more: object) -> ComparePlan:

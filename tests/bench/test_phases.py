@@ -126,10 +126,10 @@ def test_the_parts_of_a_loop_are_timed_and_restored() -> None:
     runner.model, runner.tables = model, part(gather=clock.spend(0.2))
     runner.sampler = part(sample=lambda: ops.calls.shoal_draw())
     loop: Any = SimpleNamespace(
-        engine=part(begin=clock.spend(0.3), finish=clock.spend(0.4)), executor=SimpleNamespace(runner=runner)
+        scheduler=part(plan=clock.spend(0.3), commit=clock.spend(0.4)), executor=SimpleNamespace(runner=runner)
     )
     with timing(loop, timer):
-        for call in (loop.engine.begin, loop.engine.finish, runner.update, runner.tables.gather, runner.forward):
+        for call in (loop.scheduler.plan, loop.scheduler.commit, runner.update, runner.tables.gather, runner.forward):
             call()
         runner.sample()
         runner.sampler.sample()
@@ -137,7 +137,7 @@ def test_the_parts_of_a_loop_are_timed_and_restored() -> None:
     found = {name: round(seconds, 6) for name, seconds in timer.seconds.items() if seconds}
     assert found == {"plan": 0.3, "commit": 0.4, "inputs": 0.3, "layers": 5.0, "head": 2.0, "draw": 1.0}
     timer.seconds.clear()
-    for call in (loop.engine.begin, runner.update, runner.forward, runner.sample, runner.sampler.sample):
+    for call in (loop.scheduler.plan, runner.update, runner.forward, runner.sample, runner.sampler.sample):
         call()
     assert ops.calls is library
     assert not timer.seconds

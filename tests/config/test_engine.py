@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from shoal.build import make_scheduler
 from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS, preset_of
 from shoal.core.params import SamplingParams
@@ -15,6 +14,7 @@ from shoal.sched.admission import Limits
 from shoal.sched.batching import BATCHING
 from shoal.sched.budget import BUDGET
 from shoal.sched.layout import LAYOUT
+from shoal.sched.make import make_scheduler
 from shoal.sched.memory import MEMORY
 from shoal.sched.ordering import ORDER
 from shoal.sched.preempt import PREEMPT
@@ -77,7 +77,7 @@ def test_the_rules_of_admission_reach_the_scheduler() -> None:
     limits = Limits(100, 16, 64, 50)
     config = EngineConfig(max_queue=3, max_wait=2.5, key_max_concurrent=2, key_tokens_per_minute=5)
     scheduler = make_scheduler(config, limits, 20)
-    assert (scheduler.admission.max_queue, scheduler.deadlines.max_wait_s) == (3, 2.5)
+    assert (scheduler.tables.admission.max_queue, scheduler.tables.deadlines.max_wait_s) == (3, 2.5)
     params = SamplingParams(max_tokens=1)
     scheduler.submit(Request("a", [1] * 4, params, tenant="t"), 0.0)
     with pytest.raises(RateLimited, match="5 tokens per minute"):

@@ -55,7 +55,7 @@ def run_latency(
     firsts: list[float] = []
     full: list[float] = []  # when a pass gave every request a token
     while not loop.idle:
-        events = loop.turn()
+        events = loop.step()
         now = time.perf_counter() - begun
         errors = [end.error for end in events.finished if end.error]
         if errors:

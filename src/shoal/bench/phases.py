@@ -137,8 +137,8 @@ def timing(loop: EngineLoop, timer: PhaseTimer) -> Iterator[None]:
     runner: Any = loop.executor.runner  # type: ignore[attr-defined]
     model = runner.model
     timed_calls = [
-        (loop.engine, "begin", "plan"),
-        (loop.engine, "finish", "commit"),
+        (loop.scheduler, "plan", "plan"),
+        (loop.scheduler, "commit", "commit"),
         (runner, "update", "inputs"),
         (runner.tables, "gather", "inputs"),
         (runner, "forward", "around the layers"),

@@ -65,8 +65,8 @@ class PolicyReplay(Replay):
             self._awaited -= {end.id for end in events.finished}
             if not self._awaited:
                 self._coming.clear()
-                for id in list(self.loop.engine.scheduler.requests):
-                    self.loop.engine.abort(id)
+                for id in list(self.loop.scheduler.requests):
+                    self.loop.scheduler.abort(id)
         return ended
 
     def _request(self, number: int) -> Request:

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shoal.engine.loop import EngineLoop
 
 PASSES = 20
-NAMES = (("engine", "begin", "plan"), ("engine", "finish", "commit"), ("executor", "forward", "forward"),
+NAMES = (("scheduler", "plan", "plan"), ("scheduler", "commit", "commit"), ("executor", "forward", "forward"),
          ("executor", "sample", "sample"), ("executor", "result", "wait for tokens"))  # fmt: skip
 HOST = {name for _, _, name in NAMES}
 
@@ -67,7 +67,7 @@ class PassProfiler:
 @contextmanager
 def named(loop: EngineLoop) -> Iterator[None]:
     """Name the host's phases of a pass in the trace."""
-    owners = {"engine": loop.engine, "executor": loop.executor}
+    owners = {"scheduler": loop.scheduler, "executor": loop.executor}
 
     def wrapped(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def inner(*args: Any) -> Any:

@@ -48,7 +48,7 @@ class Replay:
                 self.loop.clock.wait_until(self._begun_s + self.trace[self._coming[0]].at_s)
                 continue
             until_s = self._begun_s + self.trace[self._coming[0]].at_s if self._coming and not self.users else None
-            ended = self._note(self.loop.turn(until_s))
+            ended = self._note(self.loop.step(until_s))
             if bar is not None:
                 bar.update(ended)
         return self.loop.clock.now_s() - self._begun_s, self.busy_s
@@ -64,9 +64,9 @@ class Replay:
             at_s = now_s if self.users else self.trace[number].at_s
             self.records[number].arrived_s = at_s
             self._open += 1
-            self.loop.engine.submit(self._request(number), self._begun_s + at_s)
+            self.loop.scheduler.submit(self._request(number), self._begun_s + at_s)
         # in a closed loop, a request arrives only after another has ended
-        self.loop.engine.scheduler.more_coming = bool(self._coming) and not self.users
+        self.loop.scheduler.more_coming = bool(self._coming) and not self.users
 
     def _request(self, number: int) -> Request:
         one = self.trace[number]
@@ -95,7 +95,7 @@ class Replay:
         return len(events.finished)
 
     def _pass(self, events: PassEvents, planned_s: float, now_s: float) -> PassRecord:
-        scheduler = self.loop.engine.scheduler
+        scheduler = self.loop.scheduler
         size = scheduler.kv.block_size
         rows = zip(events.scheduled_ids, events.scheduled_starts, events.scheduled_counts, strict=True)
         held = events.blocks_held * size
@@ -131,5 +131,5 @@ def replay(
     """The whole run as a record."""
     run = Replay(loop, trace, prompts, max_tokens, users)
     seconds, busy_s = run.run(bar)
-    slots = loop.engine.scheduler.limits.max_num_seqs
+    slots = loop.scheduler.limits.max_num_seqs
     return RunRecord(preset, label, rate, {}, slots, run.records, run.passes, seconds, busy_s)

@@ -60,7 +60,7 @@ def run_throughput(
         loop.submit(Request(f"{name}{number}", prompt, own, seed=number))
     with tqdm(total=outputs, unit="tok", disable=not progress) as bar:
         while not loop.idle:
-            events = loop.turn()
+            events = loop.step()
             for end in events.finished:
                 if end.error:
                     raise EngineError(f"request {end.id} failed: {end.error}")

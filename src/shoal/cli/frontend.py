@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,11 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
         listener = stack.enter_context(listen(serve))
         paced = {"tick_s": args.streams / rate, "kv_tokens": args.streams * (tokens + 64), "save": str(folder / "sent")}
-        children = make_children(engine, serve, folder, listener, paced)
-        processes = [stack.enter_context(Running(child)) for child in children]
+        real, *fronts = make_children(engine, serve, folder, listener)
+        paced_engine = replace(
+            real, module="shoal.bench.paced_engine", config=lambda life: {**real.config(life), "paced": paced}
+        )
+        processes = [stack.enter_context(Running(child)) for child in [paced_engine, *fronts]]
         host, port = listener.getsockname()[:2]
         if args.pin:
             pin(processes)

@@ -151,11 +151,9 @@ def make_children(
     serve: ServeConfig,
     folder: Path,
     listener: socket.socket,
-    paced: Mapping[str, Any] | None = None,
     mend: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The engine, then the fronts. `paced`: an engine that computes nothing, for measuring the fronts. `mend`: looks
-    after the folder before each start of the engine."""
+    """The engine, then the fronts. `mend`: repairs the folder before each start of the engine."""
     from shoal.engine.supervise import Child
 
     shared = {
@@ -168,7 +166,7 @@ def make_children(
 
     def for_engine(life: int) -> Mapping[str, Any]:
         mend()
-        return {**shared, "engine": as_json(engine), "epoch": life, "paced": paced}
+        return {**shared, "engine": as_json(engine), "epoch": life}
 
     def for_front(name: str, life: int) -> Mapping[str, Any]:
         return {
