@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shoal.kernels import Batch, ref
+from shoal.kernels.draw_table import COLUMNS, Filters
 from shoal.kernels.ref import RefOps
-from shoal.kernels.wants import WANTS, Filters
 from shoal.runner.sampler import Sampler
+from tests.kernels.draw_rows import start_rows_of_all_kinds
 from tests.kernels.ragged import Tables
-from tests.kernels.wanted import wants_of_all_kinds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,10 +134,10 @@ def test_draws_are_the_twins_and_the_samplers(dtype: torch.dtype, spread: float,
     scores = (spread * torch.randn(lines, vocab, device="cuda")).to(dtype)
     scores[0, 3] = float("-inf")
     sampler = Sampler(lines, vocab, "cuda")
-    wants_of_all_kinds(sampler, source)
+    start_rows_of_all_kinds(sampler, source)
     rows, positions = np.arange(lines), np.array([source.randrange(10**5) for _ in range(lines)])
     wanted, best, _ = sampler.sample(scores.float(), rows, positions)
-    table = np.zeros((WANTS, lines + 3), dtype=np.int32)
+    table = np.zeros((COLUMNS, lines + 3), dtype=np.int32)
     sampler.tell(table, rows, positions)
     wants = torch.from_numpy(table).cuda()
     padded = torch.cat([scores, torch.zeros(3, vocab, device="cuda", dtype=dtype)])
@@ -161,11 +161,11 @@ def test_a_line_without_numbers_spoils_no_other() -> None:
 
     scores = torch.randn(3, 5000, device="cuda").to(torch.bfloat16)
     sampler = Sampler(3, 5000, "cuda")
-    wants_of_all_kinds(sampler, random.Random(4))
+    start_rows_of_all_kinds(sampler, random.Random(4))
     rows = np.arange(3)
     sampler.rows.temperature[:], sampler.rows.top_k[:], sampler.rows.top_p[:] = 1.0, 40, 0.9
     wanted = sampler.sample(scores.float(), rows, rows)[0].tolist()
-    table = np.zeros((WANTS, 3), dtype=np.int32)
+    table = np.zeros((COLUMNS, 3), dtype=np.int32)
     sampler.tell(table, rows, rows)
     for bad in (float("nan"), float("inf"), float("-inf")):
         spoilt = scores.clone()

@@ -25,8 +25,8 @@ from shoal.core.ports import LateMasks
 from shoal.kernels import Ops
 from shoal.kernels.cpu import NativeOps
 from shoal.kernels.noise import gumbel
-from shoal.runner.changes import Edits
 from shoal.runner.draws import draw_keys
+from shoal.runner.logit_edits import TokenLists
 from shoal.runner.runner import FORBIDDEN, NOT_FINITE, failed
 from shoal.runner.sampler import Sampler, logprobs_of
 
@@ -553,7 +553,7 @@ def test_few_allowed_tokens_need_no_second_look() -> None:
 @pytest.mark.parametrize("way", ["cpu"], indirect=True)
 def test_lists_stay_whole_while_rows_come_and_go() -> None:
     numbers = np.random.default_rng(0)
-    edits, want = Edits(9), {row: [] for row in range(9)}
+    edits, want = TokenLists(9), {row: [] for row in range(9)}
     for _ in range(400):
         row = int(numbers.integers(9))
         want[row] = [(int(token), float(token % 7)) for token in numbers.integers(1000, size=numbers.integers(30))]
@@ -611,7 +611,7 @@ def test_c_draws_what_torch_draws(values: dict[str, Any], spread: float, way: st
 
 
 @pytest.mark.parametrize("way", NATIVE, indirect=True)
-def test_c_changes_scores_as_torch_does(way: str) -> None:
+def test_c_edits_scores_as_torch_does(way: str) -> None:
     """Everything at once, over many passes in which rows end and others take their place; to the last bit."""
     numbers, vocab, rows = np.random.default_rng(1), 517, 16
     made = [Sampler(rows, vocab, "cpu", ops) for ops in (WAYS[way], WAYS["cpu"])]
@@ -646,9 +646,9 @@ def test_c_changes_scores_as_torch_does(way: str) -> None:
         got, want = (one.sample(logits, present, np.full(11, at), masks)[:2] for one in made)
         assert torch.equal(got[1], want[1]), "the best scores differ"
         assert torch.equal(got[0], want[0])
-    assert torch.equal(made[0].changes.said, made[1].changes.said)
-    assert torch.equal(made[0].changes.seen, made[1].changes.seen)
-    assert int(made[0].changes.said.sum()) > 100
+    assert torch.equal(made[0].edits.said, made[1].edits.said)
+    assert torch.equal(made[0].edits.seen, made[1].edits.seen)
+    assert int(made[0].edits.said.sum()) > 100
 
 
 @pytest.mark.parametrize("way", NATIVE, indirect=True)
@@ -658,7 +658,7 @@ def test_threads_and_neighbours_change_no_draw_in_c(way: str) -> None:
     made = sampler(vocab)
     for row in range(count):
         made.start(start(row, mixed(2 * row), seed=row))
-    for row in np.flatnonzero(made.changes.line[:count] >= 0):  # counts would go on from draw to draw
+    for row in np.flatnonzero(made.edits.line[:count] >= 0):  # counts would go on from draw to draw
         made.start(start(int(row), SamplingParams(temperature=1.0, top_p=0.8), seed=int(row)))
     before, positions = torch.get_num_threads(), np.full(count, 3)
     try:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
 from shoal.kernels import Batch, Layer, composed
+from shoal.kernels.draw_table import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P
 from shoal.kernels.int8 import Weight
 from shoal.kernels.noise import gumbel
 from shoal.kernels.padded import padded_attention
-from shoal.kernels.wants import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P
 
 
 class RefOps:
@@ -134,7 +134,7 @@ def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, bes
 
 
 def draw(scores: Tensor, wants: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
-    """Twin of the kernel of that name: one token for each line of scores, as the table of wants.py asks.
+    """Twin of the kernel of that name: one token for each line of scores, as the table of draw_table.py asks.
 
     Sorted, and one line at a time. Every filter is a bound on the scores: equal ones are kept or lost together.
     """

@@ -26,28 +26,28 @@ from shoal.core.plan import SCRIPTED_END, Ints, RowStart, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Batch
+from shoal.kernels.draw_table import COLUMNS, Filters
 from shoal.kernels.triton import Cut
 from shoal.kernels.triton.attention import LONG, queries_per_block
 from shoal.kernels.triton.draw import draw
 from shoal.kernels.triton.step import add_blocks, likeliest, place_tokens
-from shoal.kernels.wants import WANTS, Filters
 from shoal.models import Model
 from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
 from shoal.runner.inputs import PassInputs, put
 from shoal.runner.kvstore import KVStore
 from shoal.runner.runner import PromptLogprobs, Runner, failed
-from shoal.runner.step import Room, changes, count_blocks, fill, lay_out, padded
+from shoal.runner.step import PassShape, count_blocks, fill, lay_out, new_blocks, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
 REHEARSED = (1, 4, 16, 64)  # batches that are computed by different kernels
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
 ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # what takes the most memory
-PROMPTS = 32  # blocks of queries that a graph has room for beyond those its tokens fill
+PROMPTS = 32  # blocks of queries that a graph has space for beyond those its tokens fill
 
 
 @dataclass(frozen=True)
-class Begun:
+class QueuedForward:
     """A pass whose tokens are not chosen yet."""
 
     plan: StepPlan
@@ -58,10 +58,10 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class QueuedPass:
     """A pass on its way, as far as the host knows it."""
 
-    begun: Begun
+    begun: QueuedForward
     until: torch.cuda.Event
     rows: Ints
     positions: Ints
@@ -91,19 +91,19 @@ class CudaExecutor:
         self.queries = queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
         rows = runner.tables.blocks.shape[0]
         self._lines = size_for(DECODES, rows) or padded(rows)
-        largest = Room(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
+        largest = PassShape(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
         with torch.cuda.stream(self.stream), torch.inference_mode():
             self.block_tables = torch.zeros(runner.tables.blocks.shape, dtype=torch.int32, device=self.device)
-            self._first = WANTS * self._lines  # number of the buffer's tables; before them, what each line wants
+            self._first = COLUMNS * self._lines  # number of the buffer's tables; before them, what each line wants
             self._buffer = torch.zeros(self._first + largest.size, dtype=torch.int32, device=self.device)
-            self._wants = self._buffer[: self._first].view(WANTS, self._lines)
+            self._wants = self._buffer[: self._first].view(COLUMNS, self._lines)
             shape = (self._lines, spec.hidden_size)
             self._chosen = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
             self._said = torch.zeros(2 * self._lines, dtype=torch.int32, device=self.device)
         self.model.reserve_positions(self.block_tables.shape[1] * self.kv.block_size)
         torch.cuda.synchronize(self.device)  # what was made on other streams is there
-        self._begun: Begun | None = None
-        self._waiting: deque[Waiting] = deque()
+        self._begun: QueuedForward | None = None
+        self._waiting: deque[QueuedPass] = deque()
 
     def recordings(self, most: int) -> Iterator[int]:
         """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is under way.
@@ -113,11 +113,11 @@ class CudaExecutor:
         for size in LINES:
             if size > min(most, self._lines):
                 return
-            room = Room(size, size, 0, size)
+            shape = PassShape(size, size, 0, size)
             with self._here():
-                work = partial(self._body, self._send(NOTHING, room), room)
+                work = partial(self._body, self._send(NOTHING, shape), shape)
                 for _ in range(2):  # as it is, then recorded; where requests did that already, a pass for nobody
-                    self.graphs.run(room, work)
+                    self.graphs.run(shape, work)
                     self.graphs.run(("head", size, None), partial(self._head, size, None))
             self.stream.synchronize()
             yield size
@@ -134,23 +134,23 @@ class CudaExecutor:
             since = _now()
             self.runner.update(plan)
             if not len(plan.rows):  # only copies of blocks
-                self._begun = Begun(plan, since, 0)
+                self._begun = QueuedForward(plan, since, 0)
                 return
             if plan.width:
                 rectangle, inputs = self._rectangle(plan)
-                self._begun = Begun(plan, since, len(inputs.ids) - len(plan.tokens), rectangle, inputs)
+                self._begun = QueuedForward(plan, since, len(inputs.ids) - len(plan.tokens), rectangle, inputs)
                 return
-            room, recorded = self._room(plan)
-            buffer = self._send(plan, room)
-            work = partial(self._body, buffer, room)
+            shape, recorded = self._shape(plan)
+            buffer = self._send(plan, shape)
+            work = partial(self._body, buffer, shape)
             kept: Tensor | None = None
             if recorded and not self.runner.wants_hidden:
-                self.graphs.run(room, work)
+                self.graphs.run(shape, work)
             else:
                 kept = work()
-            self._begun = Begun(plan, since, room.tokens - len(plan.tokens), kept)
+            self._begun = QueuedForward(plan, since, shape.tokens - len(plan.tokens), kept)
 
-    def _room(self, plan: StepPlan) -> tuple[Room, bool]:
+    def _shape(self, plan: StepPlan) -> tuple[PassShape, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
         tokens, rows = len(plan.tokens), len(plan.rows)
         sampling = int((plan.draws > 0).sum())
@@ -159,26 +159,26 @@ class CudaExecutor:
         if tokens == rows:
             size = size_for(LINES, rows)
             if size is not None and size <= self._lines:
-                return Room(size, size, 0, size, long), True
-            return Room(tokens, rows, 0, sampling, long), False
+                return PassShape(size, size, 0, size, long), True
+            return PassShape(tokens, rows, 0, sampling, long), False
         blocks, decodes = count_blocks(plan, self.queries), int(single.sum())
         size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, sampling))
         if size is not None and beside is not None:
             most = size // self.queries + PROMPTS
             if blocks <= most and beside <= self._lines:
-                return Room(size, beside, most, beside, long), True
-        return Room(tokens, decodes, blocks, sampling, long), False
+                return PassShape(size, beside, most, beside, long), True
+        return PassShape(tokens, decodes, blocks, sampling, long), False
 
-    def _send(self, plan: StepPlan, room: Room) -> Tensor:
+    def _send(self, plan: StepPlan, shape: PassShape) -> Tensor:
         """Everything about the pass in one copy; the block tables are brought up to date."""
-        new = changes(plan)
-        until = self._first + room.size
+        new = new_blocks(plan)
+        until = self._first + shape.size
         host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
         array = host.numpy()
-        wants = array[: self._first].reshape(WANTS, self._lines)
+        wants = array[: self._first].reshape(COLUMNS, self._lines)
         drawing = plan.draws > 0
         self.sampler.tell(wants, plan.rows[drawing], (plan.starts + plan.counts)[drawing])
-        fill(lay_out(array, room, self._first), plan, self.queries)
+        fill(lay_out(array, shape, self._first), plan, self.queries)
         array[until:] = new.reshape(-1)
         if len(host) <= len(self._buffer):
             buffer = self._buffer[: len(host)]
@@ -192,21 +192,21 @@ class CudaExecutor:
         # a pass may be recorded now: then it must read from memory that stays
         return self._buffer if until <= len(self._buffer) else buffer
 
-    def _body(self, buffer: Tensor, room: Room) -> Tensor:
+    def _body(self, buffer: Tensor, shape: PassShape) -> Tensor:
         """All layers; the hidden values of those that choose a token are set aside."""
-        tables = lay_out(buffer, room, self._first)
+        tables = lay_out(buffer, shape, self._first)
         known, rows, at = tables.tokens
         last, size = self.runner.tables.last_token, self.kv.block_size
         ids, positions, slots = place_tokens(known, rows, at, last, self.block_tables, size)
-        cut = Cut(self.block_tables, tables.decodes, tables.blocks, room.long)
+        cut = Cut(self.block_tables, tables.decodes, tables.blocks, shape.long)
         batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=cut)
         hidden = self.model.forward(ids, batch, self.kv.layers)
-        if room.lines:
-            torch.index_select(hidden, 0, tables.index, out=self._chosen[: room.lines])
+        if shape.lines:
+            torch.index_select(hidden, 0, tables.index, out=self._chosen[: shape.lines])
         return hidden
 
     def _rectangle(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
-        new = changes(plan)
+        new = new_blocks(plan)
         if len(new):
             add_blocks(put(new.astype(np.int32), self.device), self.block_tables)
         return self.runner.compute(plan)
@@ -222,7 +222,7 @@ class CudaExecutor:
         with self._here():
             if begun.inputs is not None and begun.hidden is not None:
                 finished = self.runner.sample(plan, (begun.hidden, begun.inputs), masks)
-                self._waiting.append(Waiting(begun, _now(), rows, positions, masks, None, [], (), finished))
+                self._waiting.append(QueuedPass(begun, _now(), rows, positions, masks, None, [], (), finished))
                 return
             said: Tensor | None = None
             logprobs: list[tuple[int, Logprobs]] = []
@@ -234,7 +234,7 @@ class CudaExecutor:
             if begun.hidden is not None:
                 starts = np.cumsum(plan.counts) - plan.counts
                 about_prompts = self.runner.prompt_logprobs(plan, begun.hidden, starts.tolist())
-            self._waiting.append(Waiting(begun, _now(), rows, positions, masks, said, logprobs, about_prompts))
+            self._waiting.append(QueuedPass(begun, _now(), rows, positions, masks, said, logprobs, about_prompts))
 
     def _choose(self, rows: Ints, positions: Ints, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]]]:
         """Tokens and best scores for the host, so many of each; those that ask for more are chosen once more."""

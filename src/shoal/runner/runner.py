@@ -23,7 +23,7 @@ NOT_FINITE = "the model's scores are not finite numbers; its weights may be dama
 FORBIDDEN = "the grammar allows no token of the model's vocabulary here; change the grammar"
 LOGITS_AT_ONCE = 64  # lines of logits held at a time for prompt logprobs
 
-Begun = tuple[Tensor, PassInputs]  # hidden states of a pass, and what they were computed from
+ForwardState = tuple[Tensor, PassInputs]  # hidden states of a pass, and what they were computed from
 PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
 
 
@@ -40,7 +40,7 @@ class Runner:
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that want prompt logprobs: prompt, how many
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Begun | None:
+    def forward(self, plan: StepPlan) -> ForwardState | None:
         """Hidden states of all positions of the pass; None if it has no rows."""
         self.update(plan)
         return self.compute(plan) if len(plan.rows) else None
@@ -67,7 +67,7 @@ class Runner:
         return self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs
 
     @torch.inference_mode()
-    def sample(self, plan: StepPlan, begun: Begun | None, masks: LateMasks | None) -> StepResult:
+    def sample(self, plan: StepPlan, begun: ForwardState | None, masks: LateMasks | None) -> StepResult:
         """Tokens for the rows that choose one."""
         if begun is None:
             none = np.empty(0, dtype=np.int64)

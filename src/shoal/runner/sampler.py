@@ -1,6 +1,6 @@
 """Sampler: logits to tokens, for a whole batch at once.
 
-Owns the sampling parameters of every row, as arrays. Bias, penalties and forbidden ends (changes.py) change the scores;
+Owns the sampling parameters of every row, as arrays. Logit edits (logit_edits.py) change the scores;
 a grammar's mask forbids tokens, and nothing brings them back; then temperature, top_k, top_p and min_p; then one draw.
 Logprobs are the model's own, before any of that. min_tokens forbids no end where a grammar decides, which may leave
 nothing else. Knows no plans beyond a row's start, and no blocks.
@@ -23,11 +23,11 @@ from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Ops
 from shoal.kernels.cpu.native import NativeOps, SamplingState
+from shoal.kernels.draw_table import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P, Filters
 from shoal.kernels.noise import gumbel
-from shoal.kernels.wants import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P, Filters
-from shoal.runner.changes import Changes
 from shoal.runner.draws import draw_keys
 from shoal.runner.inputs import put
+from shoal.runner.logit_edits import LogitEdits
 
 FIRST_LOOK = 1024  # so many of the likeliest tokens usually hold the mass that top_p asks for
 
@@ -44,7 +44,7 @@ class SamplerRows:
         self.sample = np.zeros(rows, dtype=np.int64)
         self.logprobs = np.full(rows, -1, dtype=np.int64)
         self.ends_at = np.zeros(rows, dtype=np.int64)  # replay: where the scripted end stands
-        self.changes_scores = np.zeros(rows, dtype=np.bool_)  # has a bias, a penalty or a forbidden end
+        self.edits_scores = np.zeros(rows, dtype=np.bool_)  # has a bias, a penalty or a forbidden end
 
     def start(self, start: RowStart) -> None:
         row, params = start.row, start.params
@@ -65,20 +65,20 @@ class Sampler:
         self.device = torch.device(device)
         self.ops = ops or kernels.pick(self.device.type)
         self.rows = SamplerRows(rows)
-        self.changes = Changes(rows, vocab_size, self.device)
+        self.edits = LogitEdits(rows, vocab_size, self.device)
         self.all_ids = torch.arange(vocab_size, dtype=torch.int32, device=self.device)
         self._native = self.ops if isinstance(self.ops, NativeOps) and self.device.type == "cpu" else None
         self._state: SamplingState | None = None  # the rows' arrays, as C reads them
 
     def start(self, start: RowStart) -> None:
         self.rows.start(start)
-        self.rows.changes_scores[start.row] = self.changes.start(start)
+        self.rows.edits_scores[start.row] = self.edits.start(start)
         self._state = None  # its arrays may have grown, and then they are elsewhere
 
     def asking(self, rows: Ints, masks: LateMasks | None) -> Flags:
         """Which rows ask for more than a draw from the model's own scores."""
         state = self.rows
-        more = state.changes_scores[rows] | (state.logprobs[rows] >= 0)
+        more = state.edits_scores[rows] | (state.logprobs[rows] >= 0)
         return more if masks is None else more | np.isin(rows, masks.rows)
 
     def filters(self, rows: Ints) -> Filters | None:
@@ -115,7 +115,7 @@ class Sampler:
         state = self.rows
         scores = logits
         masked = None if masks is None else np.isin(rows, masks.rows)
-        if state.changes_scores[rows].any():
+        if state.edits_scores[rows].any():
             scores = self._changed(logits, rows, positions, masked)
         if masks is not None and masked is not None:
             scores = logits.clone() if scores is logits else scores
@@ -128,12 +128,12 @@ class Sampler:
             # relative to the best, so that no temperature, however small, makes a score infinite
             above = (scores if whole else scores[where]) - best[where].unsqueeze(1)
             tokens[where] = self._draw(above, rows[drawn], positions[drawn])
-        self.changes.note(rows, tokens)
+        self.edits.note(rows, tokens)
         return tokens, best, self._logprobs(logits, rows, tokens)
 
     def _in_c(self) -> SamplingState:
         if self._state is None:
-            rows, changes = self.rows, self.changes
+            rows, changes = self.rows, self.edits
             self._state = SamplingState(
                 temperature=rows.temperature,
                 top_p=rows.top_p,
@@ -167,8 +167,8 @@ class Sampler:
 
     def _changed(self, logits: Tensor, rows: Ints, positions: Ints, masked: Flags | None = None) -> Tensor:
         """A copy of the logits with biases, penalties and forbidden ends."""
-        self.rows.changes_scores[rows] = self.changes.still(rows, positions)
-        return self.changes.apply(logits, rows, positions, masked)
+        self.rows.edits_scores[rows] = self.edits.still(rows, positions)
+        return self.edits.apply(logits, rows, positions, masked)
 
     def _draw(self, scores: Tensor, rows: Ints, positions: Ints) -> Tensor:
         """One draw per line, after temperature and the filters."""

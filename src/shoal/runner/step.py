@@ -3,7 +3,7 @@
 Owns the layout and how a plan fills it. The device's own tables (blocks and last token of every row) and the kernels
 belong to others. Knows no model.
 
-    what lines want (kernels/wants.py) │ id, row, position of tokens │ decodes │ blocks of queries │ which tokens choose
+    draw table (kernels/draw_table.py) │ id, row, position of tokens │ decodes │ blocks of queries │ sampled tokens
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ import numpy as np
 
 from shoal.core.plan import Ints, StepPlan
 
-NOBODY = -1  # the row of padding
+PADDING = -1  # the row of padding
 ALIGN = 4  # every table begins on a multiple of 16 bytes: kernels load faster, and need one version only
 
 
 @dataclass(frozen=True)
-class Room:
-    """How many entries each table has room for; what a plan does not need is nobody's."""
+class PassShape:
+    """How many entries each table has; entries that a plan does not need are padding."""
 
     tokens: int
     decodes: int
@@ -38,9 +38,9 @@ class Room:
 class Tables:
     """Views into a buffer, a numpy array or a tensor."""
 
-    tokens: Any  # [3, tokens]: id (FROM_DEVICE: the row's last), row (NOBODY: padding), position
+    tokens: Any  # [3, tokens]: id (FROM_DEVICE: the row's last), row (PADDING: padding), position
     decodes: Any  # [3, decodes]: row, context (0: nobody), place of the query
-    blocks: Any  # [5, blocks]: row (NOBODY: none), where its queries begin, how many, first of this block, context
+    blocks: Any  # [5, blocks]: row (PADDING: none), where its queries begin, how many, first of this block, context
     index: Any  # [lines]: which tokens' hidden values choose
 
 
@@ -48,10 +48,10 @@ def padded(count: int) -> int:
     return -(-count // ALIGN) * ALIGN
 
 
-def lay_out(buffer: Any, room: Room, first: int) -> Tables:
+def lay_out(buffer: Any, shape: PassShape, first: int) -> Tables:
     """The tables of a pass in a flat buffer, from number `first` on."""
     views = []
-    for lines, size in ((3, room.tokens), (3, room.decodes), (5, room.blocks), (1, room.lines)):
+    for lines, size in ((3, shape.tokens), (3, shape.decodes), (5, shape.blocks), (1, shape.lines)):
         wide = padded(size)
         views.append(buffer[first : first + lines * wide].reshape(lines, wide)[:, :size])
         first += lines * wide
@@ -69,7 +69,7 @@ def fill(tables: Tables, plan: StepPlan, queries: int) -> None:
     counts, count = plan.counts, len(plan.tokens)
     tables.tokens[0, :count] = plan.tokens
     tables.tokens[:, count:] = 0
-    tables.tokens[1, count:] = NOBODY
+    tables.tokens[1, count:] = PADDING
     ends = np.cumsum(counts)
     if count == len(counts):  # one position each
         tables.tokens[1, :count] = plan.rows
@@ -107,10 +107,10 @@ def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, queries: int) -> Non
     blocks[2, :count] = plan.counts[owner]
     blocks[3, :count] = first
     blocks[4, :count] = plan.starts[owner] + plan.counts[owner]
-    blocks[:, count:] = NOBODY
+    blocks[:, count:] = PADDING
 
 
-def changes(plan: StepPlan) -> Ints:
+def new_blocks(plan: StepPlan) -> Ints:
     """[n, 3]: (row, index, block) for everything new in the block tables."""
     parts = [plan.grown] if plan.grown.size else []
     for start in plan.starting:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.ports import LateMasks
-from shoal.runner.runner import Begun, Runner
+from shoal.runner.runner import ForwardState, Runner
 
 
 class ThreadedExecutor:
@@ -20,13 +20,13 @@ class ThreadedExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner")
-        self._begun: deque[tuple[StepPlan, Future[tuple[float, Begun | None]]]] = deque()
+        self._begun: deque[tuple[StepPlan, Future[tuple[float, ForwardState | None]]]] = deque()
         self._results: deque[Future[StepResult]] = deque()
 
     def forward(self, plan: StepPlan) -> None:
         self._begun.append((plan, self._worker.submit(self._forward, plan)))
 
-    def _forward(self, plan: StepPlan) -> tuple[float, Begun | None]:
+    def _forward(self, plan: StepPlan) -> tuple[float, ForwardState | None]:
         begun_s = time.perf_counter()
         begun = self.runner.forward(plan)
         return time.perf_counter() - begun_s, begun
@@ -36,7 +36,7 @@ class ThreadedExecutor:
         self._results.append(self._worker.submit(self._sample, plan, begun, masks))
 
     def _sample(
-        self, plan: StepPlan, forward: "Future[tuple[float, Begun | None]]", masks: LateMasks | None
+        self, plan: StepPlan, forward: "Future[tuple[float, ForwardState | None]]", masks: LateMasks | None
     ) -> StepResult:
         forward_s, begun = forward.result()  # done: this thread did it, or it raises what the forward raised
         begun_s = time.perf_counter()  # not since the forward: between the two it may have waited for masks

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from shoal.kernels.draw_table import Filters
 from shoal.kernels.triton.launch import overlap, settle
 from shoal.kernels.triton.step import PIECE, best_of_line, best_of_pieces
-from shoal.kernels.wants import Filters
 
 BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}  # of a float32 that values of a type can differ in
 TILE = 1024
@@ -36,7 +36,7 @@ def _key(score, BITS: tl.constexpr):
 
 @triton.jit
 def _want(wants, w_row, line):
-    """(temperature, min_p, top_k, top_p) of a line, as kernels/wants.py orders them."""
+    """(temperature, min_p, top_k, top_p) of a line, as kernels/draw_table.py orders them."""
     temperature = tl.load(wants + 3 * w_row + line).to(tl.float32, bitcast=True)
     min_p = tl.load(wants + 4 * w_row + line).to(tl.float32, bitcast=True)
     top_p = tl.load(wants + 6 * w_row + line).to(tl.float32, bitcast=True)
@@ -158,7 +158,7 @@ def _noisy_piece(
 def draw(scores: Tensor, wants: Tensor, last_token: Tensor, out: Tensor, best: Tensor, filters: Filters) -> None:
     """A token of every line into `out` (int32), its line's highest score into `best` (float32), and the token into
     last_token at the line's row, unless that is below 0. `wants` is the table of
-    kernels/wants.py. A line with NaN has the best infinity."""
+    kernels/draw_table.py. A line with NaN has the best infinity."""
     lines, size = scores.shape
     pieces = triton.cdiv(size, PIECE)
     bits = BITS[scores.dtype]

@@ -7,7 +7,7 @@ from shoal.core.plan import RowStart
 from shoal.runner.sampler import Sampler
 
 
-def wants_of_all_kinds(sampler: Sampler, source: random.Random) -> None:
+def start_rows_of_all_kinds(sampler: Sampler, source: random.Random) -> None:
     for row in range(len(sampler.rows.seed)):
         params = SamplingParams(
             temperature=source.choice([0.0, 0.01, 0.3, 1.0, 2.0]),

@@ -6,7 +6,7 @@ Owns the columns' order, not what fills them. Fractions are stored as their bits
 from dataclasses import dataclass
 
 ROW, KEY, SECOND_KEY, TEMPERATURE, MIN_P, TOP_K, TOP_P = range(7)  # a line each; a row below 0 is nobody
-WANTS = 7
+COLUMNS = 7
 
 
 @dataclass(frozen=True)

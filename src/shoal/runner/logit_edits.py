@@ -21,7 +21,7 @@ def has_penalty(start: RowStart) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty or (repetition is not None and repetition != 1.0))
 
 
-class Edits:
+class TokenLists:
     """For every row a list of (token id, what is added to its score), all lists in one array.
 
     A row that starts again leaves its old list behind; when the array is full, the lists in use move together.
@@ -63,12 +63,12 @@ class Edits:
         return places, np.arange(len(places)) + np.repeat(self.first[rows] - before, counts)
 
 
-class Changes:
+class LogitEdits:
     """Everything that changes scores, of every row."""
 
     def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
-        self.bias = Edits(rows)
-        self.ends = Edits(rows)  # forbidden …
+        self.bias = TokenLists(rows)
+        self.ends = TokenLists(rows)  # forbidden …
         self.first_free_end = np.zeros(rows, dtype=np.int64)  # … up to this position
         self.always = np.zeros(rows, dtype=np.bool_)  # has a bias or a penalty
         self.repetition = np.ones(rows, dtype=np.float32)
