@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.kernels import Batch, ref
-from shoal.kernels.draw_table import COLUMNS, Filters
+from shoal.kernels.draw_table import COLUMNS, Filters, fill, filters_of
 from shoal.kernels.ref import RefOps
 from shoal.runner.sampler import Sampler
 from tests.kernels.draw_rows import start_rows_of_all_kinds
@@ -138,19 +138,19 @@ def test_draws_are_the_twins_and_the_samplers(dtype: torch.dtype, spread: float,
     rows, positions = np.arange(lines), np.array([source.randrange(10**5) for _ in range(lines)])
     wanted, best, _ = sampler.sample(scores.float(), rows, positions)
     table = np.zeros((COLUMNS, lines + 3), dtype=np.int32)
-    sampler.tell(table, rows, positions)
-    wants = torch.from_numpy(table).cuda()
+    fill(table, sampler.state, rows, positions)
+    draw_table = torch.from_numpy(table).cuda()
     padded = torch.cat([scores, torch.zeros(3, vocab, device="cuda", dtype=dtype)])
     tokens = torch.full((lines + 3,), -1, dtype=torch.int32, device="cuda")
     found, last = torch.zeros(lines + 3, device="cuda"), torch.full((lines,), -1, device="cuda")
-    filters = sampler.filters(rows) or Filters(True, True)
-    draw(padded, wants, last, tokens, found, filters)
+    filters = filters_of(sampler.state, rows) or Filters(True, True)
+    draw(padded, draw_table, last, tokens, found, filters)
     assert tokens[:lines].tolist() == wanted.tolist() == last.tolist()
     assert torch.equal(found[:lines], best)
     twins, twin_found, twin_last = tokens.clone(), found.clone(), last.clone()
     for one in (twins, twin_found, twin_last):
         one.fill_(-1)
-    ref.draw(padded, wants, twin_last, twins, twin_found)
+    ref.draw(padded, draw_table, twin_last, twins, twin_found)
     assert tokens.tolist() == twins.tolist()
     assert last.tolist() == twin_last.tolist()
     assert torch.equal(found, twin_found)
@@ -163,10 +163,10 @@ def test_a_line_without_numbers_spoils_no_other() -> None:
     sampler = Sampler(3, 5000, "cuda")
     start_rows_of_all_kinds(sampler, random.Random(4))
     rows = np.arange(3)
-    sampler.rows.temperature[:], sampler.rows.top_k[:], sampler.rows.top_p[:] = 1.0, 40, 0.9
+    sampler.state.temperature[:], sampler.state.top_k[:], sampler.state.top_p[:] = 1.0, 40, 0.9
     wanted = sampler.sample(scores.float(), rows, rows)[0].tolist()
     table = np.zeros((COLUMNS, 3), dtype=np.int32)
-    sampler.tell(table, rows, rows)
+    fill(table, sampler.state, rows, rows)
     for bad in (float("nan"), float("inf"), float("-inf")):
         spoilt = scores.clone()
         spoilt[1] = bad

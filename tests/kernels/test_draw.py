@@ -11,7 +11,7 @@ import torch
 
 from shoal.kernels import ref
 from shoal.kernels.cpu import CpuOps
-from shoal.kernels.draw_table import COLUMNS
+from shoal.kernels.draw_table import COLUMNS, fill
 from shoal.runner.sampler import Sampler
 from tests.kernels.draw_rows import start_rows_of_all_kinds
 
@@ -28,7 +28,7 @@ def test_the_twin_draws_what_the_sampler_draws(spread: float, lines: int, vocab:
     rows, positions = np.arange(lines), np.array([source.randrange(10**5) for _ in range(lines)])
     wanted, best, _ = sampler.sample(scores[:lines].float(), rows, positions)
     table = np.zeros((COLUMNS, lines + 3), dtype=np.int32)
-    sampler.tell(table, rows, positions)
+    fill(table, sampler.state, rows, positions)
     tokens, last = torch.full((lines + 3,), -1, dtype=torch.int32), torch.full((lines,), -1)
     found = torch.zeros(lines + 3)
     ref.draw(scores, torch.from_numpy(table), last, tokens, found)

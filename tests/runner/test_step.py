@@ -5,6 +5,7 @@ import pytest
 
 from shoal.core.params import SamplingParams
 from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan
+from shoal.runner.draws import draws_of
 from shoal.runner.graphs import LINES, TOKENS, size_for
 from shoal.runner.step import ALIGN, PADDING, PassShape, Tables, count_blocks, fill, lay_out, new_blocks
 
@@ -32,7 +33,7 @@ def plan_of(*parts: tuple[int, int, int, bool], grown: tuple[tuple[int, int, int
 def filled(plan: StepPlan, shape: PassShape, first: int = 8) -> Tables:
     buffer = np.full(first + shape.size, 777, dtype=np.int32)
     tables = lay_out(buffer, shape, first)
-    fill(tables, plan, QUERIES)
+    fill(tables, plan, draws_of(plan), QUERIES)
     assert (buffer[:first] == 777).all()
     return tables
 

@@ -4,7 +4,6 @@ A row's block table and last token stay here; a plan only says what changed. Kno
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,8 @@ from torch import Tensor
 
 from shoal.core.plan import FROM_DEVICE, Ints, StepPlan
 from shoal.kernels import Batch
+from shoal.kernels.transfer import to_device
+from shoal.runner.draws import PassDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,8 @@ class PassInputs:
 
     ids: Tensor
     batch: Batch
-    sampling: Ints  # indexes of the flat positions whose logits choose a token
-    sampling_rows: Ints
-    sampling_positions: Ints  # the position each chosen token will have
+    draws: PassDraws
+    scored: Ints  # indexes of the flat positions whose hidden states are scored, one per draw
 
 
 class RowTables:
@@ -53,11 +53,11 @@ class RowTables:
         if plan.grown.size:
             self.blocks[plan.grown[:, 0], plan.grown[:, 1]] = plan.grown[:, 2]
 
-    def gather(self, plan: StepPlan) -> PassInputs:
+    def gather(self, plan: StepPlan, draws: PassDraws) -> PassInputs:
         """The batch in the shape that the plan asks for."""
-        return self._rectangle(plan) if plan.width else self._ragged(plan)
+        return self._rectangle(plan, draws) if plan.width else self._ragged(plan, draws)
 
-    def _ragged(self, plan: StepPlan) -> PassInputs:
+    def _ragged(self, plan: StepPlan, draws: PassDraws) -> PassInputs:
         """Rows end to end, no padding."""
         counts, size = plan.counts, self.block_size
         offsets = np.concatenate(([0], np.cumsum(counts)))
@@ -74,13 +74,12 @@ class RowTables:
             block_tables=self._put(self.blocks[plan.rows, :widest]),
             block_size=size,
         )
-        chosen = plan.draws > 0
-        return PassInputs(self._ids(plan, rows), batch, offsets[1:][chosen] - 1, plan.rows[chosen], contexts[chosen])
+        return PassInputs(self._ids(plan, rows), batch, draws, draws.last)
 
-    def _rectangle(self, plan: StepPlan) -> PassInputs:
+    def _rectangle(self, plan: StepPlan, draws: PassDraws) -> PassInputs:
         """Every row padded to the width, and rows of padding alone; padding reads and writes the scratch block."""
         rows, width, size = len(plan.rows) + plan.dead, plan.width, self.block_size
-        ragged = self._ragged(plan)
+        ragged = self._ragged(plan, draws)
         at = np.repeat(np.arange(len(plan.rows)) * width - np.array(ragged.batch.starts[:-1]), plan.counts)
         places = at + np.arange(len(at))  # where each real position stands in the rectangle
         positions = np.zeros(rows * width, dtype=np.int64)
@@ -102,7 +101,7 @@ class RowTables:
             block_size=size,
             width=width,
         )
-        return PassInputs(ids, batch, places[ragged.sampling], ragged.sampling_rows, ragged.sampling_positions)
+        return PassInputs(ids, batch, draws, places[draws.last])
 
     def _ids(self, plan: StepPlan, rows: Ints) -> Tensor:
         """Token ids; where the host does not know one yet, the row's last sample."""
@@ -114,10 +113,4 @@ class RowTables:
         return ids
 
     def _put(self, array: Ints) -> Tensor:
-        return put(array, self.device)
-
-
-def put(array: "np.ndarray[tuple[int, ...], np.dtype[Any]]", device: torch.device) -> Tensor:
-    """An array on the device; the host does not wait for what the device is doing."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        return to_device(array, self.device)

@@ -5,26 +5,31 @@ logits only for the positions that choose a token. Knows rows, not requests; nev
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import SCRIPTED_END, Ints, StepPlan, StepResult
+from shoal.core.plan import Ints, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.models import Model
 from shoal.runner.copier import Copier
+from shoal.runner.draws import PassDraws, draws_of
 from shoal.runner.inputs import PassInputs, RowTables
 from shoal.runner.kvstore import KVStore
+from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.sampler import Sampler, logprobs_of
 
-NOT_FINITE = "the model's scores are not finite numbers; its weights may be damaged, or every token is forbidden"
-FORBIDDEN = "the grammar allows no token of the model's vocabulary here; change the grammar"
 LOGITS_AT_ONCE = 64  # lines of logits held at a time for prompt logprobs
 
-ForwardState = tuple[Tensor, PassInputs]  # hidden states of a pass, and what they were computed from
-PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
+
+class ForwardState(NamedTuple):
+    """A pass whose tokens are not chosen yet."""
+
+    hidden: Tensor  # states of all positions
+    inputs: PassInputs
 
 
 class Runner:
@@ -43,7 +48,7 @@ class Runner:
     def forward(self, plan: StepPlan) -> ForwardState | None:
         """Hidden states of all positions of the pass; None if it has no rows."""
         self.update(plan)
-        return self.compute(plan) if len(plan.rows) else None
+        return self.compute(plan, draws_of(plan)) if len(plan.rows) else None
 
     def update(self, plan: StepPlan) -> None:
         """Take in what the plan changes: copies of blocks begin, rows start or grow."""
@@ -61,47 +66,29 @@ class Runner:
         """Whether somebody's prompt logprobs are still to be computed."""
         return bool(self._prompts)
 
-    def compute(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
+    def compute(self, plan: StepPlan, draws: PassDraws) -> ForwardState:
         """The forward pass itself."""
-        inputs = self.tables.gather(plan)
-        return self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs
+        inputs = self.tables.gather(plan, draws)
+        return ForwardState(self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs)
 
     @torch.inference_mode()
-    def sample(self, plan: StepPlan, begun: ForwardState | None, masks: LateMasks | None) -> StepResult:
-        """Tokens for the rows that choose one."""
-        if begun is None:
-            none = np.empty(0, dtype=np.int64)
-            done, broken = self.copier.take(all_of_them=True)
-            return StepResult(plan.step, none, none, none, none, copies_done=done, copies_failed=broken)
-        hidden, inputs = begun
-        rows = inputs.sampling_rows
-        tokens = np.empty(0, dtype=np.int64)
-        logprobs: list[tuple[int, Logprobs]] = []
-        failures: list[tuple[int, str]] = []
-        if rows.size:
-            logits = self.model.logits(chosen_rows(hidden, inputs.sampling))
-            chosen, best, logprobs = self.sampler.sample(logits, rows, inputs.sampling_positions, masks)
-            self.tables.note(rows, chosen)
-            failures = failed(best, rows, masks)
-            tokens = chosen.cpu().numpy()
-            scripted = self.sampler.rows.ends_at[rows] == inputs.sampling_positions
-            if scripted.any():
-                tokens = np.where(scripted, SCRIPTED_END, tokens)
+    def sample(self, plan: StepPlan, forward: ForwardState | None, masks: LateMasks | None) -> StepResult:
+        """The result of a pass: tokens for the rows that draw one."""
+        ends_at = self.sampler.rows.ends_at
+        if forward is None:
+            copies = self.copier.take(all_of_them=True)
+            return step_result(plan, draws_of(plan), NO_TOKENS, ends_at, masks, copies)
+        hidden, inputs = forward
+        draws, drawn = inputs.draws, NO_TOKENS
+        if len(draws.rows):
+            logits = self.model.logits(chosen_rows(hidden, inputs.scored))
+            tokens, best, logprobs = self.sampler.sample(logits, draws.rows, draws.positions, masks)
+            self.tables.note(draws.rows, tokens)
+            drawn = DrawnTokens(np.ones_like(draws.rows), tokens.cpu().numpy(), best.cpu().numpy(), logprobs)
         of_prompts = self.prompt_logprobs(plan, hidden, inputs.batch.starts)
-        done, broken = self.copier.take()  # last of all: what is taken must be told
-        return StepResult(
-            plan.step,
-            rows,
-            plan.generations[plan.draws > 0],
-            np.ones_like(rows),
-            tokens,
-            tuple(logprobs),
-            of_prompts,
-            tuple(failures),
-            done,
-            broken,
-            padded=len(inputs.ids) - len(plan.tokens),
-        )
+        copies = self.copier.take()  # last of all: a failure before this loses none of them
+        padded = len(inputs.ids) - len(plan.tokens)
+        return step_result(plan, draws, drawn, ends_at, masks, copies, of_prompts, padded)
 
     def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, starts: Sequence[int]) -> PromptLogprobs:
         """What the model thought of each prompt token, given those before it; starts: of each row in hidden."""
@@ -134,13 +121,3 @@ def chosen_rows(hidden: Tensor, places: Ints) -> Tensor:
     if len(places) == len(hidden):  # they are in order, so each is itself
         return hidden
     return hidden[torch.from_numpy(places).to(hidden.device)]
-
-
-def failed(best: Tensor, rows: Ints, masks: LateMasks | None) -> list[tuple[int, str]]:
-    """(place, reason) of the lines whose best score is no number."""
-    sound = np.isfinite(best.cpu().numpy())
-    if sound.all():
-        return []
-    masked = set() if masks is None else set(masks.rows[~masks.allowed.any(axis=1)].tolist())
-    places = np.flatnonzero(~sound).tolist()
-    return [(place, FORBIDDEN if int(rows[place]) in masked else NOT_FINITE) for place in places]

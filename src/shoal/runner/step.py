@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.plan import Ints, StepPlan
+from shoal.runner.draws import PassDraws
 
 PADDING = -1  # the row of padding
 ALIGN = 4  # every table begins on a multiple of 16 bytes: kernels load faster, and need one version only
@@ -64,27 +65,25 @@ def count_blocks(plan: StepPlan, queries: int) -> int:
     return int((-(-long // queries)).sum())
 
 
-def fill(tables: Tables, plan: StepPlan, queries: int) -> None:
-    """Write the plan, and nobody into what is left."""
+def fill(tables: Tables, plan: StepPlan, draws: PassDraws, queries: int) -> None:
+    """Fill the tables from the plan; pad the rest with row PADDING."""
     counts, count = plan.counts, len(plan.tokens)
     tables.tokens[0, :count] = plan.tokens
     tables.tokens[:, count:] = 0
     tables.tokens[1, count:] = PADDING
-    ends = np.cumsum(counts)
     if count == len(counts):  # one position each
         tables.tokens[1, :count] = plan.rows
         tables.tokens[2, :count] = plan.starts
         _fill_decodes(tables.decodes, plan.rows, plan.starts + 1, np.arange(count))
     else:
-        begins = ends - counts
+        begins = np.cumsum(counts) - counts
         tables.tokens[1, :count] = np.repeat(plan.rows, counts)
         tables.tokens[2, :count] = np.arange(count) - np.repeat(begins - plan.starts, counts)
         single = counts == 1
         _fill_decodes(tables.decodes, plan.rows[single], plan.starts[single] + 1, begins[single])
         _fill_blocks(tables.blocks, plan, begins, queries)
-    chosen = ends[plan.draws > 0] - 1
-    tables.index[: len(chosen)] = chosen
-    tables.index[len(chosen) :] = 0
+    tables.index[: len(draws.last)] = draws.last
+    tables.index[len(draws.last) :] = 0
 
 
 def _fill_decodes(decodes: Any, rows: Ints, contexts: Ints, places: Ints) -> None:
