@@ -11,7 +11,7 @@ from shoal.kernels import Batch, ref
 from shoal.kernels.draw_table import COLUMNS, Filters, fill, filters_of
 from shoal.kernels.ref import RefOps
 from shoal.runner.sampler import Sampler
-from tests.kernels.draw_rows import start_rows_of_all_kinds
+from tests.kernels.draw_rows import late, start_rows_of_all_kinds, start_with_edits
 from tests.kernels.ragged import Tables
 
 pytestmark = [
@@ -154,6 +154,32 @@ def test_draws_are_the_twins_and_the_samplers(dtype: torch.dtype, spread: float,
     assert tokens.tolist() == twins.tolist()
     assert last.tolist() == twin_last.tolist()
     assert torch.equal(found, twin_found)
+
+
+def test_tokens_are_chosen_as_ref_does(ops) -> None:  # type: ignore[no-untyped-def]
+    """Edits, masks, temperature and filters, over passes in which rows end and others take their place."""
+    numbers, vocab, rows = np.random.default_rng(5), 517, 12
+    made = [Sampler(rows, vocab, "cuda", one) for one in (ops, REF)]
+
+    def begin(row: int, at: int) -> None:
+        start = start_with_edits(row, vocab, at, numbers)
+        for one in made:
+            one.start(start)
+
+    for row in range(rows):
+        begin(row, 30)
+    for at in range(30, 50):
+        begin(int(numbers.integers(rows)), at)
+        present = numbers.permutation(rows)[:9]
+        logits = torch.from_numpy(numbers.normal(size=(9, vocab)).astype(np.float32)).cuda() * 2
+        masked = sorted(numbers.permutation(9)[:3].tolist())
+        allowed = {int(present[line]): numbers.integers(vocab, size=60).tolist() for line in masked}
+        masks = late(allowed, vocab) if at % 2 else None
+        got, want = (one.ops.choose(logits, present, np.full(9, at), one.state, masks) for one in made)
+        assert torch.equal(got[1], want[1]), "the best scores differ"
+        assert torch.equal(got[0], want[0])
+    assert torch.equal(made[0].edits.counts, made[1].edits.counts)
+    assert torch.equal(made[0].edits.seen, made[1].edits.seen)
 
 
 def test_a_line_without_numbers_spoils_no_other() -> None:

@@ -172,7 +172,8 @@ def _edited(
     """One line of scores [vocab] after penalties, biases, forbidden ends and the row's mask of packed bits."""
     edited, slot = scores.clone(), int(state.penalty_slot[row])
     if slot >= 0:
-        seen, counts, repetition = state.seen[slot], state.counts[slot], float(state.repetition[row])
+        # tensors: CUDA divides by a Python number as it multiplies by the reciprocal, which rounds differently
+        seen, counts, repetition = state.seen[slot], state.counts[slot], scores.new_tensor(state.repetition[row])
         edited[seen] = torch.where(edited > 0, edited / repetition, edited * repetition)[seen]
         edited = edited - float(state.frequency[row]) * counts - float(state.presence[row]) * (counts > 0)
     bias = slice(state.bias_first[row], state.bias_first[row] + state.bias_count[row])
@@ -197,9 +198,9 @@ def _choose(scores: Tensor, draw: Draw) -> tuple[int, Tensor]:
     if draw.temperature == 0 or not bool(best.isfinite()):
         return int((numbers == best).nonzero()[0]), best
     assert draw.keys is not None
-    scaled = (scores - best) / draw.temperature
+    scaled = (scores - best) / scores.new_tensor(draw.temperature)
     least = _bound(scaled, draw.top_k, draw.top_p)
-    least = torch.maximum(least, torch.log(torch.tensor(draw.min_p, device=scores.device)))
+    least = torch.maximum(least, torch.log(scores.new_tensor(draw.min_p)))
     ids = torch.arange(len(scores), dtype=torch.int32, device=scores.device)
     noisy = scaled + gumbel(draw.keys.to(scores.device), ids)[0]
     return int(noisy.masked_fill((scaled < least) & (scores < best), -torch.inf).argmax()), best
