@@ -1,4 +1,4 @@
-"""An Executor for NVIDIA GPUs: passes are queued on a stream of their own, and the host waits for nothing but tokens.
+"""An Executor for NVIDIA GPUs: passes are queued on a stream of their own, and the host waits only for tokens.
 
     host     plan k+1, one pinned buffer ─► one copy ─┐              wait for the tokens of k, commit, plan k+2 …
     stream   … pass k │ tokens of k ─► host │ copy k+1 │ block tables │ graph of the layers │ graph of the head │ …
@@ -6,7 +6,7 @@
 Block tables and last tokens of all rows live on the device; a pass is described by small tables that kernels read
 there, so one graph serves any lengths. Long passes are not recorded: their launches hide behind their own work.
 The head's graph takes the likeliest token or draws one; rows that ask for more than a draw go to the Sampler.
-The padded layout is computed as on any device. Knows rows, not requests.
+The padded layout is computed as on any device. Knows rows, not requests; its kernels come from Ops.pass_ops.
 """
 
 from collections import deque
@@ -38,11 +38,11 @@ from shoal.runner.runner import ForwardState, Runner
 from shoal.runner.step import PassShape, count_blocks, fill, lay_out, new_blocks, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
-REHEARSED = (1, 4, 16, 64)  # batches that are computed by different kernels
+REHEARSED = (1, 4, 16, 64)  # batch sizes that are computed by different kernels
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
-ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # what takes the most memory
-PROMPTS = 32  # blocks of queries that a graph has space for beyond those its tokens fill
+ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # takes the most memory
+PROMPTS = 32  # blocks of queries in a graph beyond those that its tokens fill
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class QueuedPass:
 
 @cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for all executors of a device: torch keeps memory by stream, so the next finds what the last one freed."""
+    """One stream for all executors of a device: torch caches memory by stream, so they reuse each other's."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -101,14 +101,14 @@ class CudaExecutor:
             self._scored = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
             self._drawn = torch.zeros(2 * self._lines, dtype=torch.int32, device=self.device)
         self.model.reserve_positions(self.block_tables.shape[1] * self.kv.block_size)
-        torch.cuda.synchronize(self.device)  # what was made on other streams is there
+        torch.cuda.synchronize(self.device)  # tensors made on other streams are ready
         self._forward: QueuedForward | None = None
         self._passes: deque[QueuedPass] = deque()
 
     def recordings(self, most: int) -> Iterator[int]:
-        """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is under way.
+        """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is in flight.
 
-        The others (beside prompts, with a long past, with filters) are too many: they are recorded when they come.
+        The others (beside prompts, with a long past, with filters) are too many: they are recorded when they occur.
         """
         for size in LINES:
             if size > min(most, self._lines):
@@ -145,7 +145,7 @@ class CudaExecutor:
             shape, recorded = self._shape(plan, draws)
             work = partial(self._body, self._send(plan, draws, shape), shape)
             kept: Tensor | None = None
-            if recorded and not self.runner.wants_hidden:
+            if recorded and not self.runner.needs_hidden:
                 self.graphs.run(shape, work)
             else:
                 kept = work()
@@ -170,7 +170,7 @@ class CudaExecutor:
         return PassShape(tokens, decodes, blocks, drawing, long), False
 
     def _send(self, plan: StepPlan, draws: PassDraws, shape: PassShape) -> Tensor:
-        """Everything about the pass in one copy; the block tables are brought up to date."""
+        """Send all tables of the pass in one copy, and add its new blocks to the block tables."""
         new = new_blocks(plan)
         until = self._first + shape.size
         host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
@@ -182,13 +182,13 @@ class CudaExecutor:
         if len(host) <= len(self._buffer):
             buffer = self._buffer[: len(host)]
             buffer.copy_(host, non_blocking=True)
-        else:  # long prompts taken whole, or many that start: graphs still find what they read where they read it
+        else:  # whole long prompts, or many rows that start; graphs read the fixed buffer, so it is filled as well
             buffer = host.to(self.device, non_blocking=True)
             kept = min(until, len(self._buffer))
             self._buffer[:kept].copy_(buffer[:kept])
         if len(new):
             self.ops.add_blocks(buffer[until:].view(-1, 3), self.block_tables)
-        # a pass may be recorded now: then it must read from memory that stays
+        # a pass that is recorded now must read from memory that stays
         return self._buffer if until <= len(self._buffer) else buffer
 
     def _body(self, buffer: Tensor, shape: PassShape) -> Tensor:
@@ -298,7 +298,7 @@ NOTHING = StepPlan(0, (), np.empty((0, 3), dtype=np.int64), _NONE, _NONE, _NONE,
 
 
 def _now() -> torch.cuda.Event:
-    """A mark on the current stream."""
+    """An event recorded on the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -307,13 +307,13 @@ def _now() -> torch.cuda.Event:
 def rehearse(
     model: Model, dtype: torch.dtype, block_size: int, tokens: int, lines: int, progress: bool = False
 ) -> None:
-    """Compute the largest passes there may be, and one of each kind, over a KV cache of a single block.
+    """Compute the largest possible passes, and one of each kind, over a KV cache of a single block.
 
-    So the memory that passes need is taken before anybody measures what is left, and kernels are compiled before
-    anybody waits for a token: side by side, for compiling takes seconds and one processor each.
+    So the memory that passes need is allocated before the free memory is measured, and kernels are compiled before
+    the first request: in parallel, because compiling one takes seconds on one processor.
     """
     store = KVStore(model.spec, 1, block_size, dtype, "cuda")
-    model.reserve_positions(tokens)  # before there are threads that would do it
+    model.reserve_positions(tokens)  # before the threads start, which would race to do it
 
     def compute(rows: int, count: int, params: Sequence[SamplingParams]) -> None:
         executor = CudaExecutor(Runner(model, store, rows, count, "cuda"), rows * count)
@@ -325,13 +325,13 @@ def rehearse(
     works = [(1, tokens, [ALL]), (lines, 1, [FILTERED, ALL])]
     works += [(count, 1, [GREEDY]) for count in sorted({min(count, lines) for count in REHEARSED})]
     with ThreadPoolExecutor(thread_name_prefix="rehearse") as pool:
-        begun = [pool.submit(compute, *work) for work in works]
-        for one in tqdm(begun, desc="kernels", unit="pass", disable=not progress, leave=False):
+        futures = [pool.submit(compute, *work) for work in works]
+        for one in tqdm(futures, desc="kernels", unit="pass", disable=not progress, leave=False):
             one.result()
 
 
 def _made_up(rows: int, count: int, params: Sequence[SamplingParams], block_size: int) -> StepPlan:
-    """The first `count` positions of so many rows, all in block 0; the last params are those of all further rows."""
+    """The first `count` positions of `rows` rows, all in block 0; the last params apply to all further rows."""
     blocks = (0,) * -(-count // block_size)
     starting = [
         RowStart(row, 0, (0,) * count, count, params[min(row, len(params) - 1)], 0, 0, frozenset(), blocks, False)

@@ -1,7 +1,7 @@
 """The runner: one StepPlan in, one StepResult out.
 
 One ragged forward per pass: linear layers over all tokens of all requests, attention per sequence over its blocks,
-logits only for the positions that choose a token. Knows rows, not requests; never sees the scheduler.
+logits only for the positions that draw a token. Knows rows, not requests; never sees the scheduler.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Runner:
         self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device)
         self.sampler = Sampler(rows, model.spec.vocab_size, device, model.ops)
         self.copier = Copier(kv)
-        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that want prompt logprobs: prompt, how many
+        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows with prompt logprobs: prompt, how many
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> ForwardState | None:
@@ -51,7 +51,7 @@ class Runner:
         return self.compute(plan, draws_of(plan)) if len(plan.rows) else None
 
     def update(self, plan: StepPlan) -> None:
-        """Take in what the plan changes: copies of blocks begin, rows start or grow."""
+        """Apply the plan's changes: queue copies of blocks, start rows, add blocks to them."""
         for order in plan.copies:
             self.copier.submit(order)
         self.tables.update(plan)
@@ -62,8 +62,8 @@ class Runner:
                 self._prompts[start.row] = (start.tokens[: start.prompt_len], start.params.prompt_logprobs or 0)
 
     @property
-    def wants_hidden(self) -> bool:
-        """Whether somebody's prompt logprobs are still to be computed."""
+    def needs_hidden(self) -> bool:
+        """Whether some row's prompt logprobs are still to be computed, from the hidden states of all positions."""
         return bool(self._prompts)
 
     def compute(self, plan: StepPlan, draws: PassDraws) -> ForwardState:
@@ -81,7 +81,7 @@ class Runner:
         hidden, inputs = forward
         draws, drawn = inputs.draws, NO_TOKENS
         if len(draws.rows):
-            logits = self.model.logits(chosen_rows(hidden, inputs.scored))
+            logits = self.model.logits(scored_states(hidden, inputs.scored))
             tokens, best, logprobs = self.sampler.sample(logits, draws.rows, draws.positions, masks)
             self.tables.note(draws.rows, tokens)
             drawn = DrawnTokens(np.ones_like(draws.rows), tokens.cpu().numpy(), best.cpu().numpy(), logprobs)
@@ -91,11 +91,11 @@ class Runner:
         return step_result(plan, draws, drawn, ends_at, masks, copies, of_prompts, padded)
 
     def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, starts: Sequence[int]) -> PromptLogprobs:
-        """What the model thought of each prompt token, given those before it; starts: of each row in hidden."""
+        """Logprobs of each prompt token, given those before it; starts: where each row begins in hidden."""
         found: list[tuple[int, int, tuple[Logprobs, ...]]] = []
         if not self._prompts:
             return ()
-        for place, (row, start, count) in enumerate(
+        for index, (row, start, count) in enumerate(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
         ):
             if row not in self._prompts:
@@ -105,19 +105,19 @@ class Runner:
             values: list[Logprobs] = []
             for at in range(start, last, LOGITS_AT_ONCE):
                 until = min(at + LOGITS_AT_ONCE, last)
-                offset = starts[place] - start
+                offset = starts[index] - start
                 logits = self.model.logits(hidden[offset + at : offset + until])
                 targets = torch.tensor(prompt[at + 1 : until + 1], device=hidden.device)
                 values += logprobs_of(logits, targets, top)
             if values:
-                found.append((place, start + 1, tuple(values)))
+                found.append((index, start + 1, tuple(values)))
             if start + count >= len(prompt):
                 del self._prompts[row]
         return tuple(found)
 
 
-def chosen_rows(hidden: Tensor, places: Ints) -> Tensor:
-    """Those rows of the hidden states: where they are, if that is all of them."""
-    if len(places) == len(hidden):  # they are in order, so each is itself
+def scored_states(hidden: Tensor, scored: Ints) -> Tensor:
+    """The hidden states at these indexes, without a copy if that is all of them."""
+    if len(scored) == len(hidden):  # indexes are in order
         return hidden
-    return hidden[torch.from_numpy(places).to(hidden.device)]
+    return hidden[torch.from_numpy(scored).to(hidden.device)]

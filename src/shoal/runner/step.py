@@ -1,7 +1,7 @@
-"""One pass as tables of numbers, laid out in one buffer for kernels that read it from device memory.
+"""One pass as tables of numbers in one buffer, which kernels read from device memory.
 
-Owns the layout and how a plan fills it. The device's own tables (blocks and last token of every row) and the kernels
-belong to others. Knows no model.
+Owns the buffer's layout and how a plan fills it. The tables that stay on the device (blocks and last token of every
+row) belong to the executor. Knows no model.
 
     draw table (kernels/draw_table.py) │ id, row, position of tokens │ decodes │ blocks of queries │ sampled tokens
 """
@@ -15,7 +15,7 @@ from shoal.core.plan import Ints, StepPlan
 from shoal.runner.draws import PassDraws
 
 PADDING = -1  # the row of padding
-ALIGN = 4  # every table begins on a multiple of 16 bytes: kernels load faster, and need one version only
+ALIGN = 4  # every table begins on a multiple of 16 bytes: loads are faster, and a kernel needs one version only
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class PassShape:
     tokens: int
     decodes: int
     blocks: int
-    lines: int  # of hidden values that choose a token
+    lines: int  # hidden states that are scored
     long: bool = False  # whether a decode has a long past
 
     @property
     def size(self) -> int:
-        """Numbers in all, what the lines want apart."""
+        """Numbers in all tables but the draw table."""
         tables = 3 * padded(self.tokens) + 3 * padded(self.decodes) + 5 * padded(self.blocks)
         return tables + padded(self.lines)
 
@@ -39,10 +39,10 @@ class PassShape:
 class Tables:
     """Views into a buffer, a numpy array or a tensor."""
 
-    tokens: Any  # [3, tokens]: id (FROM_DEVICE: the row's last), row (PADDING: padding), position
-    decodes: Any  # [3, decodes]: row, context (0: nobody), place of the query
+    tokens: Any  # [3, tokens]: id (FROM_DEVICE: the row's last token), row (or PADDING), position
+    decodes: Any  # [3, decodes]: row, context (0: padding), index of the query among the tokens
     blocks: Any  # [5, blocks]: row (PADDING: none), where its queries begin, how many, first of this block, context
-    index: Any  # [lines]: which tokens' hidden values choose
+    index: Any  # [lines]: which tokens' hidden states are scored
 
 
 def padded(count: int) -> int:
@@ -60,7 +60,7 @@ def lay_out(buffer: Any, shape: PassShape, first: int) -> Tables:
 
 
 def count_blocks(plan: StepPlan, queries: int) -> int:
-    """How many blocks of queries the plan's prompt chunks are cut into."""
+    """How many blocks of queries the plan's prompt chunks are split into."""
     long = plan.counts[plan.counts > 1]
     return int((-(-long // queries)).sum())
 
@@ -86,14 +86,14 @@ def fill(tables: Tables, plan: StepPlan, draws: PassDraws, queries: int) -> None
     tables.index[len(draws.last) :] = 0
 
 
-def _fill_decodes(decodes: Any, rows: Ints, contexts: Ints, places: Ints) -> None:
+def _fill_decodes(decodes: Any, rows: Ints, contexts: Ints, queries: Ints) -> None:
     count = len(rows)
-    decodes[0, :count], decodes[1, :count], decodes[2, :count] = rows, contexts, places
+    decodes[0, :count], decodes[1, :count], decodes[2, :count] = rows, contexts, queries
     decodes[:, count:] = 0
 
 
 def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, queries: int) -> None:
-    """The longest work first, so that the card is not left waiting for one block at the end."""
+    """The longest contexts first, so that the GPU does not wait for one long block at the end."""
     long = np.flatnonzero(plan.counts > 1)
     each = -(-plan.counts[long] // queries)
     owner = np.repeat(long, each)
@@ -110,7 +110,7 @@ def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, queries: int) -> Non
 
 
 def new_blocks(plan: StepPlan) -> Ints:
-    """[n, 3]: (row, index, block) for everything new in the block tables."""
+    """[n, 3]: (row, index, block) of every block that the plan adds to a block table."""
     parts = [plan.grown] if plan.grown.size else []
     for start in plan.starting:
         blocks = np.empty((len(start.blocks), 3), dtype=np.int64)
