@@ -16,7 +16,7 @@ from torch.nn.functional import embedding, linear, silu
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
 from shoal.kernels import Batch, Layer, composed
-from shoal.kernels.draw_table import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P, SamplingState
+from shoal.kernels.draw_table import KEY, PARAMETERS, ROW, SECOND_KEY, TEMPERATURE, SamplingState
 from shoal.kernels.int8 import Weight
 from shoal.kernels.noise import draw_keys, gumbel
 from shoal.kernels.padded import padded_attention
@@ -53,13 +53,8 @@ class RefOps:
         masked = {} if masks is None else dict(zip(masks.rows.tolist(), masks.allowed, strict=True))
         for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
             edited = _edited(scores[line].float(), row, position, state, masked.get(row))
-            draw = Draw(
-                temperature=float(state.temperature[row]),
-                min_p=float(state.min_p[row]),
-                top_k=int(state.top_k[row]),
-                top_p=float(state.top_p[row]),
-                keys=torch.from_numpy(draw_keys(state.seed[[row]], state.sample[[row]], positions[[line]])),
-            )
+            keys = torch.from_numpy(draw_keys(state.seed[[row]], state.sample[[row]], positions[[line]]))
+            draw = Draw(keys, **{name: getattr(state, name)[row].item() for name in PARAMETERS})
             tokens[line], best[line] = _choose(edited, draw)
             slot = state.penalty_slot[row]
             if slot >= 0:
@@ -157,13 +152,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tenso
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters of one draw."""
+    """One draw: the keys of its noise, and PARAMETERS."""
 
+    keys: Tensor | None  # int32 [1, 2]; not needed at temperature 0
     temperature: float
     min_p: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    keys: Tensor | None = None  # int32 [1, 2]; not needed at temperature 0
 
 
 def _edited(
@@ -222,7 +217,7 @@ def _bound(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
 def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
     """As PassOps.likeliest."""
     for line, row in enumerate(rows.tolist()):
-        token, best[line] = _choose(scores[line].float(), Draw(temperature=0.0))
+        token, best[line] = _choose(scores[line].float(), Draw(None, temperature=0.0))
         _store(token, row, line, last_token, out)
 
 
@@ -230,13 +225,11 @@ def draw(scores: Tensor, table: Tensor, last_token: Tensor, out: Tensor, best: T
     """As PassOps.draw."""
     floats = table.view(torch.float32)
     for line, row in enumerate(table[ROW].tolist()):
-        one = Draw(
-            temperature=float(floats[TEMPERATURE, line]),
-            min_p=float(floats[MIN_P, line]),
-            top_k=int(table[TOP_K, line]),
-            top_p=float(floats[TOP_P, line]),
-            keys=table[[KEY, SECOND_KEY], line].unsqueeze(0),
-        )
+        parameters = {
+            name: (floats if dtype is np.float32 else table)[column, line].item()
+            for column, (name, dtype) in enumerate(PARAMETERS.items(), start=TEMPERATURE)
+        }
+        one = Draw(table[[KEY, SECOND_KEY], line].unsqueeze(0), **parameters)
         token, best[line] = _choose(scores[line].float(), one)
         _store(token, row, line, last_token, out)
 

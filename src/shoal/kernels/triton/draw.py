@@ -136,7 +136,7 @@ def _noise(first, second, ids):
 
 @triton.jit
 def _noisy_piece(
-    scores, tops, table, t_row, lows, bests, places, s_row, size, pieces,
+    scores, tops, table, t_row, lows, bests, indexes, s_row, size, pieces,
     BITS: tl.constexpr, PIECE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The best of one piece, with noise, among those that the filters leave; nothing changes where none is drawn."""
@@ -155,10 +155,10 @@ def _noisy_piece(
         first = tl.load(table + FIRST_KEY * t_row + line).to(tl.uint32, bitcast=True)
         second = tl.load(table + SECOND_KEY * t_row + line).to(tl.uint32, bitcast=True)
         noisy = tl.where(keep, scaled + _noise(first, second, i), float("-inf"))
-        noisy = tl.where(noisy != noisy, float("-inf"), noisy)  # else a place beyond the scores might win
-        best, place = tl.max(noisy, 0, return_indices=True)
+        noisy = tl.where(noisy != noisy, float("-inf"), noisy)  # else an index beyond the scores might win
+        best, index = tl.max(noisy, 0, return_indices=True)
         tl.store(bests + line * pieces + piece, best)
-        tl.store(places + line * pieces + piece, piece * PIECE + place)
+        tl.store(indexes + line * pieces + piece, piece * PIECE + index)
 
 
 def draw(scores: Tensor, table: Tensor, last_token: Tensor, out: Tensor, best: Tensor, filters: Filters) -> None:
@@ -167,8 +167,8 @@ def draw(scores: Tensor, table: Tensor, last_token: Tensor, out: Tensor, best: T
     pieces = triton.cdiv(size, PIECE)
     bits = BITS[scores.dtype]
     device, s_row, t_row = scores.device, scores.stride(0), table.stride(0)
-    bests, places = best_of_pieces(scores)
-    best_of_line(bests, places, table[draw_table.ROW], last_token, out, best)
+    bests, indexes = best_of_pieces(scores)
+    best_of_line(bests, indexes, table[draw_table.ROW], last_token, out, best)
     lows = torch.zeros((lines, 2), dtype=torch.int64 if bits == 32 else torch.int32, device=device)  # bounds so far
     sums = torch.empty((lines, pieces, 4), dtype=torch.float32, device=device)
     masses = torch.empty(lines, dtype=torch.float32, device=device)
@@ -186,7 +186,7 @@ def draw(scores: Tensor, table: Tensor, last_token: Tensor, out: Tensor, best: T
                 num_warps=4, **overlap(),
             )  # fmt: skip
     _noisy_piece[grid](
-        scores, best, table, t_row, lows, bests, places, s_row, size, pieces, BITS=bits, PIECE=PIECE, num_warps=4,
+        scores, best, table, t_row, lows, bests, indexes, s_row, size, pieces, BITS=bits, PIECE=PIECE, num_warps=4,
         **overlap(),
     )  # fmt: skip
-    best_of_line(bests, places, table[draw_table.ROW], last_token, out)
+    best_of_line(bests, indexes, table[draw_table.ROW], last_token, out)

@@ -63,21 +63,21 @@ def place_tokens(
 
 
 @triton.jit
-def _best_of_piece(scores, bests, places, s_row, size, PIECE: tl.constexpr, OVERLAP: tl.constexpr):
+def _best_of_piece(scores, bests, indexes, s_row, size, PIECE: tl.constexpr, OVERLAP: tl.constexpr):
     settle(OVERLAP)
     line, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = piece * PIECE + tl.arange(0, PIECE)
     score = tl.load(scores + line * s_row + i, mask=i < size, other=float("-inf")).to(tl.float32)
     score = tl.where(score != score, float("inf"), score)  # a NaN must not hide
-    best, place = tl.max(score, 0, return_indices=True)
+    best, index = tl.max(score, 0, return_indices=True)
     at = line * tl.num_programs(1) + piece
     tl.store(bests + at, best)
-    tl.store(places + at, piece * PIECE + place)
+    tl.store(indexes + at, piece * PIECE + index)
 
 
 @triton.jit
 def _best_of_line(
-    bests, places, rows, last_token, out, best_out, count, WIDTH: tl.constexpr, STORES_BEST: tl.constexpr,
+    bests, indexes, rows, last_token, out, best_out, count, WIDTH: tl.constexpr, STORES_BEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     settle(OVERLAP)
@@ -85,7 +85,7 @@ def _best_of_line(
     p = tl.arange(0, WIDTH)
     best = tl.load(bests + line * count + p, mask=p < count, other=float("-inf"))
     top, piece = tl.max(best, 0, return_indices=True)
-    token = tl.load(places + line * count + piece)
+    token = tl.load(indexes + line * count + piece)
     tl.store(out + line, token)
     if STORES_BEST:
         tl.store(best_out + line, top)
@@ -95,29 +95,29 @@ def _best_of_line(
 
 
 def best_of_pieces(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(score, place) of the first of the highest in every PIECE of a line; infinity where there is NaN."""
+    """(score, index) of the first of the highest in every PIECE of a line; infinity where there is NaN."""
     lines, size = scores.shape
     pieces = triton.cdiv(size, PIECE)
     bests = torch.empty((lines, pieces), dtype=torch.float32, device=scores.device)
-    places = torch.empty((lines, pieces), dtype=torch.int32, device=scores.device)
+    indexes = torch.empty((lines, pieces), dtype=torch.int32, device=scores.device)
     stride = scores.stride(0)
-    _best_of_piece[(lines, pieces)](scores, bests, places, stride, size, PIECE=PIECE, num_warps=4, **overlap())
-    return bests, places
+    _best_of_piece[(lines, pieces)](scores, bests, indexes, stride, size, PIECE=PIECE, num_warps=4, **overlap())
+    return bests, indexes
 
 
 def best_of_line(
-    bests: Tensor, places: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor | None = None
+    bests: Tensor, indexes: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor | None = None
 ) -> None:
-    """The place of the highest of each line's pieces into `out`, and into last_token at the line's row, unless that is
+    """The index of the highest of each line's pieces into `out`, and into last_token at the line's row, unless that is
     below 0; its score into `best`, if given."""
     lines, pieces = bests.shape
     _best_of_line[(lines,)](
-        bests, places, rows, last_token, out, bests if best is None else best, pieces,
+        bests, indexes, rows, last_token, out, bests if best is None else best, pieces,
         WIDTH=triton.next_power_of_2(pieces), STORES_BEST=best is not None, num_warps=1, **overlap(),
     )  # fmt: skip
 
 
 def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
     """As PassOps.likeliest."""
-    bests, places = best_of_pieces(scores)
-    best_of_line(bests, places, rows, last_token, out, best)
+    bests, indexes = best_of_pieces(scores)
+    best_of_line(bests, indexes, rows, last_token, out, best)
