@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from shoal.kernels import composed
@@ -16,6 +17,7 @@ from shoal.kernels.cpu import Library, NativeOps, compiled
 from shoal.kernels.int8 import quantize
 from shoal.kernels.ref import RefOps
 from shoal.models.layers import weight_of
+from tests.kernels.draw_rows import greedy_rows
 from tests.kernels.layers import a_layer, as_arranged
 from tests.kernels.ragged import Tables
 
@@ -80,7 +82,8 @@ def rows(ops: NativeOps, chance: random.Random) -> None:
     torch.testing.assert_close(ops.silu_mul(x), REF.silu_mul(x), atol=1e-5, rtol=1e-5)
     weight = torch.randn(n)
     torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), REF.rms_norm(x, weight, 1e-5), atol=1e-4, rtol=1e-4)
-    assert torch.equal(ops.best(x)[1], x.argmax(dim=1))
+    tokens, _ = ops.choose(x, np.arange(count), np.arange(count), greedy_rows(count, n), None)
+    assert torch.equal(tokens, x.argmax(dim=1))
 
 
 def layers(ops: NativeOps, chance: random.Random) -> None:

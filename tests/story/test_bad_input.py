@@ -336,7 +336,7 @@ def test_a_cache_larger_than_the_machine_is_refused_at_once(model: Path, name: s
     text = message(BadConfig, lambda: open_llm(model, **{name: "900TiB"}))
     flag = "--" + name.replace("_", "-")
     assert f"{flag} asks for 921600.0 GiB, which do not fit: " in text
-    assert text.endswith(f"GiB in all; lower {flag}")
+    assert text.endswith(f"GiB in total; lower {flag}")
 
 
 @pytest.mark.parametrize("error", [MemoryError("unable to allocate"), RuntimeError("can't allocate memory: 12")])

@@ -9,6 +9,7 @@ Activations are float32 throughout, whatever type weights and KV have.
 import ctypes
 import weakref
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from shoal.core.ports import LateMasks
 from shoal.kernels import Batch, Layer
 from shoal.kernels.cpu.compiled import Library
 from shoal.kernels.cpu.plain import CpuOps
+from shoal.kernels.draw_table import SamplingState
 from shoal.kernels.int8 import Int8Weight, Weight
 from shoal.kernels.laid import LaidWeight, can_be_laid
 
@@ -60,29 +62,16 @@ PassStruct = _structure(
     | {"threads": _INT},
 )
 
-SamplingStruct = _structure(
-    "SamplingStruct",
-    _several(
-        "temperature top_p min_p top_k seed sample first_free_end bias_first bias_count ends_first ends_count line "
-        "repetition frequency presence bias_ids ends_ids bias_amounts seen said",
-        _POINTER,
-    ),
-)
+SamplingStruct = _structure("SamplingStruct", {field.name: _POINTER for field in fields(SamplingState)})
 ChoiceStruct = _structure(
     "ChoiceStruct", _several("state scores rows positions mask_of masks tokens best", _POINTER) | {"n": _LONG}
 )
 
 
-class SamplingState:
-    """How the rows of a sampler choose their tokens: arrays as native.c names them, which must stay where they are."""
-
-    def __init__(self, **arrays: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> None:
-        self.arrays = arrays  # kept: C has their addresses only
-        self.struct = SamplingStruct(**{name: _address(array) for name, array in arrays.items()})
-        self.address = ctypes.addressof(self.struct)
-
-
-def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> int:
+def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]] | Tensor") -> int:
+    if isinstance(array, Tensor):
+        assert array.is_contiguous(), "C reads arrays from end to end"
+        return array.data_ptr()
     assert array.flags.c_contiguous, "C reads arrays from end to end"
     return int(array.__array_interface__["data"][0])
 
@@ -104,6 +93,7 @@ class NativeOps(CpuOps):
         self._known: tuple[Sequence[Layer], tuple[Any, ...], Any] | None = None  # layers and places of their KV, for C
         self._room = torch.empty(0)
         self._draw_room = torch.empty(0)
+        self._sampling: tuple[weakref.ref[SamplingState], Any] | None = None  # the state, and the same for C
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -426,30 +416,18 @@ class NativeOps(CpuOps):
         found.type, found.weight = self.types[values.dtype], values.data_ptr()
         return found
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """(largest, its place) of each row."""
-        if scores.dtype != torch.float32 or not scores.is_contiguous():
-            return super().best(scores)
-        rows, n = scores.shape
-        best, index = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-        self.calls.shoal_argmax(index.data_ptr(), best.data_ptr(), scores.data_ptr(), rows, n, torch.get_num_threads())
-        return best, index
-
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
     ) -> tuple[Tensor, Tensor]:
-        """A token for each line of scores [n, vocab], and the best score of the line after all that changes it.
-
-        Rows: of the state, whose counts go on with the tokens. Positions: those that the tokens will have.
-        """
+        """All lines in one call."""
         scores = scores.float().contiguous()
         count, vocab = scores.shape
-        assert state.arrays["seen"].shape[1] == vocab, "the state is that of another vocabulary"
+        assert state.seen.shape[1] == vocab, "the state is that of another vocabulary"
         threads = torch.get_num_threads()
         tokens, best = torch.empty(count, dtype=torch.int64), torch.empty(count)
         rows, positions = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(positions, np.int64)
         choice = ChoiceStruct(
-            state=state.address,
+            state=self._sampling_of(state),
             scores=scores.data_ptr(),
             rows=_address(rows),
             positions=_address(positions),
@@ -463,10 +441,18 @@ class NativeOps(CpuOps):
             allowed = np.ascontiguousarray(masks.allowed)
             assert allowed.shape[1] == -(-vocab // 32), "the masks are those of another vocabulary"
             choice.mask_of, choice.masks = _address(mask_of), _address(allowed)
-        self.calls.shoal_draw(ctypes.byref(choice), count, self._room_to_draw(vocab, threads), threads)
+        self.calls.shoal_draw(ctypes.byref(choice), count, self._draw_workspace(vocab, threads), threads)
         return tokens, best
 
-    def _room_to_draw(self, vocab: int, threads: int) -> int:
+    def _sampling_of(self, state: SamplingState) -> int:
+        """The address of the state as C reads it; its arrays stay where they are as long as the state exists."""
+        last = self._sampling
+        if last is None or last[0]() is not state:
+            arrays = {field.name: getattr(state, field.name) for field in fields(state)}
+            last = self._sampling = (weakref.ref(state), SamplingStruct(**{k: _address(v) for k, v in arrays.items()}))
+        return ctypes.addressof(last[1])
+
+    def _draw_workspace(self, vocab: int, threads: int) -> int:
         needed = threads * self.calls.shoal_draw_room(vocab)
         if self._draw_room.numel() < needed:
             self._draw_room = torch.empty(needed)

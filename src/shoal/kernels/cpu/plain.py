@@ -24,8 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from shoal.kernels import Batch, Layer, composed
+from shoal.core.plan import Ints
+from shoal.core.ports import LateMasks
+from shoal.kernels import Batch, Layer, composed, torch_choose
 from shoal.kernels.cpu.compiled import cpu_features
+from shoal.kernels.draw_table import SamplingState
 from shoal.kernels.int8 import Weight
 from shoal.kernels.padded import padded_attention
 
@@ -87,10 +90,15 @@ class CpuOps:
         """One operation after the other."""
         return composed.layers(self, layers, residual, turn, batch, kv)
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Value and place."""
-        values, places = scores.max(dim=-1)
-        return values, places
+    def choose(
+        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+    ) -> tuple[Tensor, Tensor]:
+        """All lines at once, in torch."""
+        return torch_choose.choose(scores, rows, positions, state, masks)
+
+    @property
+    def pass_ops(self) -> None:
+        """Nothing is recorded."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in x's type; types that differ, or that this CPU multiplies slowly, go through float32."""
