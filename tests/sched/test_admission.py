@@ -476,8 +476,8 @@ def test_prompt_logprobs_are_not_told_twice() -> None:
 @pytest.mark.parametrize(
     ("output", "says"),
     [
-        ([1, 2, 3, 4], "has said 4 tokens already and max_tokens is 4"),
-        ([1, 2, 3, 4, 5], "has said 5 tokens already"),
+        ([1, 2, 3, 4], "has 4 output tokens already and max_tokens is 4"),
+        ([1, 2, 3, 4, 5], "has 5 output tokens already"),
         ([1, 2, 7], "last token 7 is a stop token"),
         ([1, 99], "token id 99"),
         ([-2], "token id -2"),

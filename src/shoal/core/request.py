@@ -120,7 +120,7 @@ class Request:
         self.priority = priority  # lower goes first, where the order policy looks at it
         self.tier = tier  # the name of what it is promised
         self.timeout_s = timeout_s  # from its arrival to its end
-        self.grammar = grammar  # what it may say; None: anything
+        self.grammar = grammar  # which tokens it may generate; None: all
         self.allow(params.max_tokens or 0)  # 0: filled in at admission
         self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
         self._begin(bool(output))
@@ -165,7 +165,7 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     def allow(self, max_tokens: int) -> None:
-        """It may say so many tokens."""
+        """Set how many output tokens it may have."""
         self.max_tokens = max_tokens
         self.end = self.prompt_len + max_tokens - 1  # positions that can ever be computed: the last token never is
 

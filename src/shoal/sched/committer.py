@@ -133,10 +133,10 @@ class Committer:
                 why = request.grammar.error if request.grammar is not None else ""
                 self._endings.end(request, Reason.ERROR, out, error=why or failed[row])
                 continue
-            for place in range(first, first + taken):
-                if place in logprobs:
-                    out.logprobs[request.id, request.outputs] = logprobs[place]
-                if not self._append(request, drawn[place], out):
+            for number in range(first, first + taken):
+                if number in logprobs:
+                    out.logprobs[request.id, request.outputs] = logprobs[number]
+                if not self._append(request, drawn[number], out):
                     break  # what was drawn after the end is dropped
             if alive and request.holding is not None:
                 self._tables.kv.publish(request.holding, request.tokens, end)

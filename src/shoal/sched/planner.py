@@ -144,7 +144,13 @@ class Planner:
         if self._tables.steady is not None:
             return False  # all of them decode
         key, kept = self._policies.order.prefill_key, False
-        prompts = [request for request in self._tables.running if request.need() > 1 and not batch.excludes(request)]
+        prompts = [
+            request
+            for request in self._tables.running  # the first test is quick, and few pass it
+            if len(request.tokens) + request.pending - request.planned > 1
+            and request.need() > 1
+            and not batch.excludes(request)
+        ]
         if not prompts:
             return False
         oldest = prompts[0]
@@ -260,16 +266,16 @@ class Planner:
     ) -> tuple[list[int], list[int]]:
         """How many tokens each request draws, and the ids of all positions; and count on all of it being computed."""
         tables, order = self._tables, self._policies.order
-        again = tables.pass_rows is rows and tables.steady is None  # as in the pass before
-        tables.steady = None
-        tables.pass_rows = rows
+        again = tables.pass_rows is rows  # the same requests as in the pass before
+        tables.pass_rows, tables.steady = rows, None
         if batch.prompts or batch.drafts:
             if batch.prompts and order.counts:
                 for request, count in batch.takes.items():
                     order.computed(request, count)
             return count_on(batch, starts, ends, self._step, events)
         draws, tokens = count_on_decodes(rows.requests, ends, self._step, events)
-        if again and len(ends) == len(tables.running) and Steady.suits(rows, ends, draws):
+        everything = len(ends) == len(tables.running) and not batch.picky
+        if again and everything and Steady.suits(rows, ends, draws):
             tables.steady = Steady(rows, ends)
         return draws, tokens
 
