@@ -1,6 +1,8 @@
 """The C library: that it is found or its absence explained, and that neighbours, threads and pieces change no bit."""
 
+import ctypes
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import torch
 from shoal import kernels
 from shoal.errors import ShoalError
 from shoal.kernels import Batch, composed
-from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make, plain
+from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make, plain, structs
 from shoal.kernels.int8 import Int8Weight, quantize
 from shoal.kernels.laid import LaidWeight, can_be_laid
 from shoal.kernels.ref import RefOps
@@ -471,6 +473,53 @@ def test_denormals_survive_loading() -> None:
         "assert float(torch.tensor(1e-30) * torch.tensor(1e-10)) > 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={**os.environ})
+
+
+def test_every_included_file_is_part_of_the_cached_files_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A change of any C file compiles a new library."""
+    folder = compiled.SOURCE.parent
+    texts = {path.name: path.read_text() for path in folder.glob("*.c")}
+    included = {name for text in texts.values() for name in re.findall(r'#include "(.*)"', text)}
+    assert included == texts.keys() - {"native.c"}, "a file is included nowhere, or is not beside native.c"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(compiled, "SOURCE", tmp_path / "native.c")
+    monkeypatch.setattr(compiled, "_make", lambda compiler, flags, target: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler = compiled._compiler()
+    if compiler is None:
+        pytest.skip("no compiler here")
+    names = {compiled._compiled(compiler, ())}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{text}/* changed */")
+        names.add(compiled._compiled(compiler, ()))
+        (tmp_path / name).write_text(text)
+    assert len(names) == 1 + len(texts)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_both_sides_agree_on_the_structs(ops: NativeOps) -> None:
+    assert structs.size_mismatch(ops.calls) is None
+
+
+@pytest.mark.parametrize("changed", ["grown", "missing", "unknown"])
+def test_a_library_with_other_structs_is_not_used(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not isinstance(find(), Library):
+        pytest.skip("no library here")
+
+    class Grown(structs.PassStruct):  # type: ignore[misc]
+        _fields_ = (("more", ctypes.c_long),)
+
+    mirrors = {
+        "grown": tuple(Grown if one is structs.PassStruct else one for one in structs.MIRRORED),
+        "missing": structs.MIRRORED[:-1],
+        "unknown": (*structs.MIRRORED, Grown),
+    }
+    monkeypatch.setattr(structs, "MIRRORED", mirrors[changed])
+    found = compiled._load.__wrapped__("portable", compiled._compiler())
+    assert isinstance(found, NoLibrary)
+    assert "does not fit this version" in str(found)
+    assert "bytes" in str(found)
 
 
 def test_the_library_tells_what_it_is() -> None:

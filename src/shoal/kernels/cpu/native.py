@@ -20,57 +20,13 @@ from shoal.core.ports import LateMasks
 from shoal.kernels import Batch, Layer
 from shoal.kernels.cpu.compiled import Library
 from shoal.kernels.cpu.plain import CpuOps
+from shoal.kernels.cpu.structs import ChoiceStruct, LayerStruct, MatrixStruct, PassStruct, SamplingStruct
 from shoal.kernels.int8 import Int8Weight, Weight
 from shoal.kernels.laid import LaidWeight, can_be_laid
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_DIM = 256
 INT8 = 3
-
-
-def _structure(name: str, fields: dict[str, Any]) -> Any:
-    """A C struct."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-def _several(names: str, kind: Any) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), kind)
-
-
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-# as in native.c, in the same order
-Matrix = _structure(
-    "Matrix",
-    _several("weight bias scales", _POINTER)
-    | _several("inputs padded outputs", _LONG)
-    | _several("type bias_type laid", _INT),
-)
-LayerStruct = _structure(
-    "LayerStruct",
-    _several("qkv out gate_up down", Matrix)
-    | _several("attention_norm mlp_norm q_norm k_norm keys values", _POINTER)
-    | _several("heads kv_heads dim window", _LONG)
-    | _several("eps scale", _FLOAT)
-    | _several("norm_type cache_type", _INT),
-)
-PassStruct = _structure(
-    "PassStruct",
-    _several("residual normed qkv mixed gate_up inner cos sin slots tables starts contexts", _POINTER)
-    | _several("tokens turn_stride table_width sequences block_size", _LONG)
-    | {"threads": _INT},
-)
-
-SamplingStruct = _structure(
-    "SamplingStruct",
-    _several(
-        "temperature top_p min_p top_k seed sample first_free_end bias_first bias_count ends_first ends_count line "
-        "repetition frequency presence bias_ids ends_ids bias_amounts seen said",
-        _POINTER,
-    ),
-)
-ChoiceStruct = _structure(
-    "ChoiceStruct", _several("state scores rows positions mask_of masks tokens best", _POINTER) | {"n": _LONG}
-)
 
 
 class SamplingState:
@@ -115,7 +71,7 @@ class NativeOps(CpuOps):
             if values.dtype not in (torch.bfloat16, torch.int8) or not can_be_laid(values):
                 continue
             row_bytes = values.shape[1] * values.element_size()
-            if self.calls.shoal_lay(values.data_ptr(), values.shape[0], row_bytes, torch.get_num_threads()):
+            if self.calls.shoal_tile(values.data_ptr(), values.shape[0], row_bytes, torch.get_num_threads()):
                 raise MemoryError("no memory to lay the weights in tiles")
             found[f"{name.removesuffix('.weight')}.laid"] = torch.tensor(1)
         return found
@@ -366,7 +322,7 @@ class NativeOps(CpuOps):
             starts=starts.data_ptr(),
             contexts=contexts.data_ptr(),
             tokens=tokens,
-            turn_stride=cos.shape[1],
+            rope_stride=cos.shape[1],
             table_width=tables.shape[1],
             sequences=len(contexts),
             block_size=batch.block_size,
@@ -411,14 +367,14 @@ class NativeOps(CpuOps):
         """None: not of a type that C knows."""
         if bias is not None and bias.dtype not in self.types:
             return None
-        found = Matrix(bias=None if bias is None else bias.data_ptr())
+        found = MatrixStruct(bias=None if bias is None else bias.data_ptr())
         found.bias_type = 0 if bias is None else self.types[bias.dtype]
         found.outputs, found.inputs = weight.shape
         if isinstance(weight, Int8Weight):
             found.type, found.padded, found.scales = INT8, weight.values.shape[1], weight.scales.data_ptr()
-            found.weight, found.laid = weight.values.data_ptr(), weight.laid
+            found.weight, found.tiled = weight.values.data_ptr(), weight.laid
             return found
-        values, found.laid = _values(weight)
+        values, found.tiled = _values(weight)
         if values.dtype not in self.types or not values.is_contiguous():
             return None
         if bias is not None and bias.dtype != values.dtype:
