@@ -150,7 +150,7 @@ def watching(loop: EngineLoop, watch: Watch) -> Iterator[None]:
         watched.append((model, "logits", "around the head"))
         model.ops.calls = TimedCalls(calls, watch)
     else:
-        watched += [(model.ops, "layers", "layers"), (model, "logits", "head")]
+        watched += [(model, "run_layers", "layers"), (model, "logits", "head")]
     before = [vars(owner).get(name) for owner, name, _ in watched]
     for owner, name, phase in watched:
         setattr(owner, name, watch.wrap(getattr(owner, name), phase))

@@ -1,7 +1,7 @@
 """The C library's structs as ctypes classes, and a check that both sides agree on them.
 
-Owns the mirrors; their fields stand in the order of layers.c and choose.c. Knows nothing of tensors or of what the fields
-mean. A library whose structs have other sizes is not used: it would read the wrong fields without an error.
+Owns the mirrors; their fields are in the order of layers.c and choose.c. Knows nothing of tensors or of the fields'
+meaning. A library whose structs have other sizes is not used: it would read the wrong fields without an error.
 """
 
 import ctypes
