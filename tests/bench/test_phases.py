@@ -118,7 +118,7 @@ def test_the_parts_of_a_loop_are_timed_and_restored() -> None:
         return type("Part", (), {name: staticmethod(call) for name, call in calls.items()})()
 
     library = SimpleNamespace(shoal_layers=clock.spend(5.0), shoal_linear=clock.spend(2.0), shoal_draw=clock.spend(1.0))
-    ops = part(layers=None)
+    ops = part()
     ops.calls = library
     model = part(logits=lambda: ops.calls.shoal_linear())
     model.ops = ops

@@ -150,7 +150,7 @@ def timing(loop: EngineLoop, timer: PhaseTimer) -> Iterator[None]:
         timed_calls.append((model, "logits", "around the head"))
         model.ops.calls = TimedCalls(calls, timer)
     else:
-        timed_calls += [(model.ops, "layers", "layers"), (model, "logits", "head")]
+        timed_calls += [(model, "run_layers", "layers"), (model, "logits", "head")]
     before = [vars(owner).get(name) for owner, name, _ in timed_calls]
     for owner, name, phase in timed_calls:
         setattr(owner, name, timer.wrap(getattr(owner, name), phase))
