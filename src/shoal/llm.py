@@ -419,7 +419,7 @@ class LLM:
     def _output(self, group: list[Collector]) -> RequestOutput:
         first = group[0].request
         prompt = first.tokens[: first.prompt_len]
-        wanted = first.wants_prompt_logprobs
+        wanted = first.needs_prompt_logprobs
         completions = [one.done for one in group if one.done is not None]
         text = self.tokenizer.decode(prompt, skip_special=False) if self.tokenizer else None
         return RequestOutput(text, prompt, completions, group[0].prompt_logprobs if wanted else None)

@@ -169,7 +169,7 @@ class Run:
             want = oracle(
                 prompt, request.max_tokens, request.stop_ids, request.seed, request.sample, request.params.min_tokens
             )
-            if request.wants_prompt_logprobs and self.ended[id] in (Reason.STOP, Reason.LENGTH):
+            if request.needs_prompt_logprobs and self.ended[id] in (Reason.STOP, Reason.LENGTH):
                 assert self.prompts_seen.get(id, []) == prompt[1:]
             if self.ended[id] is Reason.REJECTED:
                 assert not self.told[id], f"{id} was refused after it was told something"
@@ -798,7 +798,7 @@ def test_a_rush_hour_has_endings_and_refusals_of_all_kinds(depth: int, batching:
 
 @given(configs, configs, st.integers(1, 3), st.lists(moves, min_size=15, max_size=40), st.sampled_from([0, 2, 3, 5, 8]))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_who_resumes_on_a_fresh_engine_says_what_it_would_have_said(
+def test_a_request_resumed_on_a_fresh_engine_generates_what_it_would_have(
     config: dict[str, object], other: dict[str, object], depth: int, traffic: list[Move], passes: int
 ) -> None:
     """The first engine dies at a random moment; what its requests were told is all that is left of them."""
@@ -810,7 +810,7 @@ def test_who_resumes_on_a_fresh_engine_says_what_it_would_have_said(
         if id in first.ended:
             continue
         told = first.told[id]
-        if told and old.wants_prompt_logprobs:
+        if told and old.needs_prompt_logprobs:
             assert first.prompts_seen.get(id, []) == old.tokens[1 : old.prompt_len], "it will not be told again"
         group = groups.setdefault(old.group.name, Group(old.group.name)) if old.group else None
         more = {"seed": old.seed, "sample": old.sample, "stop_ids": old.stop_ids, "salt": old.salt, "group": group}
@@ -943,6 +943,6 @@ def test_a_client_that_goes_away_in_the_middle_of_a_pass() -> None:
     assert deserters().were_held >= 6
 
 
-def test_an_engine_that_holds_on_to_who_is_gone_is_noticed() -> None:
+def test_an_engine_that_holds_on_to_an_aborted_request_is_noticed() -> None:
     with pytest.raises(AssertionError, match="gone"):
         deserters(HoldsOn)

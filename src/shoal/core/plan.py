@@ -45,7 +45,7 @@ class RowStart:
     sample: int
     stop_ids: frozenset[int]
     blocks: tuple[int, ...]
-    wants_prompt_logprobs: bool
+    needs_prompt_logprobs: bool
     ends_at: int = 0  # replay: the token at this position is SCRIPTED_END; 0: it ends by itself
 
 

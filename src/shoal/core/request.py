@@ -80,11 +80,51 @@ class Request:
     """One sequence of tokens to be continued."""
 
     __slots__ = (
-        "arrived_s", "began", "blocks_sent", "cached_tokens", "computed", "deadline_s", "end", "ends_after", "error",
-        "fetching", "first_s", "furthest", "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens",
-        "names", "order", "overtaken", "params", "parked", "pending", "planned", "preemptions", "priority", "promise",
-        "prompt_len", "reason", "rejected", "row", "salt", "sample", "seed", "start_by_s", "state", "stop_ids",
-        "tenant", "tier", "timeout_s", "tokens", "wants_prompt_logprobs", "work",
+        "arrived_s",
+        "began",
+        "blocks_sent",
+        "cached_tokens",
+        "computed",
+        "deadline_s",
+        "end",
+        "ends_after",
+        "error",
+        "fetching",
+        "first_s",
+        "furthest",
+        "generation",
+        "grammar",
+        "group",
+        "holding",
+        "id",
+        "last_step",
+        "max_tokens",
+        "names",
+        "needs_prompt_logprobs",
+        "order",
+        "overtaken",
+        "params",
+        "parked",
+        "pending",
+        "planned",
+        "preemptions",
+        "priority",
+        "promise",
+        "prompt_len",
+        "reason",
+        "rejected",
+        "row",
+        "salt",
+        "sample",
+        "seed",
+        "start_by_s",
+        "state",
+        "stop_ids",
+        "tenant",
+        "tier",
+        "timeout_s",
+        "tokens",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -122,7 +162,7 @@ class Request:
         self.timeout_s = timeout_s  # from its arrival to its end
         self.grammar = grammar  # which tokens it may generate; None: all
         self.allow(params.max_tokens or 0)  # 0: filled in at admission
-        self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
+        self.needs_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
         self._begin(bool(output))
 
     def _begin(self, ran: bool) -> None:

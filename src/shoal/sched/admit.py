@@ -202,7 +202,7 @@ class Admitter:
     def _reserve(self, request: Request, spare: int) -> Holding | None:
         kv, running = self._tables.kv, len(self._tables.running)
         spare += self._policies.memory.spare(kv.pool.total, running)
-        look = not request.wants_prompt_logprobs  # else it must compute every position itself
+        look = not request.needs_prompt_logprobs  # else it must compute every position itself
         capacity, salt = self._tokens_to_hold(request), self._salt(request)
         return kv.reserve(request.tokens, capacity, salt, request.names, spare if running else 0, look)
 

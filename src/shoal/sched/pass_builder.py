@@ -106,7 +106,7 @@ def row_start(request: Request) -> RowStart:
         request.sample,
         request.stop_ids,
         tuple(request.holding.blocks),
-        request.wants_prompt_logprobs,
+        request.needs_prompt_logprobs,
         request.prompt_len + request.ends_after - 1 if request.ends_after else 0,
     )
 
