@@ -1,1 +1,1 @@
-"""The words everybody shares: requests, plans, events, ports and time. Standard library and numpy only."""
+"""What all rooms share: requests, plans, events, ports and time. Standard library and numpy only."""

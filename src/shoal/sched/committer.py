@@ -46,11 +46,10 @@ class Committer:
         for index, first, values in result.prompt_logprobs:
             if flight.requests[index].state is not State.FINISHED:
                 out.note_prompt(flight.requests[index].id, first, values)
-        decodes = events.computed_tokens == len(flight.requests) and flight.rejected is None and not result.failures
-        if not decodes:
+        if flight.rejected is not None or result.failures:
             self._commit_rows(flight, result, out)
         elif not self._commit_steady(flight, result, out):
-            self._commit_decodes(flight, result, out)
+            self._commit_single_draws(flight, result, out)
         if policies.order.counts:
             drawing = [request for request, draws in zip(flight.requests, flight.draws, strict=True) if draws]
             for request, accepted in zip(drawing, result.accepted.tolist(), strict=True):
@@ -65,7 +64,7 @@ class Committer:
         return self.seal(events, now_s)
 
     def _commit_steady(self, flight: Flight, result: StepResult, out: PassEvents) -> bool:
-        """As _commit_decodes, where no request started, left or ends since the pass was planned; False: it may."""
+        """As _commit_single_draws, where no request started, left or ends since the pass was planned; False: it may."""
         steady, kv = self._tables.steady, self._tables.kv
         if steady is None or steady is not flight.steady or result.logprobs:
             return False
@@ -75,12 +74,12 @@ class Committer:
             kv.publish(request.holding, request.tokens, end)
         return True
 
-    def _commit_decodes(self, flight: Flight, result: StepResult, out: PassEvents) -> None:
-        """As _commit_rows, where every request computed one position and drew one token at most. Hot."""
+    def _commit_single_draws(self, flight: Flight, result: StepResult, out: PassEvents) -> None:
+        """As _commit_rows, where no request has draft tokens and none has failed. Hot."""
         kv, size, finished = self._tables.kv, self._tables.kv.block_size, State.FINISHED
         owners, tokens, indexes = out.owners, out.tokens, out.indexes
         drawn, logprobs = result.tokens.tolist(), dict(result.logprobs)
-        index = -1
+        prompts, index = flight.events.computed_tokens > len(flight.requests), -1
         for request, generation, end, draws in zip(
             flight.requests, flight.rows.generation_list, flight.ends, flight.draws, strict=True
         ):
@@ -104,8 +103,10 @@ class Committer:
                     tokens.append(token)
                     indexes.append(outputs)
                     ids.append(token)
-            if alive and end % size == 0 and request.holding is not None:
-                kv.publish(request.holding, request.tokens, end)
+            if alive and (prompts or end % size == 0):
+                holding = request.holding  # None if it has just ended
+                if holding is not None and end // size > holding.published:
+                    kv.publish(holding, request.tokens, end)
 
     def _commit_rows(self, flight: Flight, result: StepResult, out: PassEvents) -> None:
         """What each request computed, and the tokens that were accepted for it."""

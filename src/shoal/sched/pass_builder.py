@@ -127,19 +127,26 @@ def count_on(
     """How many tokens each request draws, and the ids of all positions; and count on all of it being computed."""
     draws: list[int] = []
     tokens: list[int] = []
+    drafted = batch.drafts
     for request, start, end in zip(batch.takes, starts, ends, strict=True):
-        drafts = batch.drafts.get(request, ())
-        known, last = len(request.tokens), end - len(drafts)
-        drawing = 1 + len(drafts) if last == known + request.pending else 0
+        ids, pending = request.tokens, request.pending
+        known = len(ids)
+        drafts = drafted.get(request, ()) if drafted else ()
+        last = end - len(drafts)
+        drawing = 1 + len(drafts) if last == known + pending else 0
         draws.append(drawing)
-        tokens += request.tokens[start : min(last, known)]
-        if last > known:
-            tokens += [FROM_DEVICE] * (last - max(start, known))
-        tokens += drafts
+        if last <= known:
+            tokens += ids[start:last]
+        elif last - start == 1:
+            tokens.append(FROM_DEVICE)
+        else:
+            tokens += ids[start:known] + [FROM_DEVICE] * (last - max(start, known))
+        if drafts:
+            tokens += drafts
         if start < request.furthest:
             events.recomputed_tokens += min(end, request.furthest) - start
         request.planned = end
-        request.pending += drawing
+        request.pending = pending + drawing
         request.last_step = step
     return draws, tokens
 
