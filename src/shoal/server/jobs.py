@@ -14,7 +14,7 @@ from shoal.core.ports import EngineClient
 from shoal.core.request import Logprobs, Reason
 from shoal.errors import DeadlinePassed, EngineError
 from shoal.server.errors import as_error
-from shoal.server.prepare import Plan
+from shoal.server.prepare import PreparedRequest
 from shoal.text.detok import Detokenizer
 from shoal.text.tokenizer import Tokenizer
 
@@ -25,8 +25,17 @@ class Sample:
     """One answer on its way: tokens in, text out. Cut where a stop string ends it, as in llm.py."""
 
     __slots__ = (
-        "detok", "ending", "include_stop", "index", "min_tokens", "number", "reason", "stop_ids", "stop_reason",
-        "thoughts", "tokens",
+        "detok",
+        "ending",
+        "include_stop",
+        "index",
+        "logprobs",
+        "min_tokens",
+        "number",
+        "reason",
+        "stop_ids",
+        "stop_reason",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, job: Job, number: int, index: int, detok: Detokenizer | None) -> None:
@@ -37,7 +46,7 @@ class Sample:
         self.min_tokens = job.params.min_tokens
         self.include_stop = job.params.include_stop_str_in_output
         self.tokens: list[int] = []
-        self.thoughts: list[Logprobs] = []
+        self.logprobs: list[Logprobs] = []
         self.ending: Ending | None = None
         self.reason: str | None = None  # why it ended, as the client is told
         self.stop_reason: str | int | None = None
@@ -47,11 +56,11 @@ class Sample:
         """Whether a stop string was found; tokens that still come are too late."""
         return self.detok is not None and self.detok.stopped is not None
 
-    def take(self, token: int, thought: Logprobs | None) -> str:
+    def take(self, token: int, logprobs: Logprobs | None) -> str:
         """The next token; the text that may be shown now."""
         self.tokens.append(token)
-        if thought is not None:
-            self.thoughts.append(thought)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         detok = self.detok
         if detok is None:
             return ""
@@ -76,36 +85,38 @@ class Sample:
         return rest
 
     def _cut(self, at: int) -> None:
-        del self.tokens[at:], self.thoughts[at:]
+        del self.tokens[at:], self.logprobs[at:]
 
 
 class Call:
     """All jobs of one HTTP request: submitted together, given up together."""
 
-    def __init__(self, client: EngineClient, plan: Plan, tokenizer: Tokenizer | None, eos: frozenset[int]) -> None:
+    def __init__(
+        self, client: EngineClient, prepared: PreparedRequest, tokenizer: Tokenizer | None, eos: frozenset[int]
+    ) -> None:
         self.client = client
-        self.plan = plan
+        self.prepared = prepared
         self.eos = eos
         self.began_s = time.monotonic()
         self.first_token_s = 0.0
         self.gone = False  # the client went away
         self.error: Exception | None = None
-        self.undecided = len(plan.jobs)  # jobs neither accepted nor refused
-        self.left = sum(job.params.n for job in plan.jobs)  # samples that have not ended
+        self.undecided = len(prepared.jobs)  # jobs neither accepted nor refused
+        self.left = sum(job.params.n for job in prepared.jobs)  # samples that have not ended
         self._waiter: asyncio.Future[None] | None = None
         self.samples: list[list[Sample]] = []  # of each job
         index = 0
-        for job in plan.jobs:
+        for job in prepared.jobs:
             self.samples.append([Sample(job, n, index + n, _detok(tokenizer, job)) for n in range(job.params.n)])
             index += job.params.n
-        self.prompt_thoughts: list[list[Logprobs | None]] = [[None] for _ in plan.jobs]  # the first token has none
+        self.prompt_logprobs: list[list[Logprobs | None]] = [[None] for _ in prepared.jobs]  # the first token has none
 
     # ---- by the HTTP side -----------------------------------------------------------------------------------------
 
     def submit(self, sinks: Sequence[Sink]) -> None:
         """Ask for all jobs; raises what the engine client raises, and then none of them runs."""
         try:
-            for job, sink in zip(self.plan.jobs, sinks, strict=True):
+            for job, sink in zip(self.prepared.jobs, sinks, strict=True):
                 self.client.submit(job, sink)
         except BaseException:
             self.abort()
@@ -113,7 +124,7 @@ class Call:
 
     def abort(self) -> None:
         """End whatever still runs."""
-        for job in self.plan.jobs:
+        for job in self.prepared.jobs:
             self.client.abort(job.id)
 
     def leave(self) -> None:
@@ -158,10 +169,10 @@ class Call:
     def refused(self, refusal: Refusal) -> None:
         self.fail(as_error(refusal))
 
-    def token(self, job: int, sample: Sample, token: int, thought: Logprobs | None) -> str:
+    def token(self, job: int, sample: Sample, token: int, logprobs: Logprobs | None) -> str:
         if not self.first_token_s:
             self.first_token_s = time.monotonic()
-        return sample.take(token, thought)
+        return sample.take(token, logprobs)
 
     def ended(self, sample: Sample, ending: Ending) -> str:
         """The rest of its text. An answer that could not be made fails the whole request."""
@@ -179,7 +190,7 @@ class Call:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(job.prompt) for job in self.plan.jobs)
+        return sum(len(job.prompt) for job in self.prepared.jobs)
 
     @property
     def output_tokens(self) -> int:
@@ -218,7 +229,7 @@ class CollectSink(Sink):
     def __init__(self, call: Call, number: int) -> None:
         self.call = call
         self.number = number
-        self.job_id = call.plan.jobs[number].id
+        self.job_id = call.prepared.jobs[number].id
         self.samples = call.samples[number]
 
     def refused(self, refusal: Refusal) -> None:
@@ -228,7 +239,7 @@ class CollectSink(Sink):
         self.call.accepted()
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.call.prompt_thoughts[self.number] += values
+        self.call.prompt_logprobs[self.number] += values
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
         one = self.samples[sample]

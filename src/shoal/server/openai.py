@@ -75,7 +75,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of request have in common. None always means: the default."""
 
     model: str | None = None
@@ -119,7 +119,7 @@ class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
         return [name for name in IGNORED if getattr(self, name) is not UNSET]
 
 
-class CompletionRequest(Asked, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions"""
 
     prompt: str | list[str | TokenId | list[TokenId]]  # not ids beside other things; see prompts()
@@ -178,7 +178,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
         return message
 
 
-class ChatRequest(Asked, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)]
