@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
-from shoal.core.params import SamplingParams
+from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
 from shoal.server.auth import salt_of
@@ -33,11 +33,7 @@ from shoal.text.tokenizer import Tokenizer
 SHORT = 4096  # characters that are tokenized at once, on the event loop; that takes about a millisecond
 AROUND = 16  # … and about as many for each message around its text
 NO_TOKENIZER = "the model has no tokenizer, so it takes token ids only"
-PASSED = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "skip_special_tokens",
-)  # fmt: skip
+PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
 OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})  # of a chat template
 T = TypeVar("T")
 
