@@ -296,10 +296,10 @@ def warning(prepared: PreparedRequest) -> tuple[tuple[bytes, bytes], ...]:
 def note(exchange: Exchange, call: Call) -> None:
     """What the log tells about a generation request; never its text."""
     exchange.facts |= {
-        "prompt_tokens": call.prompt_tokens,
-        "cached_tokens": call.cached_tokens,
-        "output_tokens": call.output_tokens,
-        "queue_s": round(call.queue_s, 6),
+        "prompt_tokens": call.outputs.prompt_tokens,
+        "cached_tokens": call.outputs.cached_tokens,
+        "output_tokens": call.outputs.output_tokens,
+        "queue_s": round(call.outputs.queue_s, 6),
         "stream": call.prepared.stream,
     }
     if call.first_token_s:
@@ -316,16 +316,16 @@ def walk_of(exchange: Exchange, call: Call) -> Walk:
         name=exchange.route,
         began_s=exchange.began_s + since_1970_s,
         asked_s=call.began_s + since_1970_s,
-        queue_s=call.queue_s,
+        queue_s=call.outputs.queue_s,
         first_token_s=call.first_token_s + since_1970_s if call.first_token_s else None,
         ended_s=time.time(),
         error="ClientGone" if call.gone else type(error).__name__ if error is not None else "",
         facts={
             "shoal.request_id": exchange.id,
             "gen_ai.request.model": call.prepared.model,
-            "gen_ai.usage.input_tokens": call.prompt_tokens,
-            "gen_ai.usage.output_tokens": call.output_tokens,
-            "shoal.cached_tokens": call.cached_tokens,
+            "gen_ai.usage.input_tokens": call.outputs.prompt_tokens,
+            "gen_ai.usage.output_tokens": call.outputs.output_tokens,
+            "shoal.cached_tokens": call.outputs.cached_tokens,
             "shoal.stream": call.prepared.stream,
         },
         parent=exchange.headers.get(b"traceparent", b"").decode("latin-1"),

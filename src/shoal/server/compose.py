@@ -5,6 +5,8 @@ Knows a finished Call and the shapes of answers. Knows no HTTP and no engine.
 
 from msgspec import UNSET, UnsetType
 
+from shoal.output.parser import content_of
+from shoal.output.sample import Sample
 from shoal.server.answers import (
     AnswerMessage,
     ChatAnswer,
@@ -17,7 +19,7 @@ from shoal.server.answers import (
     PromptDetails,
     Usage,
 )
-from shoal.server.jobs import Call, Sample
+from shoal.server.jobs import Call
 from shoal.server.logprobs import TokenNames, chat_logprobs, completion_logprobs, concatenate, mean_logprob
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "timeout": "timeout"}
@@ -28,8 +30,8 @@ def reason_of(sample: Sample) -> FinishReason:
 
 
 def usage_of(call: Call) -> Usage:
-    prompt, output = call.prompt_tokens, call.output_tokens
-    return Usage(prompt, output, prompt + output, PromptDetails(call.cached_tokens))
+    prompt, output = call.outputs.prompt_tokens, call.outputs.output_tokens
+    return Usage(prompt, output, prompt + output, PromptDetails(call.outputs.cached_tokens))
 
 
 def answer(call: Call, names: TokenNames, id: str, created: int) -> CompletionAnswer | ChatAnswer:
@@ -50,14 +52,14 @@ def answer(call: Call, names: TokenNames, id: str, created: int) -> CompletionAn
 
 def kept_of(call: Call, number: int) -> list[Sample]:
     """The answers to a prompt that are shown: with best_of, the likeliest per token, the best first."""
-    samples = call.samples[number]
+    samples = call.outputs.samples[number]
     if call.prepared.keep == len(samples):
         return samples
     return sorted(samples, key=lambda one: -mean_logprob(one.logprobs))[: call.prepared.keep]
 
 
 def text_of(sample: Sample) -> str:
-    return "" if sample.detok is None else sample.detok.text
+    return content_of(sample.parsed)
 
 
 def _chat_choice(call: Call, names: TokenNames, sample: Sample, index: int) -> ChatChoice:
@@ -92,7 +94,7 @@ def logprobs_of(call: Call, names: TokenNames, number: int, sample: Sample) -> L
 
 def prompt_logprobs(call: Call, names: TokenNames, number: int) -> LegacyLogprobs:
     prepared = call.prepared
-    prompt, known = prepared.jobs[number].prompt, call.prompt_logprobs[number]
+    prompt, known = prepared.jobs[number].prompt, call.outputs.prompt_logprobs[number]
     return completion_logprobs(names, prompt, known, prepared.top or 0, 0, prepared.skip_special)
 
 

@@ -17,9 +17,10 @@ import msgspec
 
 from shoal.core.job import Ending, Refusal, Sink
 from shoal.core.request import Logprobs
+from shoal.output.sample import Sample
 from shoal.server.compose import prompt_logprobs, reason_of, usage_of
 from shoal.server.errors import HttpError
-from shoal.server.jobs import Call, Sample
+from shoal.server.jobs import Call
 from shoal.server.logprobs import TokenNames, chat_logprobs, completion_logprobs
 
 log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ class StreamSink(Sink):
         self.call = call
         self.number = number
         self.job_id = prepared.jobs[number].id
-        self.samples = call.samples[number]
+        self.samples = call.outputs.samples[number]
         self.lines = [Lines(stream.opening, one.index, prepared.chat, prepared.include_usage) for one in self.samples]
         self.every_token = prepared.token_ids or prepared.top is not None
         self.opened = [False] * len(self.samples)
@@ -163,7 +164,7 @@ class StreamSink(Sink):
         self.call.accepted()
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.call.prompt_logprobs[self.number] += values
+        self.call.outputs.prompt_logprobs[self.number] += values
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
         one = self.samples[sample]
@@ -173,7 +174,7 @@ class StreamSink(Sink):
             if not self.opened[sample]:
                 self._open(one)
             before = len(one.tokens)
-            text = self.call.token(self.number, one, token, logprobs)
+            text = self.call.token(one, token, logprobs)
             lines = self.lines[sample]
             if not self.every_token:
                 if text:
