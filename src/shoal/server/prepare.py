@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
-from shoal.core.params import SamplingParams
+from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
 from shoal.server.auth import salt_of
 from shoal.server.errors import BadField, HttpError, cut
-from shoal.server.openai import Asked, ChatMessage, ChatRequest, CompletionRequest
+from shoal.server.openai import ChatMessage, ChatRequest, CompletionRequest, GenerationBody
 from shoal.server.rules import (
-    chat_logprobs,
     chat_max_tokens,
+    chat_top_logprobs,
     check_depth,
     grammar_of,
     include_usage,
@@ -33,11 +33,7 @@ from shoal.text.tokenizer import Tokenizer
 SHORT = 4096  # characters that are tokenized at once, on the event loop; that takes about a millisecond
 AROUND = 16  # … and about as many for each message around its text
 NO_TOKENIZER = "the model has no tokenizer, so it takes token ids only"
-PASSED = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "skip_special_tokens",
-)  # fmt: skip
+PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
 OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})  # of a chat template
 T = TypeVar("T")
 
@@ -49,7 +45,7 @@ class GrammarChecker(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PreparedRequest:
     """One HTTP request, ready to be submitted and then written down."""
 
     jobs: list[Job]
@@ -93,66 +89,66 @@ class Preparer:
 
     # ---- the two kinds of request ---------------------------------------------------------------------------------
 
-    async def completion(self, asked: CompletionRequest, id: str, key: ApiKey | None = None) -> Plan:
-        model = self.check_model(asked.model)
-        prompts = asked.prompts()
+    async def completion(self, body: CompletionRequest, id: str, key: ApiKey | None = None) -> PreparedRequest:
+        model = self.check_model(body.model)
+        prompts = body.prompts()
         if prompts is None:
             raise BadField("prompt", "prompt mixes token ids with other things; put each list of ids into a list")
         if not prompts:
             raise BadField("prompt", "prompt is an empty list; give at least one prompt")
-        keep, sampled = samples(asked)
-        logprobs = asked.logprobs if sampled == keep else asked.logprobs or 0  # best_of ranks by them
+        keep, sampled = samples(body)
+        logprobs = body.logprobs if sampled == keep else body.logprobs or 0  # best_of ranks by them
         params = self._params(
-            asked,
+            body,
             n=sampled,
-            max_tokens=asked.max_tokens if asked.max_tokens is not None else self.settings.default_max_tokens,
+            max_tokens=body.max_tokens if body.max_tokens is not None else self.settings.default_max_tokens,
             logprobs=logprobs,
-            prompt_logprobs=asked.logprobs if asked.echo else None,
+            prompt_logprobs=body.logprobs if body.echo else None,
         )
         self._check_count(len(prompts), sampled, "n" if sampled == keep else "best_of")
-        if asked.echo and self.tokenizer is None:
+        if body.echo and self.tokenizer is None:
             raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
-        if asked.echo and asked.stream and asked.logprobs is not None and sampled > 1:
+        if body.echo and body.stream and body.logprobs is not None and sampled > 1:
             raise BadField("echo", "echo with logprobs and n above 1 cannot be streamed; leave one of them out")
         ids = await self._encode(prompts)
-        grammar = await self._grammar(asked, params)
-        return Plan(
-            jobs=self._jobs(asked, id, key, ids, params, grammar),
+        grammar = await self._grammar(body, params)
+        return PreparedRequest(
+            jobs=self._jobs(body, id, key, ids, params, grammar),
             chat=False,
             keep=keep,
             model=model,
-            stream=bool(asked.stream),
-            include_usage=include_usage(asked),
-            top=asked.logprobs,
-            echo=await self._texts(prompts, params) if asked.echo else None,
-            token_ids=self._shows_ids(asked),
-            warnings=asked.ignored() + tier_ignored(asked, key),
+            stream=bool(body.stream),
+            include_usage=include_usage(body),
+            top=body.logprobs,
+            echo=await self._texts(prompts, params) if body.echo else None,
+            token_ids=self._shows_ids(body),
+            warnings=body.ignored() + tier_ignored(body, key),
         )
 
-    async def chat(self, asked: ChatRequest, id: str, key: ApiKey | None = None) -> Plan:
-        model = self.check_model(asked.model)
-        top = chat_logprobs(asked)
-        limit = chat_max_tokens(asked)
+    async def chat(self, body: ChatRequest, id: str, key: ApiKey | None = None) -> PreparedRequest:
+        model = self.check_model(body.model)
+        top = chat_top_logprobs(body)
+        limit = chat_max_tokens(body)
         params = self._params(
-            asked,
-            n=1 if asked.n is None else asked.n,
+            body,
+            n=1 if body.n is None else body.n,
             max_tokens=limit if limit is not None else self.settings.default_chat_max_tokens,
             logprobs=top,
         )
         self._check_count(1, params.n, "n")
-        ids = await self.chat_ids(asked.messages, True, asked.chat_template_kwargs)
+        ids = await self.chat_ids(body.messages, True, body.chat_template_kwargs)
         self._check_ids(ids, "messages")
-        grammar = await self._grammar(asked, params)
-        return Plan(
-            jobs=self._jobs(asked, id, key, [ids], params, grammar),
+        grammar = await self._grammar(body, params)
+        return PreparedRequest(
+            jobs=self._jobs(body, id, key, [ids], params, grammar),
             chat=True,
             keep=params.n,
             model=model,
-            stream=bool(asked.stream),
-            include_usage=include_usage(asked),
+            stream=bool(body.stream),
+            include_usage=include_usage(body),
             top=top,
-            token_ids=self._shows_ids(asked),
-            warnings=asked.ignored() + tier_ignored(asked, key),
+            token_ids=self._shows_ids(body),
+            warnings=body.ignored() + tier_ignored(body, key),
         )
 
     # ---- shared with /tokenize ------------------------------------------------------------------------------------
@@ -196,12 +192,12 @@ class Preparer:
 
     # ---- parts ----------------------------------------------------------------------------------------------------
 
-    def _params(self, asked: Asked, **more: Any) -> SamplingParams:
-        given = {name: getattr(asked, name) for name in PASSED if getattr(asked, name) is not None}
+    def _params(self, body: GenerationBody, **more: Any) -> SamplingParams:
+        given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}
         params = SamplingParams(**given, **more).resolved(self.defaults)
         if params.stop and self.tokenizer is None:
             raise BadField("stop", f"stop strings cannot be found: {NO_TOKENIZER}; use stop_token_ids")
-        if asked.stream_options is not None and not asked.stream:
+        if body.stream_options is not None and not body.stream:
             raise BadField("stream_options", "stream_options has a meaning only with stream set to true")
         return params
 
@@ -250,11 +246,11 @@ class Preparer:
             size, lambda: [one if isinstance(one, str) else tokenizer.decode(one, skip_special=skip) for one in prompts]
         )
 
-    def _shows_ids(self, asked: Asked) -> bool:
-        return self.tokenizer is None if asked.return_token_ids is None else asked.return_token_ids
+    def _shows_ids(self, body: GenerationBody) -> bool:
+        return self.tokenizer is None if body.return_token_ids is None else body.return_token_ids
 
-    async def _grammar(self, asked: Asked, params: SamplingParams) -> GrammarSpec | None:
-        spec, param = grammar_of(asked)
+    async def _grammar(self, body: GenerationBody, params: SamplingParams) -> GrammarSpec | None:
+        spec, param = grammar_of(body)
         if spec is None:
             return None
         for name in ("ignore_eos", "min_tokens"):
@@ -276,7 +272,7 @@ class Preparer:
 
     def _jobs(
         self,
-        asked: Asked,
+        body: GenerationBody,
         id: str,
         key: ApiKey | None,
         prompts: list[list[int]],
@@ -286,8 +282,8 @@ class Preparer:
         ends = self.eos if grammar is not None or not params.ignore_eos else frozenset()
         stop_ids = frozenset(params.stop_token_ids) | ends
         tenant = key.name if key is not None else ""
-        salt = salt_of(self.settings.salt_secret, tenant, asked.cache_salt or "")
-        tier = tier_of(asked, key)
+        salt = salt_of(self.settings.salt_secret, tenant, body.cache_salt or "")
+        tier = tier_of(body, key)
         return [
             Job(
                 id=f"{id}.{number}",
@@ -297,8 +293,8 @@ class Preparer:
                 stop_ids=stop_ids,
                 tenant=tenant,
                 salt=salt,
-                priority=asked.priority or 0,
-                timeout_s=asked.timeout,
+                priority=body.priority or 0,
+                timeout_s=body.timeout,
                 grammar=grammar,
                 tier=tier,
             )

@@ -17,11 +17,11 @@ import msgspec
 
 from shoal.core.job import Ending, Refusal, Sink
 from shoal.core.request import Logprobs
-from shoal.server import thoughts
+from shoal.output.sample import Sample
 from shoal.server.compose import prompt_logprobs, reason_of, usage_of
 from shoal.server.errors import HttpError
-from shoal.server.jobs import Call, Sample
-from shoal.server.thoughts import Words
+from shoal.server.jobs import Call
+from shoal.server.logprobs import TokenNames, chat_logprobs, completion_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +70,23 @@ class Lines:
         )  # fmt: skip
 
 
-class Stream:
+class EventStream:
     """The events of one HTTP request, and the writer that sends them."""
 
-    def __init__(self, call: Call, words: Words, id: str, created: int, max_unsent_bytes: int) -> None:
+    def __init__(self, call: Call, names: TokenNames, id: str, created: int, max_unsent_bytes: int) -> None:
         self.call = call
-        self.words = words
+        self.names = names
         self.pending: list[bytes] = []
         self.room = max_unsent_bytes  # how much more may be pending
         self.max_unsent_bytes = max_unsent_bytes
         self.sending = False  # the writer is in send(), and waits there for a slow client
         self.transport: Transport | None = None
-        plan = call.plan
-        kind = "chat.completion.chunk" if plan.chat else "text_completion"
+        prepared = call.prepared
+        kind = "chat.completion.chunk" if prepared.chat else "text_completion"
         self.opening = b'data: {"id":%b,"object":"%b","created":%d,"model":%b' % (
-            encode(id), kind.encode(), created, encode(plan.model),
+            encode(id), kind.encode(), created, encode(prepared.model),
         )  # fmt: skip
-        self.sinks = [StreamSink(self, number) for number in range(len(plan.jobs))]
+        self.sinks = [StreamSink(self, number) for number in range(len(prepared.jobs))]
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Stream:
         """What ends a stream: an error or the usage, then [DONE]."""
         if error is not None:
             self.add(b"data: %b\n\n" % error.body())
-        elif self.call.plan.include_usage:
+        elif self.call.prepared.include_usage:
             self.add(b'%b,"choices":[],"usage":%b}\n\n' % (self.opening, encode(usage_of(self.call))))
         self.add(DONE)
 
@@ -143,28 +143,28 @@ class Stream:
 class StreamSink(Sink):
     """One job of a streamed request: turns what the engine tells into events."""
 
-    def __init__(self, stream: Stream, number: int) -> None:
-        call, plan = stream.call, stream.call.plan
+    def __init__(self, stream: EventStream, number: int) -> None:
+        call, prepared = stream.call, stream.call.prepared
         self.stream = stream
         self.call = call
         self.number = number
-        self.job_id = plan.jobs[number].id
-        self.samples = call.samples[number]
-        self.lines = [Lines(stream.opening, one.index, plan.chat, plan.include_usage) for one in self.samples]
-        self.every_token = plan.token_ids or plan.top is not None
+        self.job_id = prepared.jobs[number].id
+        self.samples = call.outputs.samples[number]
+        self.lines = [Lines(stream.opening, one.index, prepared.chat, prepared.include_usage) for one in self.samples]
+        self.every_token = prepared.token_ids or prepared.top is not None
         self.opened = [False] * len(self.samples)
 
     def refused(self, refusal: Refusal) -> None:
         self.call.refused(refusal)
 
     def accepted(self) -> None:
-        if self.call.plan.chat:
+        if self.call.prepared.chat:
             for sample in self.samples:
                 self._open(sample)
         self.call.accepted()
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.call.prompt_thoughts[self.number] += values
+        self.call.outputs.prompt_logprobs[self.number] += values
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
         one = self.samples[sample]
@@ -174,13 +174,13 @@ class StreamSink(Sink):
             if not self.opened[sample]:
                 self._open(one)
             before = len(one.tokens)
-            text = self.call.token(self.number, one, token, logprobs)
+            text = self.call.token(one, token, logprobs)
             lines = self.lines[sample]
             if not self.every_token:
                 if text:
                     self.stream.add(lines.head + encode(text) + lines.tail)
             elif text or len(one.tokens) > before:
-                self._add_full(one, lines, text, one.tokens[before:], one.thoughts[before:])
+                self._add_full(one, lines, text, one.tokens[before:], one.logprobs[before:])
         except Exception as error:  # must not reach the engine client: it has other jobs to tell
             self.call.fail(error)
             return
@@ -210,41 +210,45 @@ class StreamSink(Sink):
     def _open(self, one: Sample) -> None:
         """What stands before the first token: the role, the prompt."""
         self.opened[one.number] = True
-        plan, lines, stream = self.call.plan, self.lines[one.number], self.stream
-        ids = b',"prompt_token_ids":%b' % encode(plan.jobs[self.number].prompt) if plan.token_ids else b""
-        if plan.chat:
+        prepared, lines, stream = self.call.prepared, self.lines[one.number], self.stream
+        ids = b',"prompt_token_ids":%b' % encode(prepared.jobs[self.number].prompt) if prepared.token_ids else b""
+        if prepared.chat:
             start = lines.first if not ids else lines.first.replace(b',"choices":', ids + b',"choices":', 1)
             role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
             stream.add(start + role + lines.end)
-        elif plan.echo is not None or ids:
-            text = plan.echo[self.number] if plan.echo is not None else ""
+        elif prepared.echo is not None or ids:
+            text = prepared.echo[self.number] if prepared.echo is not None else ""
             stream.add(lines.full(encode(text), self._echo_logprobs(lines), ids))
 
     def _echo_logprobs(self, lines: Lines) -> bytes:
-        plan = self.call.plan
-        if plan.echo is None or plan.top is None:
+        prepared = self.call.prepared
+        if prepared.echo is None or prepared.top is None:
             return b"null"
-        lines.offset = len(plan.echo[self.number])
-        return encode(prompt_logprobs(self.call, self.stream.words, self.number))
+        lines.offset = len(prepared.echo[self.number])
+        return encode(prompt_logprobs(self.call, self.stream.names, self.number))
 
     def _add_full(self, one: Sample, lines: Lines, text: str, tokens: list[int], known: list[Logprobs]) -> None:
-        plan, words = self.call.plan, self.stream.words
+        prepared, names = self.call.prepared, self.stream.names
         logprobs = b"null"
-        if plan.top is not None and known:
-            if plan.chat:
-                logprobs = encode(thoughts.chat(words, known, plan.top))
+        if prepared.top is not None and known:
+            if prepared.chat:
+                logprobs = encode(chat_logprobs(names, known, prepared.top))
             else:
-                logprobs = encode(thoughts.legacy(words, tokens, known, plan.top, lines.offset, plan.skip_special))
-                lines.offset += sum(words.length_of(token, plan.skip_special) for token in tokens)
-        more = b',"token_ids":%b' % encode(tokens) if plan.token_ids else b""
+                logprobs = encode(
+                    completion_logprobs(names, tokens, known, prepared.top, lines.offset, prepared.skip_special)
+                )
+                lines.offset += sum(names.length_of(token, prepared.skip_special) for token in tokens)
+        more = b',"token_ids":%b' % encode(tokens) if prepared.token_ids else b""
         self.stream.add(lines.full(encode(text), logprobs, more))
 
     def _end_event(self, one: Sample, lines: Lines, rest: str) -> bytes:
         """The last piece of one answer: what was held back, and why it ended."""
         said = (
-            b'"delta":{}' if self.call.plan.chat and not rest else (lines.text_before + encode(rest) + lines.text_after)
+            b'"delta":{}'
+            if self.call.prepared.chat and not rest
+            else (lines.text_before + encode(rest) + lines.text_after)
         )
-        ids = b',"token_ids":[]' if self.call.plan.token_ids else b""
+        ids = b',"token_ids":[]' if self.call.prepared.token_ids else b""
         return b'%b%b,"logprobs":null,"finish_reason":"%b","stop_reason":%b%b}%b' % (
             lines.first, said, reason_of(one).encode(), encode(one.stop_reason), ids, lines.end,
         )  # fmt: skip

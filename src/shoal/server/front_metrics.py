@@ -19,21 +19,21 @@ WAIT_S = 0.5  # for all the others together; a scrape must not wait longer for o
 MOST_BYTES = 2**20  # what one may tell
 
 
-class Siblings(Protocol):
+class OtherFronts(Protocol):
     """The other fronts, as one front sees them."""
 
     async def ask(self) -> list[bytes]:
         """What each of them tells; those that do not answer soon are left out. Raises nothing."""
 
 
-class NoSiblings:
+class NoOtherFronts:
     """There is one front only."""
 
     async def ask(self) -> list[bytes]:
         return []
 
 
-class SocketSiblings:
+class SocketFronts:
     """Fronts on one machine that share a folder. Opened and used on one event loop."""
 
     def __init__(self, folder: Path, name: str, tell: Callable[[], bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Logprobs as clients see them: what single tokens are called, and OpenAI's two shapes.
+"""Logprobs as clients see them: how single tokens are written, and OpenAI's two shapes.
 
 Knows a tokenizer's pieces and core's Logprobs. Does not know requests or streams.
 """
@@ -10,11 +10,11 @@ from shoal.core.request import Logprobs
 from shoal.server.answers import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
 from shoal.text.tokenizer import Tokenizer
 
-FLOOR = -9999.0  # JSON has no infinity; OpenAI says this for "impossible"
+FLOOR = -9999.0  # JSON has no infinity; OpenAI sends this for "impossible"
 
 
-class Words:
-    """What single token ids are called; without a tokenizer they are called by their number."""
+class TokenNames:
+    """How single tokens are written; without a tokenizer, by their ids."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -23,10 +23,10 @@ class Words:
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes a token stands for wherever it stands; None without a tokenizer."""
         if token not in self._bytes:
-            self._bytes[token] = self._look_up(token)
+            self._bytes[token] = self._find(token)
         return self._bytes[token]
 
-    def _look_up(self, token: int) -> bytes | None:
+    def _find(self, token: int) -> bytes | None:
         if self._tokenizer is None:
             return None
         pieces = self._tokenizer.pieces
@@ -38,12 +38,12 @@ class Words:
         return name.replace("▁", " ").encode()  # how sentencepiece writes a space
 
     def text_of(self, token: int) -> str:
-        """For chat: half a character is U+FFFD, and `bytes` tells the rest."""
+        """For chat: half a character is U+FFFD, and `bytes` has the exact bytes."""
         raw = self.bytes_of(token)
         return f"token_id:{token}" if raw is None else raw.decode(errors="replace")
 
     def name_of(self, token: int) -> str:
-        """For completions, where names are keys and there are no bytes: half a character is spelt out."""
+        """For completions, which have no `bytes` and use names as keys: half a character is escaped."""
         raw = self.bytes_of(token)
         if raw is None:
             return f"token_id:{token}"
@@ -64,27 +64,27 @@ def finite(logprob: float) -> float:
     return logprob if logprob > FLOOR else FLOOR  # NaN too
 
 
-def legacy(
-    words: Words,
+def completion_logprobs(
+    names: TokenNames,
     tokens: Sequence[int],
-    thoughts: Sequence[Logprobs | None],
+    known: Sequence[Logprobs | None],
     top: int,
     offset: int = 0,
     skip_special: bool = True,
 ) -> LegacyLogprobs:
-    """In the manner of /v1/completions; `offset` is where in the answer's text the first token begins."""
+    """As /v1/completions shows them; `offset` is where in the answer's text the first token begins."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
-        offset += words.length_of(token, skip_special)
+        offset += names.length_of(token, skip_special)
     tops: list[dict[str, float] | None] | None = None
     if top:
-        tops = [None if thought is None else _top(words, thought, top) for thought in thoughts]
-    logprobs = [None if thought is None else finite(thought.logprob) for thought in thoughts]
-    return LegacyLogprobs([words.name_of(token) for token in tokens], logprobs, tops, offsets)
+        tops = [None if one is None else _top(names, one, top) for one in known]
+    logprobs = [None if one is None else finite(one.logprob) for one in known]
+    return LegacyLogprobs([names.name_of(token) for token in tokens], logprobs, tops, offsets)
 
 
-def joined(first: LegacyLogprobs, then: LegacyLogprobs) -> LegacyLogprobs:
+def concatenate(first: LegacyLogprobs, then: LegacyLogprobs) -> LegacyLogprobs:
     return LegacyLogprobs(
         first.tokens + then.tokens,
         first.token_logprobs + then.token_logprobs,
@@ -93,32 +93,32 @@ def joined(first: LegacyLogprobs, then: LegacyLogprobs) -> LegacyLogprobs:
     )
 
 
-def _top(words: Words, thought: Logprobs, top: int) -> dict[str, float]:
+def _top(names: TokenNames, one: Logprobs, top: int) -> dict[str, float]:
     """The likeliest, and the chosen one even if it is not among them."""
     found: dict[str, float] = {}
-    for token, logprob in zip(thought.top_tokens[:top], thought.top_logprobs[:top], strict=True):
-        found.setdefault(words.name_of(token), finite(logprob))
-    found.setdefault(words.name_of(thought.token), finite(thought.logprob))
+    for token, logprob in zip(one.top_tokens[:top], one.top_logprobs[:top], strict=True):
+        found.setdefault(names.name_of(token), finite(logprob))
+    found.setdefault(names.name_of(one.token), finite(one.logprob))
     return found
 
 
-def chat(words: Words, thoughts: Sequence[Logprobs], top: int) -> ChatLogprobs:
-    return ChatLogprobs([_token(words, thought, top) for thought in thoughts])
+def chat_logprobs(names: TokenNames, known: Sequence[Logprobs], top: int) -> ChatLogprobs:
+    return ChatLogprobs([_token(names, one, top) for one in known])
 
 
-def _token(words: Words, thought: Logprobs, top: int) -> TokenLogprob:
+def _token(names: TokenNames, one: Logprobs, top: int) -> TokenLogprob:
     others = [
-        TopLogprob(words.text_of(token), finite(logprob), _list(words.bytes_of(token)))
-        for token, logprob in zip(thought.top_tokens[:top], thought.top_logprobs[:top], strict=True)
+        TopLogprob(names.text_of(token), finite(logprob), _list(names.bytes_of(token)))
+        for token, logprob in zip(one.top_tokens[:top], one.top_logprobs[:top], strict=True)
     ]
-    raw = _list(words.bytes_of(thought.token))
-    return TokenLogprob(words.text_of(thought.token), finite(thought.logprob), raw, others)
+    raw = _list(names.bytes_of(one.token))
+    return TokenLogprob(names.text_of(one.token), finite(one.logprob), raw, others)
 
 
 def _list(raw: bytes | None) -> list[int] | None:
     return None if raw is None else list(raw)
 
 
-def mean(thoughts: Sequence[Logprobs]) -> float:
-    """How likely an answer was per token; nothing said is the least likely."""
-    return sum(finite(thought.logprob) for thought in thoughts) / len(thoughts) if thoughts else -math.inf
+def mean_logprob(known: Sequence[Logprobs]) -> float:
+    """The mean logprob per token, by which best_of ranks; an empty answer ranks last."""
+    return sum(finite(one.logprob) for one in known) / len(known) if known else -math.inf
