@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "workload": {"core"},
     "bench": {"engine", "sched", "workload", "models", "kernels", "config", "core"},
     "build": {"config", "core", "kv", "sched", "engine", "files", "text", "kernels", "models", "runner", "workload"},
-    "llm": {"build", "config", "core", "output", "text"},
+    "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "build", "config", "core", "engine", "processes", "sched"},
     "processes.engine": {"build", "config", "keys", "core", "engine", "text", "obs"},
     "processes.front": {"config", "keys", "core", "engine", "files", "text", "obs", "server"},

@@ -81,7 +81,7 @@ def run_accuracy(args: argparse.Namespace) -> int:
 
 def perplexity(options: dict[str, Any], texts: list[str], most: int) -> dict[str, Any]:
     """e to the mean surprise over all tokens but the first of each text."""
-    from shoal.llm import LLM
+    from shoal.llm.llm import LLM
 
     begun = time.perf_counter()
     with LLM(**options) as llm:

@@ -11,7 +11,7 @@ from shoal.core.params import DEFAULTS, PARAMS, SamplingParams
 from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
-    from shoal.llm import LLM
+    from shoal.llm.llm import LLM
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -60,7 +60,7 @@ def sampling_from(args: argparse.Namespace, llm: "LLM", prompt_tokens: int) -> S
 
 
 def open_llm(args: argparse.Namespace) -> "LLM":
-    from shoal.llm import LLM
+    from shoal.llm.llm import LLM
 
     return LLM(**asdict(EngineConfig.from_args(args)), progress=sys.stderr.isatty())
 

@@ -26,7 +26,7 @@ class Sample:
         self.detok = None if tokenizer is None else open_detokenizer(tokenizer, job)
         self.parser: Parser = parser or PlainParser()
         self.stop_ids = job.stop_ids
-        self.min_tokens = job.params.min_tokens
+        self.min_tokens = 0 if job.grammar is not None else job.params.min_tokens  # a grammar may end before
         self.include_stop = job.params.include_stop_str_in_output
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []  # one per token where the job asks for them, else empty

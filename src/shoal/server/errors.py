@@ -8,8 +8,6 @@ import re
 
 import msgspec
 
-from shoal import errors as known
-from shoal.core.job import Refusal
 from shoal.core.params import PARAMS
 from shoal.errors import (
     BadParameter,
@@ -116,16 +114,6 @@ def as_http(error: BaseException) -> HttpError | None:
 def internal() -> HttpError:
     """For what nobody expected: says nothing, on purpose."""
     return HttpError(500, INTERNAL, type="server_error", code="internal_error")
-
-
-def as_error(refusal: Refusal) -> ShoalError:
-    """The exception that an engine's refusal stands for."""
-    kind = getattr(known, refusal.kind, None)
-    if not isinstance(kind, type) or not issubclass(kind, ShoalError):
-        return EngineError(f"{refusal.kind}: {refusal.message}")
-    if issubclass(kind, Rejected):
-        return kind(refusal.message, refusal.retry_after_s)
-    return kind(refusal.message)
 
 
 def _param(error: ShoalError) -> str | None:

@@ -15,7 +15,6 @@ from shoal.core.request import Logprobs, Reason
 from shoal.errors import DeadlinePassed, EngineError
 from shoal.output.outputs import Outputs
 from shoal.output.sample import Sample
-from shoal.server.errors import as_error
 from shoal.server.prepare import PreparedRequest
 from shoal.text.tokenizer import Tokenizer
 
@@ -94,7 +93,7 @@ class Call:
             self.wake()
 
     def refused(self, refusal: Refusal) -> None:
-        self.fail(as_error(refusal))
+        self.fail(refusal.as_error())
 
     def token(self, sample: Sample, token: int, logprobs: Logprobs | None) -> str:
         """The next token of a sample; returns the text that can be shown now."""
