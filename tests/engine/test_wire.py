@@ -21,7 +21,6 @@ from shoal.engine import client as client_module
 from shoal.engine import host as host_module
 from shoal.engine import wire
 from shoal.engine.client import ZmqClient
-from shoal.engine.engine import Engine
 from shoal.engine.host import Host, InboxClock, open_socket
 from shoal.engine.loop import EngineLoop
 from shoal.errors import EngineDown
@@ -74,7 +73,7 @@ class EngineThread:
         self.gate = gate
         self.socket = open_socket(folder)
         info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake")
-        self.loop = EngineLoop(Engine(scheduler), executor, InboxClock(self.socket), check=True)
+        self.loop = EngineLoop(scheduler, executor, InboxClock(self.socket), check=True)
         self.observers = [PassCount(), PassCount()]
         self.host = Host(self.loop, self.socket, info, self.observers, {"metrics": lambda: b"passes 1\n"})
         self.socket.bind(f"ipc://{folder / wire.ADDRESS}")

@@ -31,7 +31,7 @@ def run(model: Path, work: Callable[[AsyncLLM], Awaitable[Any]], **options: Any)
 
 async def all_free(llm: AsyncLLM) -> None:
     """Wait until no block is held; fail if that never happens."""
-    pool = llm._model.built.loop.engine.scheduler.kv.pool
+    pool = llm._model.built.loop.scheduler.kv.pool
     for _ in range(2000):
         if not pool.held and not llm._model.client.jobs and not llm._calls:
             return

@@ -42,4 +42,4 @@ def test_ctrl_c_ends_the_call_and_nothing_else(tmp_path: Path, monkeypatch: pyte
         rest = [token for chunk in other for token in chunk.token_ids]
         assert first.token_ids + rest == llm.generate([7, 8, 9], params)[0].outputs[0].token_ids
         llm.step()
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0

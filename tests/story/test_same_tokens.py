@@ -59,7 +59,7 @@ def run(folder: Path, places: list[int], **options: object) -> tuple[Answers, in
         outputs = llm.generate([all_requests[i][0] for i in places], [all_requests[i][1] for i in places])
         while not llm.loop.idle:  # blocks of those who have ended may be on their way to host memory
             llm.step()
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
     answers: Answers = {}
     preempted = 0
     for place, output in zip(places, outputs, strict=True):

@@ -169,7 +169,7 @@ def test_killed_while_draining(tiny_model: Path, tmp_path: Path) -> None:
             server.wait_for("all to speak", lambda: speaking(server) == 8)
             (pid,) = server.engine_pids()
             server.terminate()
-            server.wait_for("draining", lambda: "draining: 8 requests run" in server.log())
+            server.wait_for("draining", lambda: "draining: 8 running requests" in server.log())
             os.kill(pid, signal.SIGKILL)
 
         assert asyncio.run(all_answers(server, wanted, drain_and_kill)) == undisturbed

@@ -11,11 +11,11 @@ from typing import Any
 from shoal.bench.paced import Emissions, PacedExecutor
 from shoal.config.engine import EngineConfig
 from shoal.core.job import EngineInfo
-from shoal.engine.engine import Engine
 from shoal.engine.host import Host, Inbox, InboxClock, open_socket
 from shoal.engine.loop import EngineLoop
 from shoal.processes.engine import leave, main, serve
 from shoal.sched.admission import Limits
+from shoal.sched.make import make_scheduler
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -26,12 +26,10 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def make_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox, emissions: Emissions) -> Host:
-    from shoal.build import make_scheduler
-
     limits = Limits(paced["kv_tokens"], engine.slots, engine.pass_tokens, vocab_size=1000)
     scheduler = make_scheduler(engine, limits, -(-paced["kv_tokens"] // engine.block_size) + engine.slots)
     executor = PacedExecutor(paced["tick_s"], tokens=list(range(50, 100)))
-    loop = EngineLoop(Engine(scheduler), executor, InboxClock(socket), depth=1)
+    loop = EngineLoop(scheduler, executor, InboxClock(socket), depth=1)
     info = EngineInfo(0, limits.max_model_len, limits.vocab_size, paced["kv_tokens"], "none", "paced")
     return Host(loop, socket, info, observers=[emissions], answers={"metrics": lambda: b""})
 

@@ -6,15 +6,12 @@ Knows nothing of how the records travel, of HTTP, of text or of scheduling.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shoal import errors
+from shoal.core.grammar import Grammar
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Request
 from shoal.errors import EngineError, Rejected, ShoalError
-
-if TYPE_CHECKING:
-    from shoal.core.ports import Grammar
 
 GRAMMARS = ("json_object", "json", "regex", "choice", "grammar")
 
@@ -52,7 +49,7 @@ class Job:
 
 
 def requests_of(
-    job: Job, outputs: Mapping[int, Sequence[int]] | None = None, grammars: Mapping[int, "Grammar"] | None = None
+    job: Job, outputs: Mapping[int, Sequence[int]] | None = None, grammars: Mapping[int, Grammar] | None = None
 ) -> list[Request]:
     """The job's samples as requests of the engine, one each.
 

@@ -10,22 +10,9 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from shoal.core.grammar import Grammar
 from shoal.core.job import EngineInfo, GrammarSpec, Job, Sink
 from shoal.core.plan import Ints, StepPlan, StepResult
-
-
-class Grammar(Protocol):
-    """Where one sample stands in what it may say. Lives in the engine's process, one per sample; raises nothing."""
-
-    ended: bool  # all is said: nothing may follow
-    error: str  # why it cannot go on; empty while it can
-
-    def accept(self, token: int) -> bool:
-        """The sample said this token. False: that was not allowed, and it cannot go on."""
-
-    def fill(self, line: npt.NDArray[np.uint32]) -> None:
-        """Set the bit of every token that may come next, clear all others (all of them where it cannot go on)."""
-
 
 # a sample's grammar, at the point that its output so far has reached
 MakeGrammar: TypeAlias = Callable[[GrammarSpec, Sequence[int]], Grammar]

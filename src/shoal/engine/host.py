@@ -19,8 +19,9 @@ import zmq
 
 from shoal.core.clock import WallClock
 from shoal.core.events import PassEvents
+from shoal.core.grammar import Grammar
 from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, requests_of
-from shoal.core.ports import Grammar, MakeGrammar
+from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
 from shoal.engine.loop import EngineLoop
@@ -123,7 +124,7 @@ class Host:
         self._outbox: dict[bytes, wire.Pass] = {}  # the next message to each front
         self._compiling: deque[Compiling] = deque()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-grammar")
-        loop.engine.scheduler.more_coming = True  # a front may always submit more
+        loop.scheduler.more_coming = True  # a front may always submit more
         self._readers: dict[type[wire.Message], Callable[[bytes, Any], None]] = {
             wire.Hello: self._hello,
             wire.Ping: lambda front, message: None,
@@ -152,7 +153,7 @@ class Host:
         self._send_news()
         now_s = self.loop.clock.now_s()
         wait_s = 0.01 if self._compiling else IDLE_S
-        events = self.loop.turn(until_s=now_s + wait_s)
+        events = self.loop.step(until_s=now_s + wait_s)
         for observer in self.observers:
             observer.take(events)
         self._sort(events)
@@ -267,7 +268,7 @@ class Host:
         for request in requests:
             for which, part in enumerate((self._suspects.first, self._suspects.second)):
                 if request.id in part:
-                    self.loop.engine.scheduler.suspects.add(request, which)
+                    self.loop.scheduler.suspects.add(request, which)
 
     def _refuse(self, front: bytes, number: int, error: ShoalError) -> None:
         self.fronts[front].jobs.pop(number, None)
@@ -295,7 +296,7 @@ class Host:
 
     def state(self) -> dict[str, Any]:
         """What the tables hold, for people and tests."""
-        scheduler = self.loop.engine.scheduler
+        scheduler = self.loop.scheduler
         pool = scheduler.kv.pool
         return {
             "epoch": self.info.epoch,
@@ -303,7 +304,7 @@ class Host:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "compiling": len(self._compiling),
-            "in_flight": self.loop.engine.in_flight,
+            "in_flight": self.loop.scheduler.in_flight,
             "blocks": {"held": pool.held, "cached": pool.cached, "total": pool.total},
             "fronts": {named(front): len(state.jobs) for front, state in self.fronts.items()},
             "owners": len(self.owners),

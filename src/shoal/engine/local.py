@@ -106,7 +106,7 @@ class LocalClient:
 
     def step(self, until_s: float | None = None) -> None:
         """Compute a pass, or wait until there may be one but not beyond `until_s`; then call the sinks."""
-        events = self.loop.turn(until_s)
+        events = self.loop.step(until_s)
         self.now_s = events.committed_s
         touched: dict[str, LocalJob] = {}
         self._take_prompts(events)
@@ -188,7 +188,7 @@ class EngineThread:
         self._work: queue.SimpleQueue[Callable[[LocalClient], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closing = self._stopped = False
-        client.loop.engine.scheduler.more_coming = True  # other threads may always submit more
+        client.loop.scheduler.more_coming = True  # other threads may always submit more
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
         self._thread.start()
 

@@ -24,6 +24,7 @@ from shoal.keys.file import KeyBook
 from shoal.keys.limits import KeyLimits
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
+from shoal.sched.make import default_limits
 from shoal.text.grammar import grammars_of
 
 log = logging.getLogger("shoal.processes.engine")
@@ -84,7 +85,7 @@ def serve(host: Host, config: Mapping[str, Any]) -> None:
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
     """The engine of this config, behind the socket."""
-    from shoal.build import build, default_limits  # loads torch
+    from shoal.build import build  # loads torch
 
     engine = EngineConfig(**config["engine"])
     folder = Path(config["folder"])
