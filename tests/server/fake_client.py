@@ -24,7 +24,7 @@ def echo(job: Job, sample: int) -> Sequence[int]:
     return job.prompt[shift:] + job.prompt[:shift]
 
 
-def thought(token: int, alternatives: int) -> Logprobs:
+def logprobs_of(token: int, alternatives: int) -> Logprobs:
     """What the fake model thinks: the higher the id, the less likely; ids below are likelier still."""
     others = tuple(range(alternatives))
     return Logprobs(token, -token / 100, token + 1, others, tuple(-other / 100 for other in others))
@@ -125,7 +125,7 @@ class FakeClient:
             one.accepted = True
             sink.accepted()
             if params.prompt_logprobs is not None:
-                sink.prompt_logprobs([thought(token, params.prompt_logprobs) for token in one.job.prompt[1:]])
+                sink.prompt_logprobs([logprobs_of(token, params.prompt_logprobs) for token in one.job.prompt[1:]])
         for sample in list(one.left):
             if one.job.id not in self.running:
                 return
@@ -136,7 +136,7 @@ class FakeClient:
         if tokens:
             token = tokens.pop(0)
             one.said[sample] = one.said.get(sample, 0) + 1
-            one.sink.token(sample, token, None if params.logprobs is None else thought(token, params.logprobs))
+            one.sink.token(sample, token, None if params.logprobs is None else logprobs_of(token, params.logprobs))
             ends = token in one.job.stop_ids and one.said[sample] > params.min_tokens
             if self.failure is not None:
                 self._end(one, sample, self.failure)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.core.params import PARAMS
 from shoal.errors import ModelError, ModelNotFound, UnsafeWeights
 from shoal.files.gguf import GgufFile
 
@@ -68,23 +69,14 @@ def eos_ids(files: ModelFiles) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-# key → (whole number?, lowest, highest)
-_SAMPLING: dict[str, tuple[bool, float, float]] = {
-    "temperature": (False, 0.0, float("inf")),
-    "top_k": (True, 0, float("inf")),
-    "top_p": (False, 0.0, 1.0),
-    "min_p": (False, 0.0, 1.0),
-    "repetition_penalty": (False, 0.0, float("inf")),
-}
-
-
 def sampling_defaults(files: ModelFiles) -> dict[str, float]:
     """The sampling values that the model's authors recommend in generation_config.json."""
     chosen: dict[str, float] = {}
-    for key, (whole, low, high) in _SAMPLING.items():
+    for key, param in PARAMS.items():
         value = files.generation.get(key)
-        if value is None:
+        if param.from_model is None or value is None:
             continue
+        whole, (low, high) = param.kind == "integer", param.from_model
         fits = _is_int(value) if whole else _is_int(value) or isinstance(value, float)
         if not fits or not low <= value <= high:
             kind = "an integer" if whole else "a number"

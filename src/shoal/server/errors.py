@@ -10,6 +10,7 @@ import msgspec
 
 from shoal import errors as known
 from shoal.core.job import Refusal
+from shoal.core.params import PARAMS
 from shoal.errors import (
     BadParameter,
     BadRequest,
@@ -136,19 +137,11 @@ def _param(error: ShoalError) -> str | None:
     if isinstance(error, BadParameter):  # most messages begin with the name
         text = str(error)
         named = re.match(r"[a-z]+(_[a-z]+)*", text)
-        if named and named[0] in PARAMETERS:
+        if named and named[0] in PARAMS:
             return named[0]
         return "stop" if "stop string" in text else "prompt" if text.startswith("token id") else None
     return None
 
-
-PARAMETERS = frozenset(
-    {
-        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "seed", "n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "logprobs",
-        "prompt_logprobs", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-    }
-)  # fmt: skip
 
 # ---- bodies that are not what they should be -----------------------------------------------------------------------
 

@@ -9,20 +9,20 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.obs.metrics import FrontMetrics
-from shoal.server import siblings
+from shoal.server import front_metrics
 from shoal.server.app import Front
-from shoal.server.siblings import SocketSiblings
+from shoal.server.front_metrics import SocketFronts
 from tests.server.fronts import ask_async, front, run
 
 
 @asynccontextmanager
 async def joined(folder: Path, *numbers: int) -> AsyncIterator[list[Front]]:
-    """Fronts that know their siblings in this folder."""
+    """Fronts that find each other in this folder."""
     async with AsyncExitStack() as stack:
         fronts = []
         for name in (f"front-{number}" for number in numbers):
             app = front(metrics=FrontMetrics(name))
-            app.siblings = known = SocketSiblings(folder, name, app.tell)
+            app.other_fronts = known = SocketFronts(folder, name, app.tell)
             await stack.enter_async_context(known.open())
             fronts.append(app)
         yield fronts
@@ -78,7 +78,7 @@ def test_a_front_that_is_stuck_or_mad_holds_no_scrape_up(tmp_path: Path) -> None
             writer.close()
 
         async def mad(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b" " * 2 * siblings.MOST_BYTES)
+            writer.write(b" " * 2 * front_metrics.MOST_BYTES)
             writer.close()
 
         async with joined(tmp_path, 0) as [app]:
@@ -89,7 +89,7 @@ def test_a_front_that_is_stuck_or_mad_holds_no_scrape_up(tmp_path: Path) -> None
             ]
             began_s = time.monotonic()
             assert await scraped(app) == {"front-0": 1}
-            assert time.monotonic() - began_s < siblings.WAIT_S + 1
+            assert time.monotonic() - began_s < front_metrics.WAIT_S + 1
             ended.set()
             for server in servers:
                 server.close()

@@ -1,15 +1,16 @@
-"""What clients may ask: the fields of completions and chat requests, in OpenAI's words and a few that people know.
+"""Request bodies: the fields that all generation requests share, chat messages, and reading JSON into them.
 
-Owns names and types of fields, and which are refused or ignored. A field that is not named here is refused by name.
-What the values mean is checked in core/params.py. Knows no tokens, no HTTP and no engine.
+Owns which fields are refused or ignored; a field that no body declares is refused by name. The fields of one API are in
+its dialect. The ranges of sampling parameters are declared and checked in core/params.py. Knows no engine.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct
 
-from shoal.core.params import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOPS
+from shoal.core.params import MAX_STOPS, PARAMS
 from shoal.server.errors import bad_body
 
 # Why a field that OpenAI or others have is refused here. A null is fine for all of them.
@@ -39,7 +40,6 @@ def _hint(**schema: Any) -> Meta:
 
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Count = Annotated[int, _hint(minimum=1, maximum=2**31 - 1)]
 Nothing = Annotated[None, Meta(description="Refused by name.")]
 Whatever = Annotated[Any, Meta(description="Ignored; the answer's X-Shoal-Warning header says so.")]
 
@@ -75,27 +75,52 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of request have in common. None always means: the default."""
+class ModelBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What every body may name first."""
 
     model: str | None = None
-    temperature: Annotated[float, _hint(minimum=0, maximum=100)] | None = None
-    top_p: Annotated[float, _hint(exclusiveMinimum=0, maximum=1)] | None = None
-    top_k: Annotated[int, _hint(minimum=-1, maximum=2**31 - 1)] | None = None
-    min_p: Annotated[float, _hint(minimum=0, maximum=1)] | None = None
-    repetition_penalty: Annotated[float, _hint(minimum=0.01, maximum=10)] | None = None
-    presence_penalty: Annotated[float, _hint(minimum=-2, maximum=2)] | None = None
-    frequency_penalty: Annotated[float, _hint(minimum=-2, maximum=2)] | None = None
-    logit_bias: Annotated[dict[TokenId, float], Meta(max_length=MOST_BIASES)] | None = None
-    seed: Annotated[int, _hint(minimum=-(2**63), maximum=2**64 - 1)] | None = None
-    n: Annotated[int, _hint(minimum=1, maximum=MAX_SAMPLES)] | None = None
-    max_tokens: Count | None = None
-    min_tokens: Annotated[int, _hint(minimum=0, maximum=2**31 - 1)] | None = None
-    stop: str | Annotated[list[str], _hint(maxItems=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
+
+
+def limits(name: str) -> Meta:
+    """The range of a sampling parameter, for the API's description."""
+    param = PARAMS[name]
+    low = param.low if param.alias is None else min(param.low, param.alias)
+    return _hint(**{"exclusiveMinimum" if param.above else "minimum": low}, maximum=param.high)
+
+
+def _type_of(name: str) -> Any:
+    """The JSON that a sampling parameter is read from."""
+    kinds: dict[str, Any] = {
+        "boolean": bool,
+        "number": Annotated[float, limits(name)],
+        "integer": Annotated[int, limits(name)],
+        "biases": Annotated[dict[TokenId, float], Meta(max_length=MOST_BIASES)],
+        "strings": str | Annotated[list[str], _hint(maxItems=MAX_STOPS)],
+        "token_ids": Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)],
+    }
+    return kinds[PARAMS[name].kind] | None
+
+
+if TYPE_CHECKING:
+
+    class SamplingBody(ModelBody, kw_only=True):
+        """The sampling parameters of core/params.py that come with a body. Only these are read by name."""
+
+        n: int | None = None
+        max_tokens: int | None = None
+else:
+    SamplingBody = msgspec.defstruct(
+        "SamplingBody",
+        [(name, _type_of(name), None) for name, param in PARAMS.items() if param.in_body],
+        bases=(ModelBody,),
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
+    """The fields that all generation requests share. None always means: the default."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -117,29 +142,6 @@ class Asked(Struct, forbid_unknown_fields=True, kw_only=True):
     def ignored(self) -> list[str]:
         """The fields that came and have no effect."""
         return [name for name in IGNORED if getattr(self, name) is not UNSET]
-
-
-class CompletionRequest(Asked, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions"""
-
-    prompt: str | list[str | TokenId | list[TokenId]]  # not ids beside other things; see prompts()
-    best_of: Annotated[int, _hint(minimum=1, maximum=MAX_SAMPLES)] | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, _hint(minimum=0, maximum=MAX_LOGPROBS)] | None = None
-    suffix: Nothing = None
-
-    def prompts(self) -> list[str | list[int]] | None:
-        """One or more prompts, each a text or token ids; None where the list mixes ids with other things.
-
-        >>> CompletionRequest(prompt=[1, 2]).prompts(), CompletionRequest(prompt=["a", [3]]).prompts()
-        ([[1, 2]], ['a', [3]])
-        """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [one for one in self.prompt if isinstance(one, int)]
-        if not ids:
-            return [one for one in self.prompt if not isinstance(one, int)]
-        return [ids] if len(ids) == len(self.prompt) else None
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -178,23 +180,6 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
         return message
 
 
-class ChatRequest(Asked, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions"""
-
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Count | None = None  # the newer name of max_tokens
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, _hint(minimum=0, maximum=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # variables for the chat template, such as enable_thinking
-    tools: Annotated[list[Any], Meta(max_length=0, description="Refused by name unless empty.")] | None = None
-    tool_choice: Literal["none"] | None = None
-    functions: Nothing = None
-    function_call: Nothing = None
-    audio: Nothing = None
-    modalities: list[Literal["text"]] | None = None
-    chat_template: Nothing = None
-
-
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /tokenize: a prompt or messages."""
 
@@ -215,15 +200,17 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 Body = TypeVar("Body", bound=Struct)
-_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-}
+
+
+@cache
+def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def read(kind: type[Body], body: bytes) -> Body:
     """A request's body; one that is not what it should be is an HttpError that names the place."""
     try:
-        read: Body = _DECODERS[kind].decode(body)
+        read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise bad_body(error, REFUSED) from None
     return read

@@ -8,9 +8,11 @@ number of it is kept. Knows no metrics: what is told are bytes.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
+
+from shoal.core.job import EngineInfo
 
 log = logging.getLogger(__name__)
 
@@ -19,21 +21,45 @@ WAIT_S = 0.5  # for all the others together; a scrape must not wait longer for o
 MOST_BYTES = 2**20  # what one may tell
 
 
-class Siblings(Protocol):
+class FrontCounters(Protocol):
+    """What a front counts; obs/metrics.py implements it for Prometheus."""
+
+    def count(self, route: str, status: int) -> None: ...
+
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+        """As Prometheus text, together with the numbers of the other fronts."""
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+        """For another front, which passes it to its own render()."""
+
+
+class NoCounters:
+    """Counts nothing."""
+
+    def count(self, route: str, status: int) -> None: ...
+
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+        return b""
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+        return b""
+
+
+class OtherFronts(Protocol):
     """The other fronts, as one front sees them."""
 
     async def ask(self) -> list[bytes]:
         """What each of them tells; those that do not answer soon are left out. Raises nothing."""
 
 
-class NoSiblings:
+class NoOtherFronts:
     """There is one front only."""
 
     async def ask(self) -> list[bytes]:
         return []
 
 
-class SocketSiblings:
+class SocketFronts:
     """Fronts on one machine that share a folder. Opened and used on one event loop."""
 
     def __init__(self, folder: Path, name: str, tell: Callable[[], bytes]) -> None:
