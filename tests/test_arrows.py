@@ -1,4 +1,4 @@
-"""The arrows of docs/architecture.md, enforced: who may import whom.
+"""The arrows of docs/architecture.md, enforced: which room may import which.
 
 Parses every file's imports, the lazy ones inside functions too. A wrong arrow fails with the file, the line and the
 import, so that the design cannot erode in silence.
@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shoal"
 
-# room → rooms it may import. Everybody may import errors; rooms may import themselves.
+# room → rooms it may import. Every room may import errors and itself.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "core": set(),

@@ -210,9 +210,10 @@ def load_model(
         reader = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
         params = load_weights(reader, spec, dtype, device, progress=progress)
     if config.quantization == "int8":
-        params = to_int8(params)
+        params.convert(to_int8)
     ops = kernels.pick(device, config.cpu_kernels)
-    return make_model(spec, ops.arranged(params), ops)
+    params.convert(ops.prepare)
+    return make_model(spec, params, ops)
 
 
 def free_memory(device: str = "cpu") -> int:

@@ -51,7 +51,7 @@ def test_no_two_presets_are_the_same() -> None:
         assert configs[0] != configs[1], f"{one} and {two} are the same settings"
 
 
-def test_every_preset_says_what_it_does_and_where_it_differs() -> None:
+def test_every_preset_has_its_description_and_its_difference() -> None:
     for preset in PRESETS.values():
         assert preset.does
         assert preset.differs
@@ -64,7 +64,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("memory", ["ondemand", "predict"])
 def test_waiting_without_reservation_is_refused_with_the_reason(memory: str) -> None:
-    with pytest.raises(ImpossiblePair, match="wait for ever"):
+    with pytest.raises(ImpossiblePair, match="deadlock"):
         EngineConfig(memory=memory, when_short="wait")
 
 
@@ -106,7 +106,7 @@ def test_every_other_combination_builds() -> None:
             continue
         make_scheduler(config, limits, 20)
         built += 1
-    orders, budgets, others = 5, 2, 4  # of when_short, all but `wait`, which goes with reserve alone
+    orders, budgets, others = 5, 2, 4  # of when_short, all but `wait`, which needs reserve
     assert built == 3 * 3 * 3 * orders * budgets * (3 * others + 1)
 
 
@@ -123,7 +123,7 @@ def test_tiers_come_from_text_from_a_file_or_from_a_table(tmp_path: Path) -> Non
         assert tiers[1].name == "batch"
 
 
-def test_slo_has_tiers_without_being_told() -> None:
+def test_slo_has_default_tiers() -> None:
     assert [tier.name for tier in EngineConfig(order="slo").read_tiers()] == ["premium", "standard", "batch"]
     assert len(EngineConfig().read_tiers()) == 1
 
@@ -146,7 +146,7 @@ def test_slo_has_tiers_without_being_told() -> None:
         ({"budget": "promises"}, "did you mean 'promise'"),
     ],
 )
-def test_policies_that_mean_nothing_are_refused(options: dict[str, object], match: str) -> None:
+def test_invalid_policies_are_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(BadConfig, match=match):
         EngineConfig.from_mapping(options)
 
@@ -161,7 +161,7 @@ def test_a_preset_with_other_settings_can_be_compared() -> None:
             preset_of(wrong)
 
 
-def test_what_a_pass_holds_depends_on_the_device_unless_told() -> None:
+def test_the_default_size_of_a_pass_depends_on_the_device() -> None:
     config = EngineConfig()
     assert (config.settled("cpu").slots, config.settled("cpu").pass_tokens) == (64, 512)
     assert (config.settled("cuda").slots, config.settled("cuda").pass_tokens) == (512, 2048)

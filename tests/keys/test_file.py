@@ -182,7 +182,7 @@ def test_a_good_file_is_read_again_and_a_bad_one_changes_nothing(
     assert [key.name for key in book()] == ["flag", "a"]
     file.write_text("- {name: b}")
     reload_keys(serve, Tiers(), folder)
-    assert "stay as they were" in caplog.text
+    assert "keys are unchanged" in caplog.text
     assert "sha256 must be" in caplog.text
     assert [key.name for key in book()] == ["flag", "a"]
     file.write_text(line_of(hashed([("b", "sk-12345678")])[0]))
@@ -191,7 +191,7 @@ def test_a_good_file_is_read_again_and_a_bad_one_changes_nothing(
     assert "sk-" not in (folder.path / PUBLISHED).read_text()
     shutil.rmtree(folder.path)
     reload_keys(serve, Tiers(), folder)
-    assert caplog.text.count("stay as they were") == 2
+    assert caplog.text.count("keys are unchanged") == 2
     folder.mend()
     assert [key.name for key in book()] == ["flag", "b"]
 
@@ -214,7 +214,7 @@ def test_a_tier_that_the_server_does_not_have_is_refused_at_the_start_and_on_han
     assert book() == (alice,)
     file.write_text(line_of(replace(alice, tier="gold")))
     reload_keys(serve, tiers, folder)
-    assert "the API keys stay as they were: API key 'alice': tier 'gold' is not known" in caplog.text
+    assert "the API keys are unchanged: API key 'alice': tier 'gold' is not known" in caplog.text
     assert book() == (alice,)
 
 
@@ -227,19 +227,19 @@ def test_a_private_folder_that_was_removed_is_made_again_for_this_user_alone(
     assert not caplog.text
     shutil.rmtree(folder.path)
     folder.mend()
-    assert "was removed and is made again" in caplog.text
+    assert "was removed and is recreated" in caplog.text
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert [key.name for key in KeyBook(folder.path)()] == ["a"]
     folder.path.chmod(0o755)
-    with pytest.raises(EngineError, match="this user alone"):
+    with pytest.raises(EngineError, match="only this user can enter"):
         folder.mend()
     shutil.rmtree(folder.path)
     folder.path.symlink_to(tmp_path)
-    with pytest.raises(EngineError, match="this user alone"):
+    with pytest.raises(EngineError, match="only this user can enter"):
         folder.mend()
     folder.path.unlink()
     shutil.rmtree(folder.path.parent)
-    with pytest.raises(EngineError, match="cannot be made again: No such file"):
+    with pytest.raises(EngineError, match="cannot be recreated: No such file"):
         folder.mend()
 
 
