@@ -196,7 +196,7 @@ def test_a_refusal_is_counted_by_its_kind_and_leaves_nothing_behind() -> None:
 
 
 def test_a_request_told_to_have_started_after_it_ended_leaves_nothing_behind() -> None:
-    """An abort is told with pass k, the start of a request that k+1 was to compute with k+1."""
+    """An abort is recorded with pass k, the start of a request that k+1 was to compute with k+1."""
     counted = EngineMetrics()
     counted.take(PassEvents(0, committed_s=2.0, arrived=["a"], arrived_s=[1.0]))
     counted.take(PassEvents(1, committed_s=3.0, finished=[Finished("a", Reason.ABORT, 0, 0, 0)]))
@@ -283,8 +283,8 @@ def test_a_front_tells_what_the_others_counted() -> None:
     for number, front in enumerate(fronts):
         for _ in range(number + 1):
             front.count("/v1/completions", 200)
-    told = [fronts[1].tell(4, INFO), fronts[2].tell(0, None)]
-    text = fronts[0].render(1, None, told)
+    sent = [fronts[1].tell(4, INFO), fronts[2].tell(0, None)]
+    text = fronts[0].render(1, None, sent)
     seen = read(text)
     for number, active in enumerate((1, 4, 0)):
         series = f'{{front="front-{number}",route="/v1/completions",status="200"}}'
@@ -293,16 +293,18 @@ def test_a_front_tells_what_the_others_counted() -> None:
     assert seen["shoal_engine_restarts_total"] == 2, "another front knows of more restarts"
     assert text.count(b"# TYPE shoal_http_requests_total") == 1
     gone = read(fronts[0].render(1, None))
-    assert 'shoal_http_active_requests{front="front-1"}' not in gone, "what a dead front told is not told for ever"
+    assert 'shoal_http_active_requests{front="front-1"}' not in gone, (
+        "the numbers of a dead front are not shown forever"
+    )
     assert gone["shoal_engine_restarts_total"] == 2, "a counter never goes back"
 
 
 @pytest.mark.parametrize(
-    "told", [b"", b"{", b"[]", b"null", b"\xff", b'{"name": "x"}', b'{"name": "x", "active": "y"}']
+    "data", [b"", b"{", b"[]", b"null", b"\xff", b'{"name": "x"}', b'{"name": "x", "active": "y"}']
 )
-def test_a_front_that_tells_nonsense_is_left_out(told: bytes) -> None:
+def test_numbers_that_cannot_be_read_are_left_out(data: bytes) -> None:
     front = FrontMetrics()
-    assert front.render(0, None, [told]) == front.render(0, None)
+    assert front.render(0, None, [data]) == front.render(0, None)
 
 
 def test_the_first_500_can_be_seen_in_a_rate() -> None:
@@ -342,7 +344,7 @@ def test_promises_are_counted_by_tier_and_by_whether_they_were_kept() -> None:
     drive = Drive(make_scheduler(order="slo", tiers=tiers, max_num_batched_tokens=64))
     for name, arrived_s in (("late", 0.0), ("timely", 2.5)):
         drive.scheduler.submit(make_request(name, [1] * 4, max_tokens=3, tier="premium"), arrived_s)
-    drive.scheduler.submit(make_request("nobody's", [1] * 4, max_tokens=3), 2.5)
+    drive.scheduler.submit(make_request("no tier", [1] * 4, max_tokens=3), 2.5)
     for commit_s in (3.0, 3.4, 3.8):
         drive.turn(commit_s - 0.1, commit_s)
     seen = drive.read()

@@ -1,4 +1,4 @@
-"""Spans: what is told about a request's time, with and without OpenTelemetry."""
+"""Spans: what they show of a request's time, with and without OpenTelemetry."""
 
 import importlib
 import sys
@@ -26,7 +26,7 @@ otel = pytest.mark.skipif(not installed(), reason="OpenTelemetry is not installe
 
 
 class Kept:
-    """Keeps what it is told."""
+    """Keeps all walks."""
 
     def __init__(self) -> None:
         self.walks: list[Walk] = []

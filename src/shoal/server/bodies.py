@@ -139,6 +139,10 @@ class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: Whatever = UNSET
     parallel_tool_calls: Whatever = UNSET
 
+    def job_fields(self) -> dict[str, Any]:
+        """The fields of a Job that are taken from the body alone."""
+        return {"priority": self.priority or 0, "timeout_s": self.timeout}
+
     def ignored(self) -> list[str]:
         """The fields that came and have no effect."""
         return [name for name in IGNORED if getattr(self, name) is not UNSET]

@@ -252,10 +252,9 @@ class Preparer:
                 stop_ids=stop_ids,
                 tenant=tenant,
                 salt=salt,
-                priority=body.priority or 0,
-                timeout_s=body.timeout,
                 grammar=grammar,
                 tier=tier,
+                **body.job_fields(),
             )
             for number, prompt in enumerate(prompts)
         ]
