@@ -354,7 +354,7 @@ def test_promises_are_counted_by_tier_and_by_whether_they_were_kept() -> None:
     assert not any('tier="batch"' in name for name in seen)
 
 
-def test_who_gives_way_is_counted_by_what_became_of_it() -> None:
+def test_preemptions_are_counted_by_what_happened_to_the_blocks() -> None:
     drive = Drive(make_scheduler(blocks=6, block_size=2, watermark=0.0, max_num_batched_tokens=30, when_short="drop"))
     for name in "abc":
         drive.scheduler.submit(make_request(name, [1, 2, 3], max_tokens=5), 0.0)
