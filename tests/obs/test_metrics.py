@@ -168,7 +168,7 @@ def test_a_groups_answers_come_at_its_end_and_all_at_once() -> None:
     assert drive.metrics.tracked == 0
 
 
-def test_who_began_in_an_engine_that_is_gone_has_no_first_token_here() -> None:
+def test_a_request_that_began_in_a_dead_engine_has_no_first_token_here() -> None:
     drive = Drive(make_scheduler())
     drive.scheduler.submit(make_request("a", [1] * 4, max_tokens=6, output=[5, 6]), 0.0)
     drive.run()
@@ -261,7 +261,7 @@ def test_answers_are_counted_by_route_and_status() -> None:
     assert (seen["shoal_engine_up"], seen["shoal_engine_restarts_total"]) == (1, 2)
 
 
-def test_paths_nobody_serves_make_one_series() -> None:
+def test_paths_without_a_route_make_one_series() -> None:
     front = FrontMetrics()
     for number in range(1000):
         front.count(f'/wp-{number}"\n', 404)
@@ -278,7 +278,7 @@ def test_two_fronts_tell_series_of_their_own() -> None:
     assert not one & other, "they would look like one counter that jumps back and forth"
 
 
-def test_a_front_tells_what_the_others_counted() -> None:
+def test_a_front_shows_the_counts_of_all_fronts() -> None:
     fronts = [FrontMetrics(f"front-{number}") for number in range(3)]
     for number, front in enumerate(fronts):
         for _ in range(number + 1):
