@@ -2,7 +2,7 @@
 
 from shoal.core.job import Job
 from shoal.core.params import SamplingParams
-from shoal.output.parser import Parsed, Parser, Parts, PlainParser, content_of
+from shoal.output.parser import Parsed, ParsedParts, Parser, PlainParser, content_of
 from shoal.output.sample import Sample
 from tests.text import tiny
 
@@ -22,18 +22,18 @@ class Thinking:
         before, found, after = self.held.partition(MARK)
         if found:
             self.held = None
-            return Parts(after, before)
+            return ParsedParts(after, before)
         keep = next((n for n in range(len(MARK) - 1, 0, -1) if before.endswith(MARK[:n])), 0)
         self.held = before[len(before) - keep :]
-        return Parts("", before[: len(before) - keep])
+        return ParsedParts("", before[: len(before) - keep])
 
     def finish(self, text: str) -> Parsed:
         parsed = self.push(text)
-        return parsed if isinstance(parsed, str) else Parts(parsed.content, parsed.reasoning + (self.held or ""))
+        return parsed if isinstance(parsed, str) else ParsedParts(parsed.content, parsed.reasoning + (self.held or ""))
 
     def parse(self, text: str) -> Parsed:
         before, _, after = text.rpartition(MARK)
-        return Parts(after, before)
+        return ParsedParts(after, before)
 
 
 def test_plain_text_is_content_as_it_comes() -> None:
@@ -42,9 +42,9 @@ def test_plain_text_is_content_as_it_comes() -> None:
 
 
 def test_parts_without_anything_are_false_like_empty_text() -> None:
-    assert not Parts()
-    assert Parts(reasoning="x")
-    assert content_of(Parts("c", "r")) == "c"
+    assert not ParsedParts()
+    assert ParsedParts(reasoning="x")
+    assert content_of(ParsedParts("c", "r")) == "c"
 
 
 def test_a_sample_hands_its_text_to_its_parser() -> None:
@@ -53,6 +53,6 @@ def test_a_sample_hands_its_text_to_its_parser() -> None:
     sample = Sample(job, 0, 0, tokenizer, Thinking())
     parts = [sample.parser.push(sample.take(token, None)) for token in tokenizer.encode("so a b</think>fish")]
     content = "".join(content_of(one) for one in parts)
-    reasoning = "".join(one.reasoning for one in parts if isinstance(one, Parts))
+    reasoning = "".join(one.reasoning for one in parts if isinstance(one, ParsedParts))
     assert (content, reasoning) == ("fish", "so a b")
-    assert sample.parsed == Parts("fish", "so a b")
+    assert sample.parsed == ParsedParts("fish", "so a b")

@@ -388,14 +388,14 @@ def test_what_is_not_http_is_a_400_in_openais_shape() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_still_waits_when_the_server_stops_is_told(stream: bool) -> None:
+def test_a_waiting_client_gets_an_error_when_the_server_stops(stream: bool) -> None:
     async def work() -> None:
         client = endless()
         app = front(client)
         async with listening(app) as port, httpx.AsyncClient() as http:
             url = f"http://127.0.0.1:{port}/v1/completions"
             asking = asyncio.create_task(http.post(url, json={**FOREVER, "stream": stream}))
-            await until(lambda: any(call.output_tokens for call in app.calls))
+            await until(lambda: any(call.outputs.output_tokens for call in app.calls))
             app.end_all()
             answer = await asking
             assert not client.running

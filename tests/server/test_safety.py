@@ -21,7 +21,7 @@ import pytest
 from shoal.core.job import Ending, Job, Refusal, Sink
 from shoal.core.params import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOPS
 from shoal.errors import BadChat
-from shoal.server.openai import MOST_BIASES, MOST_MESSAGES, MOST_SALT, MOST_STOP_IDS
+from shoal.server.bodies import MOST_BIASES, MOST_MESSAGES, MOST_SALT, MOST_STOP_IDS
 from shoal.server.rules import MOST_DEPTH
 from shoal.text.grammar import COMPILE_LIMIT_S, MAX_TEXT_BYTES, Grammars
 from shoal.text.template import ChatTemplate

@@ -199,7 +199,7 @@ class Host:
         self._outbox.pop(front, None)
 
     def _hello(self, front: bytes, message: wire.Hello) -> None:
-        """A front that says hello has no jobs here: it is new, or takes this engine for a new one."""
+        """A front that sends Hello has no jobs here: it is new, or takes this engine for a new one."""
         for number in list(self.fronts[front].jobs):
             self._abort(front, number)
         name, dot, _ = front.rpartition(b".")

@@ -19,7 +19,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ParsedParts:
     """What some text consists of."""
 
     content: str = ""
@@ -30,13 +30,13 @@ class Parts:
         return bool(self.content or self.reasoning or self.tool_calls)
 
 
-Parsed: TypeAlias = str | Parts  # a str is content and nothing else: plain text makes no object per token
+Parsed: TypeAlias = str | ParsedParts  # a str is content and nothing else: plain text makes no object per token
 
 
 def content_of(parsed: Parsed) -> str:
     """The content, for an API that shows nothing else.
 
-    >>> content_of("hello"), content_of(Parts("hello", reasoning="be polite"))
+    >>> content_of("hello"), content_of(ParsedParts("hello", reasoning="be polite"))
     ('hello', 'hello')
     """
     return parsed if isinstance(parsed, str) else parsed.content

@@ -15,7 +15,7 @@ class Sample:
 
     __slots__ = (
         "detok", "ending", "include_stop", "index", "logprobs", "min_tokens", "number", "parser", "reason", "stop_ids",
-        "stop_reason", "tokens",
+        "stop_reason", "stopped", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -30,14 +30,10 @@ class Sample:
         self.include_stop = job.params.include_stop_str_in_output
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []  # one per token where the job asks for them, else empty
+        self.stopped = False  # a stop string was found; the caller drops tokens that arrive later
         self.ending: Ending | None = None  # as the engine reported it
         self.reason: str | None = None  # why it ended, stop strings considered
         self.stop_reason: str | int | None = None  # the stop string or stop token that ended it
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was found. Tokens that arrive later are dropped by the caller."""
-        return self.detok is not None and self.detok.stopped is not None
 
     @property
     def text(self) -> str:
@@ -61,7 +57,7 @@ class Sample:
             return ""  # the sample ends here, and the text of its stop token is not shown
         text = detok.push(token)
         if detok.stop_at is not None:
-            self._cut(detok.stop_at)
+            self._stop(detok.stop_at)
         return text
 
     def end(self, ending: Ending, eos: bool) -> str:
@@ -70,15 +66,16 @@ class Sample:
         if self.detok is not None and not self.stopped:
             rest = self.detok.finish()
             if self.detok.stop_at is not None:  # found only now, in text that was held back
-                self._cut(self.detok.stop_at)
+                self._stop(self.detok.stop_at)
         self.ending = ending
         self.reason, self.stop_reason = ending.reason, None if eos else ending.stop_token
         if self.stopped and self.detok and ending.reason in (Reason.STOP.value, Reason.LENGTH.value):
             self.reason, self.stop_reason = Reason.STOP.value, self.detok.stopped
         return rest
 
-    def _cut(self, tokens: int) -> None:
-        """Keep only the first `tokens` tokens: the last of them completes the stop string."""
+    def _stop(self, tokens: int) -> None:
+        """A stop string was found: keep only the first `tokens` tokens, the last of which completes it."""
+        self.stopped = True
         del self.tokens[tokens:], self.logprobs[tokens:]
 
 

@@ -25,7 +25,7 @@ from shoal.keys.file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
-from shoal.server.app import Front, make_app
+from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
@@ -60,7 +60,7 @@ async def run(config: Mapping[str, Any]) -> None:
     client.start()
     settings = make_settings(config, serve, files)
     spans = open_spans(serve.otlp_endpoint, settings.version)
-    front = make_app(
+    front = Front(
         settings,
         client,
         tokenizer,

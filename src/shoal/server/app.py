@@ -8,25 +8,26 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
-from shoal.core.job import EngineInfo
 from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
 from shoal.obs.spans import NoSpans, Spans, Walk
-from shoal.server import compose
 from shoal.server.auth import BASIC, BEARER, Keys
 from shoal.server.debug import Debug
+from shoal.server.dialects.base import Dialect
+from shoal.server.dialects.chat import Chat
+from shoal.server.dialects.completions import Completions
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
-from shoal.server.front_metrics import NoOtherFronts, OtherFronts
+from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
 from shoal.server.info_routes import InfoRoutes
 from shoal.server.jobs import Call, CollectSink
 from shoal.server.logprobs import TokenNames
-from shoal.server.openai import ChatRequest, CompletionRequest, read
 from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.settings import ServerSettings
@@ -37,31 +38,8 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 GONE = 499  # for the log: the client left before it was answered
+DIALECTS = (Completions, Chat)  # the APIs that are served
 SHOWN_PROMPT = 20_000  # characters of a body in the log, where that was asked for
-
-
-class Counts(Protocol):
-    """What a front counts; obs/metrics.py has one that Prometheus reads."""
-
-    def count(self, route: str, status: int) -> None: ...
-
-    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
-        """As Prometheus text, with what the other fronts told."""
-
-    def tell(self, active: int, info: EngineInfo | None) -> bytes:
-        """For another front, which hands it to its own render()."""
-
-
-class NoCounts:
-    """Counts nothing."""
-
-    def count(self, route: str, status: int) -> None: ...
-
-    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
-        return b""
-
-    def tell(self, active: int, info: EngineInfo | None) -> bytes:
-        return b""
 
 
 class Endpoint:
@@ -105,17 +83,18 @@ class Front:
         grammars: GrammarChecker | None,
         eos_ids: Collection[int],
         sampling_defaults: Mapping[str, Any],
-        metrics: Counts | None = None,
+        metrics: FrontCounters | None = None,
         spans: Spans | None = None,
     ) -> None:
         self.settings = settings
         self.client = client
         self.tokenizer = tokenizer
-        self.metrics: Counts = metrics or NoCounts()
+        self.metrics: FrontCounters = metrics or NoCounters()
         self.other_fronts: OtherFronts = NoOtherFronts()  # whoever starts several fronts makes them known to each other
         self.spans: Spans = spans or NoSpans()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
-        self.names = TokenNames(tokenizer)
+        names = TokenNames(tokenizer)
+        self.dialects: Sequence[Dialect] = [dialect(self.preparer, names) for dialect in DIALECTS]
         self.keys = Keys(settings.keys)
         self.draining = False
         self.active = 0
@@ -135,22 +114,21 @@ class Front:
             _ = tokenizer.pieces  # built now, not in the middle of the first answer
 
     def _routes(self) -> Router:
-        plain = InfoRoutes(self)
+        info = InfoRoutes(self)
         paths: list[tuple[str, str, dict[str, Any]]] = [
-            ("/v1/completions", "/v1/completions", {"POST": self._completions}),
-            ("/v1/chat/completions", "/v1/chat/completions", {"POST": self._chat}),
-            ("/v1/models", "/v1/models", {"GET": plain.models}),
-            ("/v1/models/{model:path}", "/v1/models/{model}", {"GET": plain.model}),
-            ("/tokenize", "/tokenize", {"POST": plain.tokenize}),
-            ("/detokenize", "/detokenize", {"POST": plain.detokenize}),
-            ("/version", "/version", {"GET": plain.version}),
-            ("/metrics", "/metrics", {"GET": plain.metrics}),
+            *((one.path, one.path, {"POST": partial(self._generate, dialect=one)}) for one in self.dialects),
+            ("/v1/models", "/v1/models", {"GET": info.models}),
+            ("/v1/models/{model:path}", "/v1/models/{model}", {"GET": info.model}),
+            ("/tokenize", "/tokenize", {"POST": info.tokenize}),
+            ("/detokenize", "/detokenize", {"POST": info.detokenize}),
+            ("/version", "/version", {"GET": info.version}),
+            ("/metrics", "/metrics", {"GET": info.metrics}),
             ("/debug/requests", "/debug/requests", {"GET": Debug(self).requests}),
-            ("/health", "/health", {"GET": plain.health, "open": True}),
-            ("/openapi.json", "/openapi.json", {"GET": plain.openapi, "offers": BASIC}),
+            ("/health", "/health", {"GET": info.health, "open": True}),
+            ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
-        page = {"GET": plain.page, "offers": BASIC}  # a browser can send a key no other way
-        paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in plain.pages]
+        page = {"GET": info.page, "offers": BASIC}  # a browser can send a key no other way
+        paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in info.pages]
         routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
         return Router(routes, redirect_slashes=False, default=self._not_found)
 
@@ -192,21 +170,7 @@ class Front:
 
     # ---- generation -----------------------------------------------------------------------------------------------
 
-    async def _completions(self, exchange: Exchange) -> None:
-        async def prepare(body: bytes) -> PreparedRequest:
-            return await self.preparer.completion(read(CompletionRequest, body), exchange.uid, exchange.key)
-
-        await self._generate(exchange, prepare, f"cmpl-{exchange.uid}")
-
-    async def _chat(self, exchange: Exchange) -> None:
-        async def prepare(body: bytes) -> PreparedRequest:
-            return await self.preparer.chat(read(ChatRequest, body), exchange.uid, exchange.key)
-
-        await self._generate(exchange, prepare, f"chatcmpl-{exchange.uid}")
-
-    async def _generate(
-        self, exchange: Exchange, prepare: Callable[[bytes], Awaitable[PreparedRequest]], id: str
-    ) -> None:
+    async def _generate(self, exchange: Exchange, dialect: Dialect) -> None:
         if self.draining:
             raise Draining("the server is about to stop; ask another one, or this one later")
         if self.client.info is None:
@@ -218,13 +182,13 @@ class Front:
         watcher = Watcher(exchange.receive)
         call: Call | None = None
         try:
-            prepared = await prepare(body)
+            prepared = await dialect.prepare(body, exchange.uid, exchange.key)
             if watcher.gone:
                 return
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos)
             watcher.leave = call.leave
             self.calls.add(call)
-            await (self._stream if prepared.stream else self._collect)(exchange, call, id)
+            await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
         finally:
             self.active -= 1
             watcher.task.cancel()
@@ -235,7 +199,7 @@ class Front:
                 note(exchange, call)
                 self.spans.record(walk_of(exchange, call))
 
-    async def _collect(self, exchange: Exchange, call: Call, id: str) -> None:
+    async def _collect(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
         call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
         while not call.over:
             await call.change()
@@ -243,11 +207,12 @@ class Front:
             return
         if call.error is not None:
             raise call.error
-        answer = compose.answer(call, self.names, id, int(time.time()))
+        answer = dialect.whole(call, dialect.id_prefix + exchange.uid, int(time.time()))
         await exchange.reply_json(answer, headers=warning(call.prepared))
 
-    async def _stream(self, exchange: Exchange, call: Call, id: str) -> None:
-        stream = EventStream(call, self.names, id, int(time.time()), self.settings.max_unsent_bytes)
+    async def _stream(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
+        writer = dialect.stream(call, dialect.id_prefix + exchange.uid, int(time.time()))
+        stream = EventStream(call, writer, self.settings.max_unsent_bytes)
         stream.transport = (exchange.scope.get("extensions") or {}).get(TRANSPORT)
         call.submit(stream.sinks)
         while not call.decided:  # only then is it known which status to answer with
@@ -330,17 +295,3 @@ def walk_of(exchange: Exchange, call: Call) -> Walk:
         },
         parent=exchange.headers.get(b"traceparent", b"").decode("latin-1"),
     )
-
-
-def make_app(
-    settings: ServerSettings,
-    client: EngineClient,
-    tokenizer: Tokenizer | None,
-    grammars: GrammarChecker | None,
-    eos_ids: Collection[int],
-    sampling_defaults: Mapping[str, Any],
-    front_metrics: Counts | None = None,
-    spans: Spans | None = None,
-) -> Front:
-    """The ASGI application of one front process. Run it with protocol.serve()."""
-    return Front(settings, client, tokenizer, grammars, eos_ids, sampling_defaults, front_metrics, spans)

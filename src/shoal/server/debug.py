@@ -5,13 +5,11 @@ Knows the front it belongs to, and the engine only as an EngineClient.
 """
 
 import ipaddress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.server.errors import HttpError
 from shoal.server.exchange import Exchange
-
-if TYPE_CHECKING:
-    from shoal.server.app import Front
+from shoal.server.front_view import FrontView
 
 FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip")  # somebody asks through a proxy on this machine
 NEVER_KEPT = ((b"cache-control", b"no-store"),)
@@ -20,7 +18,7 @@ NEVER_KEPT = ((b"cache-control", b"no-store"),)
 class Debug:
     """The handler."""
 
-    def __init__(self, front: "Front") -> None:
+    def __init__(self, front: FrontView) -> None:
         self.front = front
 
     async def requests(self, exchange: Exchange) -> None:

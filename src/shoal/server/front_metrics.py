@@ -8,15 +8,41 @@ number of it is kept. Knows no metrics: what is told are bytes.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
+
+from shoal.core.job import EngineInfo
 
 log = logging.getLogger(__name__)
 
 ENDING = ".front"  # of the sockets' names in the folder
 WAIT_S = 0.5  # for all the others together; a scrape must not wait longer for one that is stuck
 MOST_BYTES = 2**20  # what one may tell
+
+
+class FrontCounters(Protocol):
+    """What a front counts; obs/metrics.py implements it for Prometheus."""
+
+    def count(self, route: str, status: int) -> None: ...
+
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+        """As Prometheus text, together with the numbers of the other fronts."""
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+        """For another front, which passes it to its own render()."""
+
+
+class NoCounters:
+    """Counts nothing."""
+
+    def count(self, route: str, status: int) -> None: ...
+
+    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+        return b""
+
+    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+        return b""
 
 
 class OtherFronts(Protocol):

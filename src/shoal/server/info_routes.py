@@ -5,21 +5,18 @@ Knows the front it belongs to; each handler is a few lines. Knows no engine beyo
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.errors import EngineDown
 from shoal.server import openapi
 from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList, TokenizeAnswer, Version
+from shoal.server.bodies import DetokenizeRequest, TokenizeRequest, read
 from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
-from shoal.server.openai import DetokenizeRequest, TokenizeRequest, read
+from shoal.server.front_view import FrontView
 from shoal.server.pages import load_pages
 from shoal.server.prepare import aside, no_model
-
-if TYPE_CHECKING:
-    from shoal.server.app import Front
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -27,11 +24,11 @@ PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 class InfoRoutes:
     """Handlers for what needs no engine, or only a word from it."""
 
-    def __init__(self, front: "Front") -> None:
+    def __init__(self, front: FrontView) -> None:
         self.front = front
         self.created = int(time.time())
         self.pages = load_pages()
-        self.description = msgspec.json.encode(openapi.describe(front.settings))
+        self.description = msgspec.json.encode(openapi.describe(front.settings, front.dialects))
 
     # ---- models ---------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Call:
     ) -> None:
         self.client = client
         self.prepared = prepared
-        self.outputs = Outputs(prepared.jobs, tokenizer, eos)
+        self.outputs = Outputs(prepared.jobs, tokenizer, eos, prepared.make_parser)
         self.began_s = time.monotonic()
         self.first_token_s = 0.0
         self.gone = False  # the client disconnected
@@ -95,11 +95,8 @@ class Call:
     def refused(self, refusal: Refusal) -> None:
         self.fail(refusal.as_error())
 
-    def token(self, sample: Sample, token: int, logprobs: Logprobs | None) -> str:
-        """The next token of a sample; returns the text that can be shown now."""
-        if not self.first_token_s:
-            self.first_token_s = time.monotonic()
-        return sample.take(token, logprobs)
+    def first_token(self) -> None:
+        self.first_token_s = time.monotonic()
 
     def ended(self, sample: Sample, ending: Ending) -> str:
         """Returns the rest of its text. A sample that failed fails the whole request."""
@@ -135,8 +132,10 @@ class CollectSink(Sink):
         one = self.samples[sample]
         if one.stopped:
             return
+        if not self.call.first_token_s:
+            self.call.first_token()
         try:
-            self.call.token(one, token, logprobs)
+            one.take(token, logprobs)
         except Exception as error:  # must not reach the engine client: it has other jobs to tell
             self.call.fail(error)
             return

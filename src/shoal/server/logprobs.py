@@ -6,11 +6,45 @@ Knows a tokenizer's pieces and core's Logprobs. Does not know requests or stream
 import math
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 from shoal.core.request import Logprobs
-from shoal.server.answers import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
 from shoal.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # JSON has no infinity; OpenAI sends this for "impossible"
+
+
+class LegacyLogprobs(Struct):
+    """What the model thought of each token, in the manner of /v1/completions. The first prompt token has nothing."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TopLogprob(Struct):
+    """A token that could have come. `bytes` are exact, also where a token is half a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    """A token that came, and the likeliest alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """What the model thought of each token, in the manner of /v1/chat/completions."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
 
 
 class TokenNames:

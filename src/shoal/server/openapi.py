@@ -3,13 +3,16 @@
 Owns which statuses and kinds of content each path answers with. Knows no handlers.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from shoal.core.params import PARAMS
 from shoal.server import answers
+from shoal.server.bodies import DetokenizeRequest, TokenizeRequest
+from shoal.server.dialects.base import Dialect, Operation
 from shoal.server.errors import ErrorBody
-from shoal.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from shoal.server.settings import ServerSettings
 
 Json = dict[str, Any]
@@ -29,37 +32,35 @@ ERRORS = {
 }
 ALWAYS = (401, 405, 431, 500)
 OF_BODIES = (400, 404, 408, 413, 415)
-PROMPT: Json = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "minItems": 1, "items": {"type": "string"}},
-        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
-        },
-    ],
-    "description": "A text, several texts, the token ids of one prompt, or those of several.",
-}
-TYPES: tuple[type, ...] = (
-    CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest,
-    answers.CompletionAnswer, answers.ChatAnswer, answers.CompletionChunk, answers.ChatChunk,
+INFO_ANSWERS = (
     answers.ModelList, answers.ModelCard, answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Health,
-    answers.Version, ErrorBody,
+    answers.Version,
 )  # fmt: skip
 
 
-def describe(settings: ServerSettings) -> Json:
+def describe(settings: ServerSettings, dialects: Sequence[Dialect]) -> Json:
     """The whole document."""
-    _, schemas = msgspec.json.schema_components(TYPES, ref_template=PLACE)
-    schemas["CompletionRequest"]["properties"]["prompt"] = PROMPT
+    operations = {dialect.path: dialect.operation for dialect in dialects}
+    _, schemas = msgspec.json.schema_components(
+        [
+            *(one.request for one in operations.values()),
+            TokenizeRequest,
+            DetokenizeRequest,
+            *(one.answer for one in operations.values()),
+            *(one.chunk for one in operations.values()),
+            *INFO_ANSWERS,
+            ErrorBody,
+        ],
+        ref_template=PLACE,
+    )
+    for one in operations.values():
+        _tighten_body(schemas[one.request.__name__]["properties"], one)
     _tighten(schemas)
     keys: list[Json] = [{"key": []}] if settings.keys() else []
     return {
         "openapi": "3.1.0",
         "info": {"title": "Shoal", "version": settings.version, "description": ABOUT},
-        "paths": _paths(settings),
+        "paths": _paths(settings, operations),
         "components": {
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -74,13 +75,18 @@ ABOUT = (
 )
 
 
+def _tighten_body(properties: Json, operation: Operation) -> None:
+    properties |= operation.overrides
+    for name, param in PARAMS.items():
+        if param.kind == "biases":
+            properties[name]["anyOf"][0] |= {  # JSON has only strings for keys; these are token ids
+                "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+                "additionalProperties": {"type": "number", "minimum": param.low, "maximum": param.high},
+            }
+
+
 def _tighten(schemas: Json) -> None:
     """What the types cannot say, and is checked all the same."""
-    for name in ("CompletionRequest", "ChatRequest"):
-        schemas[name]["properties"]["logit_bias"]["anyOf"][0] |= {  # JSON has only text for keys; these are token ids
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        }
     schemas["ChatMessage"]["anyOf"] = [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"properties": {"role": {"enum": ["assistant"]}}},
@@ -108,20 +114,9 @@ def _exactly_one(**types: Any) -> list[Json]:
     ]
 
 
-def _paths(settings: ServerSettings) -> Json:
-    streamed = "; with stream, one event per token, then `data: [DONE]`"
+def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Json:
     return {
-        "/v1/completions": _post(
-            "Continue a prompt",
-            CompletionRequest,
-            answers.CompletionAnswer,
-            settings,
-            streamed,
-            answers.CompletionChunk,
-        ),
-        "/v1/chat/completions": _post(
-            "Answer a chat", ChatRequest, answers.ChatAnswer, settings, streamed, answers.ChatChunk
-        ),
+        **{path: _generation(one, settings) for path, one in operations.items()},
         "/v1/models": _get("The model's names", answers.ModelList),
         "/v1/models/{model}": _get(
             "One of them",
@@ -137,8 +132,18 @@ def _paths(settings: ServerSettings) -> Json:
                 }
             ],
         ),
-        "/tokenize": _post("Token ids of a prompt or of messages", TokenizeRequest, answers.TokenizeAnswer, settings),
-        "/detokenize": _post("The text of token ids", DetokenizeRequest, answers.DetokenizeAnswer, settings),
+        "/tokenize": _post(
+            "Token ids of a prompt or of messages",
+            TokenizeRequest,
+            answers.TokenizeAnswer,
+            {"model": settings.model, "prompt": "Once upon a time"},
+        ),
+        "/detokenize": _post(
+            "The text of token ids",
+            DetokenizeRequest,
+            answers.DetokenizeAnswer,
+            {"model": settings.model, "tokens": [1, 2, 3]},
+        ),
         "/health": _health(),
         "/version": _get("The server's version", answers.Version),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
@@ -162,46 +167,35 @@ def _errors(*statuses: int) -> Json:
     return found
 
 
-def _post(
-    summary: str,
-    asked: type,
-    answer: type,
-    settings: ServerSettings,
-    streamed: str = "",
-    chunk: type | None = None,
-) -> Json:
-    content: Json = {"application/json": {"schema": _ref(answer)}}
-    if chunk is not None:
-        about = f"Events `data: {{…}}` with a {chunk.__name__} each; an error after the start is such an event too."
-        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-        content["text/event-stream"] = {"schema": {**event, "description": about}}  # of each event
+def _generation(operation: Operation, settings: ServerSettings) -> Json:
+    """A path that generates: it can stream, and it can be refused for load."""
+    example = {"model": settings.model, **operation.example}
+    path = _post(operation.summary, operation.request, operation.answer, example, 429, 503)
+    good, chunk = path["post"]["responses"]["200"], operation.chunk.__name__
+    good["description"] += "; with stream, one event per token, then `data: [DONE]`"
+    about = f"Events `data: {{…}}` with a {chunk} each; an error after the start is such an event too."
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    good["content"]["text/event-stream"] = {"schema": {**event, "description": about}}  # of each event
+    return path
+
+
+def _post(summary: str, request: type, answer: type, example: Json, *errors: int) -> Json:
     good = {
-        "description": f"The answer{streamed}",
-        "content": content,
+        "description": "The answer",
+        "content": {"application/json": {"schema": _ref(answer)}},
         "headers": {"X-Request-Id": {"schema": {"type": "string"}}},
     }
-    refusals = (429, 503) if chunk is not None else ()
     return {
         "post": {
             "summary": summary,
-            "operationId": asked.__name__.removesuffix("Request").lower(),
+            "operationId": request.__name__.removesuffix("Request").lower(),
             "requestBody": {
                 "required": True,
-                "content": {"application/json": {"schema": _ref(asked), "example": _example(asked, settings)}},
+                "content": {"application/json": {"schema": _ref(request), "example": example}},
             },
-            "responses": {"200": good, **_errors(*OF_BODIES, *refusals)},
+            "responses": {"200": good, **_errors(*OF_BODIES, *errors)},
         }
     }
-
-
-def _example(asked: type, settings: ServerSettings) -> Json:
-    about: dict[type, Json] = {
-        CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 16},
-        ChatRequest: {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 16},
-        TokenizeRequest: {"prompt": "Once upon a time"},
-        DetokenizeRequest: {"tokens": [1, 2, 3]},
-    }
-    return {"model": settings.model, **about[asked]}
 
 
 def _get(

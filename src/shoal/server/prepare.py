@@ -14,19 +14,11 @@ from shoal.core.job import EngineInfo, GrammarSpec, Job
 from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
+from shoal.output.parser import Parser, PlainParser
 from shoal.server.auth import salt_of
+from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, cut
-from shoal.server.openai import ChatMessage, ChatRequest, CompletionRequest, GenerationBody
-from shoal.server.rules import (
-    chat_max_tokens,
-    chat_top_logprobs,
-    check_depth,
-    grammar_of,
-    include_usage,
-    samples,
-    tier_ignored,
-    tier_of,
-)
+from shoal.server.rules import check_depth, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
 from shoal.text.tokenizer import Tokenizer
 
@@ -49,15 +41,20 @@ class PreparedRequest:
     """One HTTP request, ready to be submitted and then written down."""
 
     jobs: list[Job]
-    chat: bool
     keep: int  # answers shown for each prompt; fewer than are sampled with best_of
     model: str
     stream: bool
     include_usage: bool = False
-    top: int | None = None  # logprobs to show for each token; None: none at all
-    echo: list[str] | None = None  # the text of each prompt
-    token_ids: bool = False
-    warnings: list[str]
+    top: int | None = None  # alternatives to show for each token; None: no logprobs at all
+    echo: list[str] | None = None  # the text of each prompt, where it is repeated before the answer
+    token_ids: bool = False  # show token ids
+    warnings: list[str]  # fields that have no effect
+    make_parser: Callable[[], Parser] = PlainParser
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether each token is shown, and not only the text."""
+        return self.token_ids or self.top is not None
 
     @property
     def skip_special(self) -> bool:
@@ -86,70 +83,6 @@ class Preparer:
         self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
         self._grammar_slots = asyncio.Semaphore(settings.grammar_threads)
         self._grammars_waiting = 0
-
-    # ---- the two kinds of request ---------------------------------------------------------------------------------
-
-    async def completion(self, body: CompletionRequest, id: str, key: ApiKey | None = None) -> PreparedRequest:
-        model = self.check_model(body.model)
-        prompts = body.prompts()
-        if prompts is None:
-            raise BadField("prompt", "prompt mixes token ids with other things; put each list of ids into a list")
-        if not prompts:
-            raise BadField("prompt", "prompt is an empty list; give at least one prompt")
-        keep, sampled = samples(body)
-        logprobs = body.logprobs if sampled == keep else body.logprobs or 0  # best_of ranks by them
-        params = self._params(
-            body,
-            n=sampled,
-            max_tokens=body.max_tokens if body.max_tokens is not None else self.settings.default_max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
-        )
-        self._check_count(len(prompts), sampled, "n" if sampled == keep else "best_of")
-        if body.echo and self.tokenizer is None:
-            raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
-        if body.echo and body.stream and body.logprobs is not None and sampled > 1:
-            raise BadField("echo", "echo with logprobs and n above 1 cannot be streamed; leave one of them out")
-        ids = await self._encode(prompts)
-        grammar = await self._grammar(body, params)
-        return PreparedRequest(
-            jobs=self._jobs(body, id, key, ids, params, grammar),
-            chat=False,
-            keep=keep,
-            model=model,
-            stream=bool(body.stream),
-            include_usage=include_usage(body),
-            top=body.logprobs,
-            echo=await self._texts(prompts, params) if body.echo else None,
-            token_ids=self._shows_ids(body),
-            warnings=body.ignored() + tier_ignored(body, key),
-        )
-
-    async def chat(self, body: ChatRequest, id: str, key: ApiKey | None = None) -> PreparedRequest:
-        model = self.check_model(body.model)
-        top = chat_top_logprobs(body)
-        limit = chat_max_tokens(body)
-        params = self._params(
-            body,
-            n=1 if body.n is None else body.n,
-            max_tokens=limit if limit is not None else self.settings.default_chat_max_tokens,
-            logprobs=top,
-        )
-        self._check_count(1, params.n, "n")
-        ids = await self.chat_ids(body.messages, True, body.chat_template_kwargs)
-        self._check_ids(ids, "messages")
-        grammar = await self._grammar(body, params)
-        return PreparedRequest(
-            jobs=self._jobs(body, id, key, [ids], params, grammar),
-            chat=True,
-            keep=params.n,
-            model=model,
-            stream=bool(body.stream),
-            include_usage=include_usage(body),
-            top=top,
-            token_ids=self._shows_ids(body),
-            warnings=body.ignored() + tier_ignored(body, key),
-        )
 
     # ---- shared with /tokenize ------------------------------------------------------------------------------------
 
@@ -190,9 +123,36 @@ class Preparer:
             raise BadField(param, f"{NO_TOKENIZER}; send a list of ids as the prompt of /v1/completions")
         return self.tokenizer
 
-    # ---- parts ----------------------------------------------------------------------------------------------------
+    # ---- used by the dialects --------------------------------------------------------------------------------------
 
-    def _params(self, body: GenerationBody, **more: Any) -> SamplingParams:
+    async def request(
+        self,
+        body: GenerationBody,
+        id: str,
+        key: ApiKey | None,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        model: str,
+        keep: int,
+        top: int | None,
+        echo: list[str] | None = None,
+    ) -> PreparedRequest:
+        """The last step: jobs for the encoded prompts, and how they are to be answered."""
+        grammar = await self._grammar(body, params)
+        return PreparedRequest(
+            jobs=self._jobs(body, id, key, prompts, params, grammar),
+            keep=keep,
+            model=model,
+            stream=bool(body.stream),
+            include_usage=include_usage(body),
+            top=top,
+            echo=echo,
+            token_ids=self.tokenizer is None if body.return_token_ids is None else body.return_token_ids,
+            warnings=body.ignored() + tier_ignored(body, key),
+        )
+
+    def params(self, body: GenerationBody, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}
         params = SamplingParams(**given, **more).resolved(self.defaults)
         if params.stop and self.tokenizer is None:
@@ -201,7 +161,7 @@ class Preparer:
             raise BadField("stream_options", "stream_options has a meaning only with stream set to true")
         return params
 
-    def _check_count(self, prompts: int, sampled: int, field: str) -> None:
+    def check_count(self, prompts: int, sampled: int, field: str) -> None:
         """`field`: which one says how many answers there are to each prompt."""
         choices, limit = prompts * sampled, self.settings.max_choices
         if choices > limit:
@@ -209,7 +169,7 @@ class Preparer:
             param = field if prompts == 1 else "prompt"
             raise BadField(param, f"{asks} for {choices} answers, limit {limit}; ask in several requests")
 
-    async def _encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         """The ids of every prompt; many short texts are as much work as a long one."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded: list[list[int]] = []
@@ -219,10 +179,10 @@ class Preparer:
         of_texts = iter(encoded)
         ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
         for number, one in enumerate(ids):
-            self._check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
+            self.check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
         return ids
 
-    def _check_ids(self, ids: list[int], where: str) -> None:
+    def check_ids(self, ids: list[int], where: str) -> None:
         """What the engine would refuse as well, before a large message is sent to it."""
         if not ids:
             raise EmptyPrompt(f"{where} has no tokens; give at least one (a BOS token will do)")
@@ -239,15 +199,14 @@ class Preparer:
                 "prompt", f"token id {max(ids)} is not in the vocabulary; ids run from 0 to {info.vocab_size - 1}"
             )
 
-    async def _texts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:
+    async def texts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:
         tokenizer, skip = self.need_tokenizer("echo"), params.skip_special_tokens
         size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
         return await aside(
             size, lambda: [one if isinstance(one, str) else tokenizer.decode(one, skip_special=skip) for one in prompts]
         )
 
-    def _shows_ids(self, body: GenerationBody) -> bool:
-        return self.tokenizer is None if body.return_token_ids is None else body.return_token_ids
+    # ---- parts ----------------------------------------------------------------------------------------------------
 
     async def _grammar(self, body: GenerationBody, params: SamplingParams) -> GrammarSpec | None:
         spec, param = grammar_of(body)
@@ -293,10 +252,9 @@ class Preparer:
                 stop_ids=stop_ids,
                 tenant=tenant,
                 salt=salt,
-                priority=body.priority or 0,
-                timeout_s=body.timeout,
                 grammar=grammar,
                 tier=tier,
+                **body.job_fields(),
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -1,6 +1,6 @@
 """What fields of a request mean together: which may not be combined, and which wins.
 
-Pure functions over the structures of openai.py. Knows no tokens, no tokenizer and no HTTP beyond the errors.
+Pure functions over the fields that all bodies share. Knows no tokens, no tokenizer and no HTTP beyond the errors.
 """
 
 from typing import Any
@@ -8,51 +8,15 @@ from typing import Any
 import msgspec
 
 from shoal.core.job import GrammarSpec
-from shoal.core.params import MAX_LOGPROBS, MAX_SAMPLES
 from shoal.keys.api_key import ApiKey
+from shoal.server.bodies import GenerationBody
 from shoal.server.errors import BadField
-from shoal.server.openai import ChatRequest, CompletionRequest, GenerationBody
 
 MOST_DEPTH = 64  # of values whose form the client chooses: schemas, tool calls, template variables
 
 
-def samples(body: CompletionRequest) -> tuple[int, int]:
-    """(answers shown, answers sampled) for each prompt."""
-    keep = 1 if body.n is None else body.n
-    if body.best_of is None or body.best_of == keep:
-        return keep, keep
-    if not 1 <= body.best_of <= MAX_SAMPLES:
-        raise BadField("best_of", f"best_of must be between 1 and {MAX_SAMPLES}, not {body.best_of}")
-    if body.best_of < keep:
-        raise BadField("best_of", f"best_of is {body.best_of}, less than n, which is {keep}; raise it")
-    if body.stream:
-        raise BadField("best_of", "best_of above n cannot be streamed: the best is known only at the end")
-    if keep < 1:
-        raise BadField("n", f"n must be at least 1, not {keep}")
-    return keep, body.best_of
-
-
 def include_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
-
-
-def chat_top_logprobs(body: ChatRequest) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise BadField("top_logprobs", "top_logprobs has a meaning only with logprobs set to true")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise BadField("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {body.top_logprobs}")
-    return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def chat_max_tokens(body: ChatRequest) -> int | None:
-    new, old = body.max_completion_tokens, body.max_tokens
-    if new is not None and new < 1:
-        raise BadField("max_completion_tokens", f"max_completion_tokens must be at least 1, not {new}")
-    if new is not None and old is not None and new != old:
-        raise BadField(
-            "max_completion_tokens", f"max_completion_tokens is {new} but max_tokens is {old}; give one of them"
-        )
-    return old if new is None else new
 
 
 def grammar_of(body: GenerationBody) -> tuple[GrammarSpec | None, str]:

@@ -1,9 +1,10 @@
-"""What clients may ask: the fields of completions and chat requests, in OpenAI's words and a few that people know.
+"""Request bodies: the fields that all generation requests share, chat messages, and reading JSON into them.
 
-Owns names and types of fields, and which are refused or ignored. A field that is not named here is refused by name.
-What the values mean is checked in core/params.py. Knows no tokens, no HTTP and no engine.
+Owns which fields are refused or ignored; a field that no body declares is refused by name. The fields of one API are in
+its dialect. The ranges of sampling parameters are declared and checked in core/params.py. Knows no engine.
 """
 
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -80,7 +81,7 @@ class ModelBody(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
-def _limits(name: str) -> Meta:
+def limits(name: str) -> Meta:
     """The range of a sampling parameter, for the API's description."""
     param = PARAMS[name]
     low = param.low if param.alias is None else min(param.low, param.alias)
@@ -91,8 +92,8 @@ def _type_of(name: str) -> Any:
     """The JSON that a sampling parameter is read from."""
     kinds: dict[str, Any] = {
         "boolean": bool,
-        "number": Annotated[float, _limits(name)],
-        "integer": Annotated[int, _limits(name)],
+        "number": Annotated[float, limits(name)],
+        "integer": Annotated[int, limits(name)],
         "biases": Annotated[dict[TokenId, float], Meta(max_length=MOST_BIASES)],
         "strings": str | Annotated[list[str], _hint(maxItems=MAX_STOPS)],
         "token_ids": Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)],
@@ -138,32 +139,13 @@ class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: Whatever = UNSET
     parallel_tool_calls: Whatever = UNSET
 
+    def job_fields(self) -> dict[str, Any]:
+        """The fields of a Job that are taken from the body alone."""
+        return {"priority": self.priority or 0, "timeout_s": self.timeout}
+
     def ignored(self) -> list[str]:
         """The fields that came and have no effect."""
         return [name for name in IGNORED if getattr(self, name) is not UNSET]
-
-
-class CompletionRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/completions"""
-
-    prompt: str | list[str | TokenId | list[TokenId]]  # not ids beside other things; see prompts()
-    best_of: Annotated[int, _limits("n")] | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, _limits("logprobs")] | None = None
-    suffix: Nothing = None
-
-    def prompts(self) -> list[str | list[int]] | None:
-        """One or more prompts, each a text or token ids; None where the list mixes ids with other things.
-
-        >>> CompletionRequest(prompt=[1, 2]).prompts(), CompletionRequest(prompt=["a", [3]]).prompts()
-        ([[1, 2]], ['a', [3]])
-        """
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [one for one in self.prompt if isinstance(one, int)]
-        if not ids:
-            return [one for one in self.prompt if not isinstance(one, int)]
-        return [ids] if len(ids) == len(self.prompt) else None
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
@@ -202,23 +184,6 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
         return message
 
 
-class ChatRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions"""
-
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Annotated[int, _limits("max_tokens")] | None = None  # the newer name of max_tokens
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, _limits("logprobs")] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # variables for the chat template, such as enable_thinking
-    tools: Annotated[list[Any], Meta(max_length=0, description="Refused by name unless empty.")] | None = None
-    tool_choice: Literal["none"] | None = None
-    functions: Nothing = None
-    function_call: Nothing = None
-    audio: Nothing = None
-    modalities: list[Literal["text"]] | None = None
-    chat_template: Nothing = None
-
-
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /tokenize: a prompt or messages."""
 
@@ -239,15 +204,17 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 Body = TypeVar("Body", bound=Struct)
-_DECODERS: dict[type[Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-}
+
+
+@cache
+def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def read(kind: type[Body], body: bytes) -> Body:
     """A request's body; one that is not what it should be is an HttpError that names the place."""
     try:
-        read: Body = _DECODERS[kind].decode(body)
+        read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise bad_body(error, REFUSED) from None
     return read
