@@ -52,7 +52,7 @@ PROMPT_SCHEMA: dict[str, Any] = {
 class CompletionRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str | TokenId | list[TokenId]]  # not ids beside other things; see prompts()
+    prompt: str | list[str | TokenId | list[TokenId]]  # ids cannot be mixed with other things; see prompts()
     best_of: Annotated[int, limits("n")] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, limits("logprobs")] | None = None
@@ -115,7 +115,7 @@ class CompletionAnswer(Struct):
 
 
 class CompletionChunk(Struct):
-    """One event of a streamed /v1/completions. It is written by stream.py without this class."""
+    """One event of a streamed /v1/completions."""
 
     id: str
     object: Literal["text_completion"]

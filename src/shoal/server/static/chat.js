@@ -159,7 +159,7 @@ class Answer {
     if (tokens > 1 && tookMs > 0) parts.push(((tokens - 1) * 1000 / tookMs).toFixed(1) + " tokens/s");
     if (tokens) parts.push(tokens + (tokens === 1 ? " token" : " tokens"));
     if (this.usage) parts.push(prompted(this.usage));
-    if (this.reason === "length") parts.push("cut at the limit");
+    if (this.reason === "length") parts.push("stopped at the limit");
     else if (this.reason && this.reason !== "stop") parts.push(this.reason);
     return parts.join(" · ");
   }

@@ -295,7 +295,7 @@ async function load() {
   const response = await fetch("openapi.json", { headers: key ? { Authorization: "Bearer " + key } : {} });
   page.unlock.hidden = response.status !== 401;
   if (!response.ok) {
-    const told = response.status === 401 ? "This server wants an API key." : "The server answered " + response.status + ".";
+    const told = response.status === 401 ? "This server requires an API key." : "The server answered " + response.status + ".";
     throw new Error(told);
   }
   spec = await response.json();
