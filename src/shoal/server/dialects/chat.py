@@ -192,11 +192,11 @@ class Chat:
             shown_ids(prepared, sample.tokens),
         )
 
-    def stream(self, call: Call, id: str, created: int) -> "ChatStream":
-        return ChatStream(call, self.names, id, created)
+    def stream(self, call: Call, id: str, created: int) -> "ChatChunkStream":
+        return ChatChunkStream(call, self.names, id, created)
 
 
-class ChatStream(ChunkStream):
+class ChatChunkStream(ChunkStream):
     """The events of one streamed chat; the role goes out before the first token is there."""
 
     opens_on_accept = True
@@ -214,7 +214,7 @@ class ChatChunks(ChunkFrame):
 
     __slots__ = ("names", "prepared")
 
-    def __init__(self, stream: ChatStream, sample: Sample) -> None:
+    def __init__(self, stream: ChatChunkStream, sample: Sample) -> None:
         super().__init__(stream, sample, b'"delta":{"content":', b"}")
         self.names = stream.names
         self.prepared = stream.call.prepared
