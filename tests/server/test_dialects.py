@@ -104,8 +104,8 @@ def test_another_api_streams_its_own_events() -> None:
     answer = ask(front(answering()), "POST", "/shout", json={"words": "x", "stream": True})
     first, *pieces, reason, last, rest = answer.text.split("\n\n")
     assert (first, reason, last, rest) == ("event: begin", "event: stop", "event: over", "")
-    said = [msgspec.json.decode(piece.removeprefix("data: "), type=ShoutPiece).loud for piece in pieces]
-    assert said == [tokenizer().decode([token]).upper() for token in tokenizer().encode(TEXT)]
+    texts = [msgspec.json.decode(piece.removeprefix("data: "), type=ShoutPiece).loud for piece in pieces]
+    assert texts == [tokenizer().decode([token]).upper() for token in tokenizer().encode(TEXT)]
 
 
 def test_another_api_has_the_same_errors_and_is_described() -> None:

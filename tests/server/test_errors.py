@@ -1,4 +1,4 @@
-"""Every error a client can meet: its status, its shape, and that it tells nothing of our insides."""
+"""Every error a client can meet: its status, its shape, and that it reveals no internals."""
 
 import inspect
 
@@ -19,7 +19,7 @@ KINDS = [name for name, kind in vars(errors).items() if inspect.isclass(kind) an
 @pytest.mark.parametrize("name", KINDS)
 def test_every_refusal_of_an_engine_has_its_status(name: str) -> None:
     answer = as_http(Refusal(name, "do something else").as_error())
-    if name not in EXPECTED:  # not a client's fault: nobody is told more than that
+    if name not in EXPECTED:  # an internal error: no details are revealed
         assert answer is None
         return
     assert answer is not None
@@ -27,7 +27,7 @@ def test_every_refusal_of_an_engine_has_its_status(name: str) -> None:
     assert answer.detail.message == "do something else"
 
 
-def test_a_refusal_of_a_kind_nobody_knows_is_an_internal_error() -> None:
+def test_a_refusal_of_an_unknown_kind_is_an_internal_error() -> None:
     for kind in ("NoSuchKind", "annotations", "__name__"):
         assert as_http(Refusal(kind, "secret").as_error()) is None
     assert internal().status == 500
@@ -44,7 +44,7 @@ def test_a_refusal_of_a_kind_nobody_knows_is_an_internal_error() -> None:
         (Refusal("DeadlinePassed", "x"), None),
     ],
 )
-def test_retry_after_is_told_in_whole_seconds(refusal: Refusal, seconds: bytes | None) -> None:
+def test_retry_after_is_in_whole_seconds(refusal: Refusal, seconds: bytes | None) -> None:
     answer = as_http(refusal.as_error())
     assert answer is not None
     assert dict(answer.headers).get(b"retry-after") == seconds

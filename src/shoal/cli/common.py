@@ -1,4 +1,4 @@
-"""What several commands share: a parser with an example, sampling flags, opening a model."""
+"""Shared by several commands: a parser with an example, sampling flags, opening a model."""
 
 import argparse
 import sys
@@ -66,7 +66,7 @@ def open_llm(args: argparse.Namespace) -> "LLM":
 
 
 def check_writable(path: str) -> None:
-    """Complain before the work, not after it."""
+    """Fail before the work, not after it."""
     try:
         with open(path, "a"):
             pass

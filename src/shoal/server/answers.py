@@ -9,13 +9,13 @@ from msgspec import Struct
 
 
 class ModelCard(Struct):
-    """A name the model answers to."""
+    """A name under which the model is served."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str  # the name it calls itself
+    root: str  # the first of its names
     max_model_len: int | None  # null while the engine is down
 
 

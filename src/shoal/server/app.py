@@ -1,7 +1,7 @@
-"""The front: every route, and the walk of a generation request from its body to its last event.
+"""The front: all routes, and the path of a generation request from its body to its last event.
 
-Owns the requests that are being answered. Knows no engine: it is handed an EngineClient. One object per process; all
-of it lives on one event loop.
+Owns the requests that are being answered. Knows no engine: it is given an EngineClient. One object per process, used on
+one event loop.
 """
 
 import logging
@@ -37,21 +37,21 @@ from shoal.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
-GONE = 499  # for the log: the client left before it was answered
+GONE = 499  # for the log: the client disconnected before the answer
 DIALECTS = (Completions, Chat)  # the APIs that are served
-SHOWN_PROMPT = 20_000  # characters of a body in the log, where that was asked for
+SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
 class Endpoint:
-    """One path: who answers which method. Any other method is a 405."""
+    """One path: its handler for each method. Any other method is a 405."""
 
     def __init__(
         self, front: "Front", route: str, open: bool = False, offers: bytes = BEARER, **handlers: Handler
     ) -> None:
         self.front = front
         self.route = route
-        self.open = open  # needs no key
-        self.offers = offers  # how a key may be sent, told to one who sends none
+        self.open = open  # requires no key
+        self.offers = offers  # the authentication scheme named in a 401
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +65,7 @@ class Endpoint:
             allowed = ", ".join(self.handlers)
             raise HttpError(
                 405,
-                f"{self.route} answers {allowed} only, not {exchange.method}",
+                f"{self.route} accepts only {allowed}, not {exchange.method}",
                 code="method_not_allowed",
                 headers=((b"allow", allowed.encode()),),
             )
@@ -73,7 +73,7 @@ class Endpoint:
 
 
 class Front:
-    """An ASGI application. `draining` refuses new generation requests; `active` counts those not yet answered."""
+    """An ASGI application. `draining` refuses new generation requests; `active` counts the unanswered ones."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Front:
         self.client = client
         self.tokenizer = tokenizer
         self.metrics: FrontCounters = metrics or NoCounters()
-        self.other_fronts: OtherFronts = NoOtherFronts()  # whoever starts several fronts makes them known to each other
+        self.other_fronts: OtherFronts = NoOtherFronts()  # set where there are several fronts
         self.spans: Spans = spans or NoSpans()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
         names = TokenNames(tokenizer)
@@ -111,7 +111,7 @@ class Front:
             )
         self.router = self._routes()
         if tokenizer is not None:
-            _ = tokenizer.pieces  # built now, not in the middle of the first answer
+            _ = tokenizer.pieces  # built now, not during the first answer
 
     def _routes(self) -> Router:
         info = InfoRoutes(self)
@@ -127,12 +127,12 @@ class Front:
             ("/health", "/health", {"GET": info.health, "open": True}),
             ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
-        page = {"GET": info.page, "offers": BASIC}  # a browser can send a key no other way
+        page = {"GET": info.page, "offers": BASIC}  # the only way for a browser to send a key
         paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in info.pages]
         routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
         return Router(routes, redirect_slashes=False, default=self._not_found)
 
-    # ---- every request --------------------------------------------------------------------------------------------
+    # ---- every request ----------------------------------------------------------------------------------------------
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -151,7 +151,7 @@ class Front:
             if answer is None:
                 log.exception("a request failed", extra={"fields": {"id": exchange.id, "route": exchange.route}})
                 answer = internal()
-            if exchange.status:  # too late to say so: break it off
+            if exchange.status:  # too late for a status: close the connection
                 raise
             await exchange.reply_error(answer)
         finally:
@@ -161,18 +161,20 @@ class Front:
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
-        exchange.key = self.keys.find(exchange.headers.get(b"authorization"))  # who has none learns nothing
-        raise HttpError(404, "there is nothing at this path; /docs lists what there is", code="not_found")
+        exchange.key = self.keys.find(
+            exchange.headers.get(b"authorization")
+        )  # without a key, not even a 404 is revealed
+        raise HttpError(404, "no such path; /docs lists the API", code="not_found")
 
     def tell(self) -> bytes:
-        """This front's numbers, for another front."""
+        """This front's metrics, for another front."""
         return self.metrics.tell(self.active, self.client.info)
 
-    # ---- generation -----------------------------------------------------------------------------------------------
+    # ---- generation -------------------------------------------------------------------------------------------------
 
     async def _generate(self, exchange: Exchange, dialect: Dialect) -> None:
         if self.draining:
-            raise Draining("the server is about to stop; ask another one, or this one later")
+            raise Draining("the server is shutting down; use another one, or retry later")
         if self.client.info is None:
             raise EngineDown(self.client.trouble)
         body = await exchange.json_body()
@@ -186,7 +188,7 @@ class Front:
             if watcher.gone:
                 return
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos)
-            watcher.leave = call.leave
+            watcher.on_disconnect = call.disconnected
             self.calls.add(call)
             await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
         finally:
@@ -196,7 +198,7 @@ class Front:
                 self.calls.discard(call)
                 if not call.over:
                     call.abort()
-                note(exchange, call)
+                log_usage(exchange, call)
                 self.spans.record(walk_of(exchange, call))
 
     async def _collect(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
@@ -215,7 +217,7 @@ class Front:
         stream = EventStream(call, writer, self.settings.max_unsent_bytes)
         stream.transport = (exchange.scope.get("extensions") or {}).get(TRANSPORT)
         call.submit(stream.sinks)
-        while not call.decided:  # only then is it known which status to answer with
+        while not call.decided:  # the status of the answer depends on it
             await call.change()
         if call.gone:
             return
@@ -228,7 +230,7 @@ class Front:
                 [
                     (b"content-type", b"text/event-stream; charset=utf-8"),
                     (b"cache-control", b"no-cache"),
-                    (b"x-accel-buffering", b"no"),  # nginx would keep events back
+                    (b"x-accel-buffering", b"no"),  # nginx would buffer events
                     *warning(call.prepared),
                 ],
             )
@@ -238,7 +240,7 @@ class Front:
             self.streams.discard(stream)
 
     def _late_error(self, exchange: Exchange, call: Call) -> HttpError | None:
-        """What went wrong after the answer had begun; it becomes an event."""
+        """The error after an answer has begun; it is sent as an event."""
         if call.error is None:
             return None
         answer = as_http(call.error)
@@ -249,17 +251,17 @@ class Front:
         return answer
 
     def end_all(self) -> None:
-        """Whoever still waits is told that the server stops: by a status, or by an event where a stream has begun."""
+        """End all requests with an error: as a status, or as an event where a stream has begun."""
         for call in list(self.calls):
-            call.fail(Draining("the server stopped before the answer was done; ask again"))
+            call.fail(Draining("the server stopped before the answer was complete; retry"))
 
 
 def warning(prepared: PreparedRequest) -> tuple[tuple[bytes, bytes], ...]:
     return ((b"x-shoal-warning", f"ignored: {', '.join(prepared.warnings)}".encode()),) if prepared.warnings else ()
 
 
-def note(exchange: Exchange, call: Call) -> None:
-    """What the log tells about a generation request; never its text."""
+def log_usage(exchange: Exchange, call: Call) -> None:
+    """The fields of a generation request in the log; never its text."""
     exchange.facts |= {
         "prompt_tokens": call.outputs.prompt_tokens,
         "cached_tokens": call.outputs.cached_tokens,
@@ -274,7 +276,7 @@ def note(exchange: Exchange, call: Call) -> None:
 
 
 def walk_of(exchange: Exchange, call: Call) -> Walk:
-    """Where its time went; what is not known when a client leaves early is left out."""
+    """Where its time went; what is unknown when a client disconnects early is left out."""
     since_1970_s = time.time() - time.monotonic()
     error = call.error or sys.exception()
     return Walk(

@@ -13,18 +13,18 @@ from msgspec import UNSET, Meta, Struct
 from shoal.core.params import MAX_STOPS, PARAMS
 from shoal.server.errors import bad_body
 
-# Why a field that OpenAI or others have is refused here. A null is fine for all of them.
+# Fields of OpenAI's and similar APIs that are refused, and why. A null is accepted for all of them.
 REFUSED: dict[str, str] = {
-    "suffix": "is not supported: no text can be inserted in front of other text; remove it",
+    "suffix": "is not supported: text cannot be inserted before a suffix; remove it",
     "tools": "is not supported yet; remove it",
     "tool_choice": "is not supported yet; remove it or set it to 'none'",
     "functions": "is not supported (nor is its successor tools); remove it",
     "function_call": "is not supported (nor is its successor tool_choice); remove it",
-    "audio": "is not supported: this server answers with text only; remove it",
+    "audio": "is not supported: answers are text only; remove it",
     "modalities": "may only be ['text']; remove it",
-    "chat_template": "cannot come with a request; start the server with --chat-template",
+    "chat_template": "cannot be set per request; start the server with --chat-template",
 }
-# Taken with any value and without effect; an answer's X-Shoal-Warning names those that came.
+# Accepted with any value and without effect; the answer's X-Shoal-Warning header names those that were sent.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
 )  # fmt: skip
@@ -35,13 +35,13 @@ MOST_MESSAGES = 4096
 
 
 def _hint(**schema: Any) -> Meta:
-    """Limits that the API's description shows. They are enforced, with better words, by core/params.py."""
+    """Limits for the API's description. They are enforced, with better messages, by core/params.py."""
     return Meta(extra_json_schema=schema)
 
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Nothing = Annotated[None, Meta(description="Refused by name.")]
-Whatever = Annotated[Any, Meta(description="Ignored; the answer's X-Shoal-Warning header says so.")]
+Ignored = Annotated[Any, Meta(description="Ignored; the answer's X-Shoal-Warning header names it.")]
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
@@ -50,7 +50,7 @@ class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
-    strict: bool | None = None  # always so here
+    strict: bool | None = None  # always treated as true
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """include_usage: one more chunk at the end that tells the tokens used."""
+    """include_usage: one more chunk at the end, with the usage."""
 
     include_usage: bool | None = None
 
@@ -131,47 +131,47 @@ class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
     tier: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     return_token_ids: bool | None = None
     # without effect
-    user: Whatever = UNSET
-    metadata: Whatever = UNSET
-    store: Whatever = UNSET
-    service_tier: Whatever = UNSET
-    safety_identifier: Whatever = UNSET
-    prompt_cache_key: Whatever = UNSET
-    parallel_tool_calls: Whatever = UNSET
+    user: Ignored = UNSET
+    metadata: Ignored = UNSET
+    store: Ignored = UNSET
+    service_tier: Ignored = UNSET
+    safety_identifier: Ignored = UNSET
+    prompt_cache_key: Ignored = UNSET
+    parallel_tool_calls: Ignored = UNSET
 
     def job_fields(self) -> dict[str, Any]:
         """The fields of a Job that are taken from the body alone."""
         return {"priority": self.priority or 0, "timeout_s": self.timeout}
 
     def ignored(self) -> list[str]:
-        """The fields that came and have no effect."""
+        """The fields that were sent and have no effect."""
         return [name for name in IGNORED if getattr(self, name) is not UNSET]
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
-    """A piece of a message; text is the only kind there is."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message. Which roles may follow each other is the model's chat template's to say."""
+    """One message. The model's chat template decides which roles may follow each other."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None  # of an earlier answer; the template writes them down
+    tool_calls: list[dict[str, Any]] | None = None  # of an earlier answer; rendered by the template
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # what an earlier answer may carry when a client sends it back; not shown to the template
+    # fields of an earlier answer that clients send back; not passed to the template
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 
     def plain(self) -> dict[str, Any]:
-        """As text/template.py takes it."""
+        """As text/template.py expects it."""
         content: Any = self.content
         if isinstance(content, list):
             content = [{"type": part.type, "text": part.text} for part in content]
@@ -200,7 +200,7 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     tokens: list[TokenId]
-    skip_special_tokens: bool | None = None  # false by default: all of it is shown
+    skip_special_tokens: bool | None = None  # false by default: special tokens are shown
 
 
 Body = TypeVar("Body", bound=Struct)
@@ -212,7 +212,7 @@ def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def read(kind: type[Body], body: bytes) -> Body:
-    """A request's body; one that is not what it should be is an HttpError that names the place."""
+    """Read a request's body; an invalid one is an HttpError that names the field."""
     try:
         read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -1,8 +1,8 @@
-"""The other fronts of this server: each tells its numbers to whoever asks on a socket in the server's private folder.
+"""The metrics of all fronts of a server: each front serves its own numbers on a socket in the server's private folder.
 
-Owns that socket, and asking at the others'. Whoever scrapes metrics keeps its connection and so reaches one front only,
-which therefore tells what all of them counted. A front that is dead or stuck is left out after a short wait, and no
-number of it is kept. Knows no metrics: what is told are bytes.
+Owns that socket, and querying the others'. A metrics scraper keeps its connection and so reaches one front only, which
+therefore reports what all of them counted. A front that is dead or stuck is left out after a short wait, and none of
+its numbers are kept. Knows no metrics: the numbers are opaque bytes.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from shoal.core.job import EngineInfo
 log = logging.getLogger(__name__)
 
 ENDING = ".front"  # of the sockets' names in the folder
-WAIT_S = 0.5  # for all the others together; a scrape must not wait longer for one that is stuck
-MOST_BYTES = 2**20  # what one may tell
+WAIT_S = 0.5  # for all other fronts together, so that a stuck one cannot delay a scrape for longer
+MOST_BYTES = 2**20  # of one front's reply
 
 
 class FrontCounters(Protocol):
@@ -49,11 +49,11 @@ class OtherFronts(Protocol):
     """The other fronts, as one front sees them."""
 
     async def ask(self) -> list[bytes]:
-        """What each of them tells; those that do not answer soon are left out. Raises nothing."""
+        """The numbers of each; those that do not reply in time are left out. Raises nothing."""
 
 
 class NoOtherFronts:
-    """There is one front only."""
+    """There is only one front."""
 
     async def ask(self) -> list[bytes]:
         return []
@@ -68,13 +68,13 @@ class SocketFronts:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Be there for the others. A front that cannot be is missing in their answers, and serves all the same."""
+        """Serve this front's numbers. If that fails, only the other fronts' reports lack them."""
         server: asyncio.Server | None = None
         try:
-            self._own.unlink(missing_ok=True)  # of a life before this one
+            self._own.unlink(missing_ok=True)  # left by an earlier process
             server = await asyncio.start_unix_server(self._answer, self._own)
         except OSError as error:
-            log.warning("the other fronts cannot ask this one for its metrics: %s", error)
+            log.warning("this front's metrics will be missing in those of the other fronts: %s", error)
         try:
             yield
         finally:
@@ -89,11 +89,11 @@ class SocketFronts:
 
     async def ask(self) -> list[bytes]:
         others = [path for path in self._own.parent.glob(f"*{ENDING}") if path != self._own]
-        told = await asyncio.gather(*map(self._ask, others))
-        return [one for one in told if one]
+        replies = await asyncio.gather(*map(self._ask, others))
+        return [reply for reply in replies if reply]
 
     async def _ask(self, path: Path) -> bytes:
-        """All that one front tells; nothing if that does not come in time."""
+        """One front's whole reply; empty if it does not arrive in time."""
         try:
             async with asyncio.timeout(WAIT_S):
                 reader, writer = await asyncio.open_unix_connection(path)
@@ -104,10 +104,10 @@ class SocketFronts:
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
-    """Up to the end; nothing if that is too far away."""
-    told = bytearray()
+    """Read to the end; empty if there are more than MOST_BYTES."""
+    found = bytearray()
     while part := await reader.read(65536):
-        told += part
-        if len(told) > MOST_BYTES:
+        found += part
+        if len(found) > MOST_BYTES:
             return b""
-    return bytes(told)
+    return bytes(found)

@@ -1,6 +1,6 @@
 """The endpoints that generate nothing: models, tokens, health, metrics, pages.
 
-Knows the front it belongs to; each handler is a few lines. Knows no engine beyond the EngineClient.
+Knows a front as a FrontView, and the engine only as an EngineClient. Each handler is a few lines.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
 from shoal.server.pages import load_pages
-from shoal.server.prepare import aside, no_model
+from shoal.server.prepare import no_model, off_loop
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 class InfoRoutes:
-    """Handlers for what needs no engine, or only a word from it."""
+    """Handlers that need no engine, or only its info and metrics."""
 
     def __init__(self, front: FrontView) -> None:
         self.front = front
@@ -30,7 +30,7 @@ class InfoRoutes:
         self.pages = load_pages()
         self.description = msgspec.json.encode(openapi.describe(front.settings, front.dialects))
 
-    # ---- models ---------------------------------------------------------------------------------------------------
+    # ---- models -----------------------------------------------------------------------------------------------------
 
     def _card(self, name: str) -> ModelCard:
         return ModelCard(name, "model", self.created, "shoal", self.front.settings.model, self._max_model_len())
@@ -48,7 +48,7 @@ class InfoRoutes:
             raise no_model(name, self.front.settings)
         await exchange.reply_json(self._card(name))
 
-    # ---- tokens ---------------------------------------------------------------------------------------------------
+    # ---- tokens -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, exchange: Exchange) -> None:
         body = read(TokenizeRequest, await exchange.json_body())
@@ -71,14 +71,14 @@ class InfoRoutes:
         if over >= 2**31 or over >= max(tokenizer.vocab_size, self._vocab_size()):
             raise BadField("tokens", f"token id {over} is not in the vocabulary")
         skip = bool(body.skip_special_tokens)
-        text = await aside(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special=skip))
+        text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special=skip))
         await exchange.reply_json(DetokenizeAnswer(text))
 
     def _vocab_size(self) -> int:
         info = self.front.client.info
         return 0 if info is None else info.vocab_size
 
-    # ---- how it is ------------------------------------------------------------------------------------------------
+    # ---- status -----------------------------------------------------------------------------------------------------
 
     async def health(self, exchange: Exchange) -> None:
         if self.front.draining:
@@ -102,7 +102,7 @@ class InfoRoutes:
         except EngineDown:
             return b""
 
-    # ---- pages ----------------------------------------------------------------------------------------------------
+    # ---- pages ------------------------------------------------------------------------------------------------------
 
     async def openapi(self, exchange: Exchange) -> None:
         await exchange.reply(200, self.description)

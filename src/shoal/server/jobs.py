@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Call:
-    """All jobs of one HTTP request: submitted together, given up together."""
+    """All jobs of one HTTP request: submitted together, aborted together."""
 
     def __init__(
         self, client: EngineClient, prepared: PreparedRequest, tokenizer: Tokenizer | None, eos: frozenset[int]
@@ -37,10 +37,10 @@ class Call:
         self.undecided = len(prepared.jobs)  # jobs neither accepted nor refused
         self._waiter: asyncio.Future[None] | None = None
 
-    # ---- by the HTTP side -----------------------------------------------------------------------------------------
+    # ---- called by the HTTP side ------------------------------------------------------------------------------------
 
     def submit(self, sinks: Sequence[Sink]) -> None:
-        """Ask for all jobs; raises what the engine client raises, and then none of them runs."""
+        """Submit all jobs; raises what the engine client raises, and then none of them runs."""
         try:
             for job, sink in zip(self.prepared.jobs, sinks, strict=True):
                 self.client.submit(job, sink)
@@ -49,19 +49,19 @@ class Call:
             raise
 
     def abort(self) -> None:
-        """End whatever still runs."""
+        """Abort the jobs that still run."""
         for job in self.prepared.jobs:
             self.client.abort(job.id)
 
-    def leave(self) -> None:
-        """The client went away: nobody waits for these jobs any more."""
+    def disconnected(self) -> None:
+        """The client disconnected: its jobs are no longer needed."""
         if not self.gone:
             self.gone = True
             self.abort()
             self.wake()
 
     def fail(self, error: Exception) -> None:
-        """One part failed: the answer is this error, and the other parts are of no use."""
+        """One job failed: the answer is this error, and the other jobs are aborted."""
         if self.error is None:
             self.error = error
             self.abort()
@@ -76,7 +76,7 @@ class Call:
         return self.undecided == 0 or self.gone or self.error is not None
 
     async def change(self) -> None:
-        """Wait until something has happened; at most one waits."""
+        """Wait for the next wake(); at most one task waits."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
@@ -85,7 +85,7 @@ class Call:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    # ---- by the sinks ---------------------------------------------------------------------------------------------
+    # ---- called by the sinks ----------------------------------------------------------------------------------------
 
     def accepted(self) -> None:
         self.undecided -= 1
@@ -106,12 +106,12 @@ class Call:
         rest = self.outputs.end(sample, ending)
         late = ending.reason in (Reason.TIMEOUT.value, Reason.REJECTED.value)
         if late and self.outputs.running == 0 and not self.outputs.output_tokens:
-            self.fail(DeadlinePassed("the request's time was over before its first token; raise timeout or ask later"))
+            self.fail(DeadlinePassed("the request timed out before its first token; raise timeout or retry later"))
         return rest
 
 
 class CollectSink(Sink):
-    """One job of a request that is answered as a whole, at the end."""
+    """One job of a request that is answered at the end, as a whole."""
 
     def __init__(self, call: Call, number: int) -> None:
         self.call = call
@@ -136,7 +136,7 @@ class CollectSink(Sink):
             self.call.first_token()
         try:
             one.take(token, logprobs)
-        except Exception as error:  # must not reach the engine client: it has other jobs to tell
+        except Exception as error:  # must not reach the engine client, which serves other jobs too
             self.call.fail(error)
             return
         if one.stopped:

@@ -15,7 +15,7 @@ FLOOR = -9999.0  # JSON has no infinity; OpenAI sends this for "impossible"
 
 
 class LegacyLogprobs(Struct):
-    """What the model thought of each token, in the manner of /v1/completions. The first prompt token has nothing."""
+    """Logprobs of each token, as /v1/completions shows them. The first prompt token has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -24,7 +24,7 @@ class LegacyLogprobs(Struct):
 
 
 class TopLogprob(Struct):
-    """A token that could have come. `bytes` are exact, also where a token is half a character."""
+    """An alternative token. `bytes` are exact, also where a token is part of a character."""
 
     token: str
     logprob: float
@@ -32,7 +32,7 @@ class TopLogprob(Struct):
 
 
 class TokenLogprob(Struct):
-    """A token that came, and the likeliest alternatives."""
+    """A sampled token, and the likeliest alternatives."""
 
     token: str
     logprob: float
@@ -41,7 +41,7 @@ class TokenLogprob(Struct):
 
 
 class ChatLogprobs(Struct):
-    """What the model thought of each token, in the manner of /v1/chat/completions."""
+    """Logprobs of each token, as /v1/chat/completions shows them."""
 
     content: list[TokenLogprob]
     refusal: None = None
@@ -72,12 +72,12 @@ class TokenNames:
         return name.replace("▁", " ").encode()  # how sentencepiece writes a space
 
     def text_of(self, token: int) -> str:
-        """For chat: half a character is U+FFFD, and `bytes` has the exact bytes."""
+        """For chat: part of a character is U+FFFD, and `bytes` has the exact bytes."""
         raw = self.bytes_of(token)
         return f"token_id:{token}" if raw is None else raw.decode(errors="replace")
 
     def name_of(self, token: int) -> str:
-        """For completions, which have no `bytes` and use names as keys: half a character is escaped."""
+        """For completions, which have no `bytes` and use names as keys: part of a character is escaped."""
         raw = self.bytes_of(token)
         if raw is None:
             return f"token_id:{token}"
@@ -87,7 +87,7 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def length_of(self, token: int, skip_special: bool) -> int:
-        """How many characters of the text begin in it; the second half of one begins none."""
+        """How many characters of the text begin in it; a token with only the rest of one begins none."""
         raw = self.bytes_of(token)
         if raw is None or (self._tokenizer and self._tokenizer.pieces.is_silent(token, skip_special)):
             return 0

@@ -1,4 +1,4 @@
-"""The API's description: OpenAPI 3.1, made from the very structures that read requests and write answers.
+"""The API's description: OpenAPI 3.1, generated from the structures that read requests and write answers.
 
 Owns which statuses and kinds of content each path answers with. Knows no handlers.
 """
@@ -18,17 +18,17 @@ from shoal.server.settings import ServerSettings
 Json = dict[str, Any]
 PLACE = "#/components/schemas/{name}"
 ERRORS = {
-    400: "A value that cannot be used; `param` names it. For an over-long prompt the code is context_length_exceeded.",
-    401: "An API key is needed, or this one is not known.",
+    400: "An invalid value; `param` names it. For a prompt that is too long the code is context_length_exceeded.",
+    401: "The API key is missing or unknown.",
     404: "No such model, or no such path.",
-    405: "Not this method.",
+    405: "The path does not support this method.",
     408: "The body took too long to arrive.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
-    429: "Too many requests wait, or this key has asked for too much. Retry-After says when to come back.",
+    415: "The body is not declared as JSON.",
+    429: "Too many requests are queued, or this key has exceeded its limits. Retry-After says when to retry.",
     431: "The headers are too large.",
-    500: "A fault of the server. Its log tells more, under the request's id.",
-    503: "The engine is down, the server is about to stop, or the request waited longer than it was willing to.",
+    500: "An internal error. The server's log has details under the request's id.",
+    503: "The engine is down, the server is shutting down, or the request timed out before its first token.",
 }
 ALWAYS = (401, 405, 431, 500)
 OF_BODIES = (400, 404, 408, 413, 415)
@@ -70,8 +70,8 @@ def describe(settings: ServerSettings, dialects: Sequence[Dialect]) -> Json:
 
 
 ABOUT = (
-    "OpenAI's API for one model, and a few fields beyond it. A field that is not listed is refused by name. "
-    "Every answer carries X-Request-Id, the client's own if it sent one."
+    "OpenAI's API for one model, with a few additional fields. A field that is not listed is refused by name. "
+    "Every answer carries X-Request-Id: the client's own, if it sent one."
 )
 
 
@@ -86,7 +86,7 @@ def _tighten_body(properties: Json, operation: Operation) -> None:
 
 
 def _tighten(schemas: Json) -> None:
-    """What the types cannot say, and is checked all the same."""
+    """Limits that are checked but that the types cannot express."""
     schemas["ChatMessage"]["anyOf"] = [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"properties": {"role": {"enum": ["assistant"]}}},
@@ -104,7 +104,7 @@ def _tighten(schemas: Json) -> None:
 
 
 def _exactly_one(**types: Any) -> list[Json]:
-    """One of these fields is there, the others are missing or null."""
+    """Exactly one of these fields is set; the others are missing or null."""
     return [
         {
             "required": [name],
@@ -173,7 +173,7 @@ def _generation(operation: Operation, settings: ServerSettings) -> Json:
     path = _post(operation.summary, operation.request, operation.answer, example, 429, 503)
     good, chunk = path["post"]["responses"]["200"], operation.chunk.__name__
     good["description"] += "; with stream, one event per token, then `data: [DONE]`"
-    about = f"Events `data: {{…}}` with a {chunk} each; an error after the start is such an event too."
+    about = f"Events `data: {{…}}` with a {chunk} each; an error after the start is also sent as an event."
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     good["content"]["text/event-stream"] = {"schema": {**event, "description": about}}  # of each event
     return path
@@ -210,9 +210,9 @@ def _get(
 
 
 def _health() -> Json:
-    path = _get("Whether requests are taken", answers.Health, open=True)
+    path = _get("Whether requests are accepted", answers.Health, open=True)
     path["get"]["responses"]["503"] = {
-        "description": "The engine is down, or the server is about to stop.",
+        "description": "The engine is down, or the server is shutting down.",
         "content": {"application/json": {"schema": _ref(answers.Health)}},
     }
     return path

@@ -1,7 +1,7 @@
 """From a request's body to jobs: parameters, token ids, grammar and seed.
 
-Owns the order of the checks and what may not be combined. Long texts and grammars are worked on in threads, so that the
-event loop never waits. Knows no HTTP beyond its errors, and no engine beyond what EngineInfo says.
+Owns the steps that all dialects share. Long texts and grammars are handled in threads, so that the event loop is never
+blocked. Knows no HTTP beyond its errors, and no engine beyond EngineInfo.
 """
 
 import asyncio
@@ -17,16 +17,18 @@ from shoal.keys.api_key import ApiKey
 from shoal.output.parser import Parser, PlainParser
 from shoal.server.auth import salt_of
 from shoal.server.bodies import ChatMessage, GenerationBody
-from shoal.server.errors import BadField, HttpError, cut
+from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.rules import check_depth, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
 from shoal.text.tokenizer import Tokenizer
 
-SHORT = 4096  # characters that are tokenized at once, on the event loop; that takes about a millisecond
-AROUND = 16  # … and about as many for each message around its text
-NO_TOKENIZER = "the model has no tokenizer, so it takes token ids only"
+SHORT = 4096  # texts up to this many characters are tokenized on the event loop; that takes about a millisecond
+AROUND = 16  # characters that a chat template adds to each message, roughly
+NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
-OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})  # of a chat template
+OWN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "self"}
+)  # variables of a chat template that the server sets
 T = TypeVar("T")
 
 
@@ -38,7 +40,7 @@ class GrammarChecker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRequest:
-    """One HTTP request, ready to be submitted and then written down."""
+    """One HTTP request, ready to be submitted, and how to answer it."""
 
     jobs: list[Job]
     keep: int  # answers shown for each prompt; fewer than are sampled with best_of
@@ -62,7 +64,7 @@ class PreparedRequest:
 
 
 class Preparer:
-    """Knows the model's side: tokenizer, defaults, end tokens, grammars."""
+    """Prepares requests for one model: tokenizer, sampling defaults, end tokens, grammars."""
 
     def __init__(
         self,
@@ -79,15 +81,15 @@ class Preparer:
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
         self.info = info
-        # not for secrets, but nobody should guess another's draws unless the operator wants runs repeated
+        # not a secret, but draws should not be predictable unless the operator asks for repeatable runs
         self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
         self._grammar_slots = asyncio.Semaphore(settings.grammar_threads)
         self._grammars_waiting = 0
 
-    # ---- shared with /tokenize ------------------------------------------------------------------------------------
+    # ---- shared with /tokenize --------------------------------------------------------------------------------------
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; no name means the one model there is."""
+        """The model name for the answer; None stands for the one model that is served."""
         if name is None:
             return self.settings.model
         if name not in self.settings.models:
@@ -96,7 +98,7 @@ class Preparer:
 
     async def text_ids(self, text: str, add_special: bool = True) -> list[int]:
         tokenizer = self.need_tokenizer("prompt")
-        return await aside(len(text), lambda: tokenizer.encode(text, add_special))
+        return await off_loop(len(text), lambda: tokenizer.encode(text, add_special))
 
     async def chat_ids(
         self, messages: Sequence[ChatMessage], add_generation_prompt: bool, variables: Mapping[str, Any] | None
@@ -106,7 +108,7 @@ class Preparer:
         for name in given:
             if name in OWN_VARIABLES or name in tokenizer.special or not name.isidentifier():
                 raise BadField(
-                    "chat_template_kwargs", f"chat_template_kwargs cannot set {cut(name)!r}; the server sets it"
+                    "chat_template_kwargs", f"chat_template_kwargs cannot set {shorten(name)!r}; the server sets it"
                 )
         check_depth(given, "chat_template_kwargs")
         for number, message in enumerate(messages):
@@ -114,7 +116,7 @@ class Preparer:
         plain = [message.plain() for message in messages]
         size = sum(_size(message) + AROUND for message in plain) + (SHORT if given else 0)
         try:
-            return await aside(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
+            return await off_loop(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
         except BadChat as error:
             raise BadField("messages", str(error)) from error
 
@@ -123,7 +125,7 @@ class Preparer:
             raise BadField(param, f"{NO_TOKENIZER}; send a list of ids as the prompt of /v1/completions")
         return self.tokenizer
 
-    # ---- used by the dialects --------------------------------------------------------------------------------------
+    # ---- used by the dialects ---------------------------------------------------------------------------------------
 
     async def request(
         self,
@@ -158,24 +160,24 @@ class Preparer:
         if params.stop and self.tokenizer is None:
             raise BadField("stop", f"stop strings cannot be found: {NO_TOKENIZER}; use stop_token_ids")
         if body.stream_options is not None and not body.stream:
-            raise BadField("stream_options", "stream_options has a meaning only with stream set to true")
+            raise BadField("stream_options", "stream_options requires stream to be true")
         return params
 
     def check_count(self, prompts: int, sampled: int, field: str) -> None:
-        """`field`: which one says how many answers there are to each prompt."""
+        """`field`: the one that sets the number of answers to each prompt."""
         choices, limit = prompts * sampled, self.settings.max_choices
         if choices > limit:
             asks = "prompt asks" if sampled == 1 else f"{field} asks" if prompts == 1 else f"prompt and {field} ask"
             param = field if prompts == 1 else "prompt"
-            raise BadField(param, f"{asks} for {choices} answers, limit {limit}; ask in several requests")
+            raise BadField(param, f"{asks} for {choices} answers, limit {limit}; split it into several requests")
 
     async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """The ids of every prompt; many short texts are as much work as a long one."""
+        """The ids of every prompt. Many short texts are encoded together, as one long one."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded: list[list[int]] = []
         if texts:
             tokenizer = self.need_tokenizer("prompt")
-            encoded = await aside(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
+            encoded = await off_loop(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
         of_texts = iter(encoded)
         ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
         for number, one in enumerate(ids):
@@ -183,7 +185,7 @@ class Preparer:
         return ids
 
     def check_ids(self, ids: list[int], where: str) -> None:
-        """What the engine would refuse as well, before a large message is sent to it."""
+        """Checks that the engine makes too, here made before a large message is sent to it."""
         if not ids:
             raise EmptyPrompt(f"{where} has no tokens; give at least one (a BOS token will do)")
         info = self.info()
@@ -202,11 +204,11 @@ class Preparer:
     async def texts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:
         tokenizer, skip = self.need_tokenizer("echo"), params.skip_special_tokens
         size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
-        return await aside(
+        return await off_loop(
             size, lambda: [one if isinstance(one, str) else tokenizer.decode(one, skip_special=skip) for one in prompts]
         )
 
-    # ---- parts ----------------------------------------------------------------------------------------------------
+    # ---- parts ------------------------------------------------------------------------------------------------------
 
     async def _grammar(self, body: GenerationBody, params: SamplingParams) -> GrammarSpec | None:
         spec, param = grammar_of(body)
@@ -214,7 +216,9 @@ class Preparer:
             return None
         for name in ("ignore_eos", "min_tokens"):
             if getattr(params, name):
-                raise BadField(name, f"{name} cannot be used with {param}: the grammar says where the answer ends")
+                raise BadField(
+                    name, f"{name} cannot be used with {param}: the grammar determines where the answer ends"
+                )
         if self.grammars is None or self.tokenizer is None:
             raise BadField(param, f"{param} cannot be used: {NO_TOKENIZER}")
         if self._grammars_waiting >= self.settings.max_waiting_grammars:
@@ -261,17 +265,17 @@ class Preparer:
 
 
 def no_model(name: str, settings: ServerSettings) -> HttpError:
-    text = f"no model is called {cut(name)!r}; there is {', '.join(map(repr, settings.models))}"
+    text = f"no model named {shorten(name)!r}; available: {', '.join(map(repr, settings.models))}"
     return HttpError(404, text, param="model", code="model_not_found")
 
 
-async def aside(size: int, work: Callable[[], T]) -> T:
-    """Do small work at once and large work in a thread."""
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Do small work at once and large work in a thread, off the event loop."""
     return work() if size <= SHORT else await asyncio.to_thread(work)
 
 
 def _size(message: Mapping[str, Any]) -> int:
-    """How many characters a message has; SHORT and more where that cannot be told at a glance."""
+    """How many characters a message has; more than SHORT where that is not cheap to count."""
     content = message["content"]
     if message.keys() != {"role", "content"}:
         return SHORT + 1

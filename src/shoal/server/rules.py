@@ -1,4 +1,4 @@
-"""What fields of a request mean together: which may not be combined, and which wins.
+"""Rules across the fields of a body: which cannot be combined, and which takes precedence.
 
 Pure functions over the fields that all bodies share. Knows no tokens, no tokenizer and no HTTP beyond the errors.
 """
@@ -12,7 +12,7 @@ from shoal.keys.api_key import ApiKey
 from shoal.server.bodies import GenerationBody
 from shoal.server.errors import BadField
 
-MOST_DEPTH = 64  # of values whose form the client chooses: schemas, tool calls, template variables
+MOST_DEPTH = 64  # of free-form values: schemas, tool calls, template variables
 
 
 def include_usage(body: GenerationBody) -> bool:
@@ -20,7 +20,7 @@ def include_usage(body: GenerationBody) -> bool:
 
 
 def grammar_of(body: GenerationBody) -> tuple[GrammarSpec | None, str]:
-    """(what the answer must look like, the field that said so)."""
+    """(the constraint on the answer, the field it came from)."""
     format, outputs = body.response_format, body.structured_outputs
     by_format: GrammarSpec | None = None
     if format is not None:
@@ -33,7 +33,9 @@ def grammar_of(body: GenerationBody) -> tuple[GrammarSpec | None, str]:
     if outputs is None:
         return by_format, "response_format"
     if by_format is not None:
-        raise BadField("structured_outputs", "structured_outputs and response_format both say how to answer; give one")
+        raise BadField(
+            "structured_outputs", "structured_outputs and response_format both constrain the answer; give one"
+        )
     given = [name for name in ("json", "regex", "choice", "grammar") if getattr(outputs, name) is not None]
     if len(given) != 1:
         raise BadField("structured_outputs", "structured_outputs needs exactly one of json, regex, choice and grammar")
@@ -56,7 +58,7 @@ def tier_ignored(body: GenerationBody, key: ApiKey | None) -> list[str]:
 
 
 def check_depth(value: dict[str, Any] | list[Any], param: str) -> None:
-    """Refuse values that are nested too deeply: they overflow some downstream parsers."""
+    """Refuse deeply nested values: they overflow some downstream parsers."""
     level: list[Any] = [value]
     for _ in range(MOST_DEPTH):
         level = [

@@ -18,12 +18,12 @@ from shoal.server.jobs import Call
 log = logging.getLogger(__name__)
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-# line ends of Unicode that JSON lets stand: many clients split a stream by them and find half an event
+# Unicode line ends that JSON does not escape: many clients split a stream at them and get half an event
 LINE_ENDS = ("\u0085", "\u2028", "\u2029")
 
 
 def on_one_line(events: bytes) -> bytes:
-    """The same events, such that only their own line feeds look like line ends.
+    """The same events with Unicode line ends escaped, so that only line feeds end a line.
 
     >>> on_one_line('{"text":"a\u2028b"}'.encode())
     b'{"text":"a\\\\u2028b"}'
@@ -34,7 +34,7 @@ def on_one_line(events: bytes) -> bytes:
 
 
 class Transport(Protocol):
-    """As much of an asyncio transport as is needed to be rid of a client."""
+    """The part of an asyncio transport that is needed to disconnect a client."""
 
     def abort(self) -> None: ...
 
@@ -52,24 +52,24 @@ class EventStream:
         self.transport: Transport | None = None
         self.sinks = [StreamSink(self, number) for number in range(len(call.prepared.jobs))]
 
-    # ---- events ---------------------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------------
 
     def add(self, event: bytes) -> None:
         self.pending.append(event)
         self.budget -= len(event)
 
-    def cut_off(self, why: str) -> None:
-        """The client reads too slowly: end its jobs and its connection."""
-        log.warning("a client was cut off: %s", why)
-        self.call.leave()
+    def disconnect(self, why: str) -> None:
+        """The client reads too slowly: abort its jobs and close its connection."""
+        log.warning("a client was disconnected: %s", why)
+        self.call.disconnected()
         self.pending.clear()
         if self.transport is not None:
             self.transport.abort()
 
-    # ---- sending --------------------------------------------------------------------------------------------------
+    # ---- sending ----------------------------------------------------------------------------------------------------
 
     async def write(self, send: Send) -> None:
-        """Send events as they come, until the call is over. Everything pending goes out as one piece."""
+        """Send events as they come, until the call is over. All pending events go out in one write."""
         call, pending = self.call, self.pending
         while not call.gone:
             if pending:
@@ -158,7 +158,7 @@ class StreamSink(Sink):
     def flush(self) -> None:
         stream = self.stream
         if stream.budget < 0 and stream.sending:
-            stream.cut_off(f"{stream.max_unsent_bytes} bytes wait for it")
+            stream.disconnect(f"{stream.max_unsent_bytes} bytes are unsent")
         elif stream.pending or self.call.over:
             self.call.wake()
 

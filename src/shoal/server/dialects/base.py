@@ -2,7 +2,7 @@
 
 Owns no bytes: what an event looks like is up to the dialect, when it is sent up to stream.py.
 
-    accepted ──► ChoiceWriter.opening()      the role, the prompt; b"" where there is nothing to say
+    accepted ──► ChoiceWriter.opening()      the role, the prompt; b"" where there is neither
     token ─────► ChoiceWriter.delta()        the hot path: text only
                  ChoiceWriter.full_delta()   … with token ids or logprobs
     ended ─────► ChoiceWriter.end()          the rest of the text, and why it ended

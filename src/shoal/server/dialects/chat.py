@@ -56,7 +56,7 @@ class ChatRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
 def top_logprobs_of(body: ChatRequest) -> int | None:
     """How many alternatives to show for each token; None: no logprobs at all."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise BadField("top_logprobs", "top_logprobs has a meaning only with logprobs set to true")
+        raise BadField("top_logprobs", "top_logprobs requires logprobs to be true")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
         raise BadField("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {body.top_logprobs}")
     return (body.top_logprobs or 0) if body.logprobs else None
@@ -78,7 +78,7 @@ def max_tokens_of(body: ChatRequest) -> int | None:
 
 
 class AnswerMessage(Struct):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str
@@ -109,7 +109,7 @@ class ChatAnswer(Struct):
 
 
 class Delta(Struct):
-    """The next piece of what the assistant says."""
+    """The next piece of the assistant's message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -127,7 +127,7 @@ class ChunkChoice(Struct):
 
 
 class ChatChunk(Struct):
-    """One event of a streamed /v1/chat/completions. It is written by stream.py without this class."""
+    """One event of a streamed /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -192,11 +192,11 @@ class Chat:
             shown_ids(prepared, sample.tokens),
         )
 
-    def stream(self, call: Call, id: str, created: int) -> "ChatStream":
-        return ChatStream(call, self.names, id, created)
+    def stream(self, call: Call, id: str, created: int) -> "ChatChunkStream":
+        return ChatChunkStream(call, self.names, id, created)
 
 
-class ChatStream(ChunkStream):
+class ChatChunkStream(ChunkStream):
     """The events of one streamed chat; the role goes out before the first token is there."""
 
     opens_on_accept = True
@@ -214,7 +214,7 @@ class ChatChunks(ChunkFrame):
 
     __slots__ = ("names", "prepared")
 
-    def __init__(self, stream: ChatStream, sample: Sample) -> None:
+    def __init__(self, stream: ChatChunkStream, sample: Sample) -> None:
         super().__init__(stream, sample, b'"delta":{"content":', b"}")
         self.names = stream.names
         self.prepared = stream.call.prepared

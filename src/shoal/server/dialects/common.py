@@ -22,7 +22,7 @@ encode = msgspec.json.Encoder().encode
 
 FinishReason = Annotated[
     Literal["stop", "length", "timeout", "abort"],
-    Meta(description="timeout: its `timeout` was over, and this is what it had; abort: the server stopped it."),
+    Meta(description="timeout: its `timeout` passed, and the answer is incomplete; abort: the server stopped it."),
 ]
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "timeout": "timeout"}
 
@@ -34,7 +34,7 @@ class PromptDetails(Struct):
 
 
 class Usage(Struct):
-    """Tokens read and written. With best_of, those of dropped samples too."""
+    """Tokens of prompts and answers. With best_of, those of dropped samples too."""
 
     prompt_tokens: int
     completion_tokens: int

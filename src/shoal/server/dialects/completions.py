@@ -52,7 +52,7 @@ PROMPT_SCHEMA: dict[str, Any] = {
 class CompletionRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str | TokenId | list[TokenId]]  # not ids beside other things; see prompts()
+    prompt: str | list[str | TokenId | list[TokenId]]  # ids cannot be mixed with other things; see prompts()
     best_of: Annotated[int, limits("n")] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, limits("logprobs")] | None = None
@@ -115,7 +115,7 @@ class CompletionAnswer(Struct):
 
 
 class CompletionChunk(Struct):
-    """One event of a streamed /v1/completions. It is written by stream.py without this class."""
+    """One event of a streamed /v1/completions."""
 
     id: str
     object: Literal["text_completion"]
@@ -203,8 +203,8 @@ class Completions:
         own = completion_logprobs(self.names, sample.tokens, sample.logprobs, prepared.top, offset, skip)
         return own if prepared.echo is None else concatenate(prompt_logprobs(call, self.names, job), own)
 
-    def stream(self, call: Call, id: str, created: int) -> "CompletionStream":
-        return CompletionStream(call, self.names, id, created)
+    def stream(self, call: Call, id: str, created: int) -> "CompletionChunkStream":
+        return CompletionChunkStream(call, self.names, id, created)
 
 
 def best_of(samples: list[Sample], keep: int) -> list[Sample]:
@@ -224,7 +224,7 @@ def prompt_logprobs(call: Call, names: TokenNames, job: int) -> LegacyLogprobs:
     return completion_logprobs(names, prepared.jobs[job].prompt, known, prepared.top or 0, 0, prepared.skip_special)
 
 
-class CompletionStream(ChunkStream):
+class CompletionChunkStream(ChunkStream):
     """The events of one streamed completion; an echoed prompt waits for its logprobs, which come with the tokens."""
 
     opens_on_accept = False
@@ -242,7 +242,7 @@ class CompletionChunks(ChunkFrame):
 
     __slots__ = ("call", "job", "names", "offset", "prepared")
 
-    def __init__(self, stream: CompletionStream, job: int, sample: Sample) -> None:
+    def __init__(self, stream: CompletionChunkStream, job: int, sample: Sample) -> None:
         super().__init__(stream, sample, b'"text":', b"")
         self.call = stream.call
         self.names = stream.names
