@@ -102,7 +102,7 @@ def test_preemption_and_prefix_cache_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batching", ["static", "continuous"])
-def test_the_padded_layout_says_the_same(batching: str, tmp_path: Path) -> None:
+def test_the_padded_layout_gives_the_same_tokens(batching: str, tmp_path: Path) -> None:
     saved("llama", tmp_path)
     prompts = ragged_prompts(12, seed=4, longest=150)
     with opened(tmp_path, dtype="float32") as built:
@@ -158,7 +158,7 @@ def test_damaged_weights_fail_their_requests_only(tmp_path: Path) -> None:
 
 
 def test_random_traffic_with_the_integrity_check(tmp_path: Path) -> None:
-    """Requests come and go, are aborted and preempted; whoever ends by itself says what it says when it is alone."""
+    """Requests arrive, are aborted and preempted; each that ends by itself gives the tokens that it gives alone."""
     saved("llama", tmp_path)
     source = random.Random(1)
     known = ragged_prompts(40, seed=11, longest=250)

@@ -6,6 +6,7 @@ Does not know models or schedules.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -225,7 +226,7 @@ def draw(scores: Tensor, table: Tensor, last_token: Tensor, out: Tensor, best: T
     """As PassOps.draw."""
     floats = table.view(torch.float32)
     for line, row in enumerate(table[ROW].tolist()):
-        parameters = {
+        parameters: dict[str, Any] = {
             name: (floats if dtype is np.float32 else table)[column, line].item()
             for column, (name, dtype) in enumerate(PARAMETERS.items(), start=TEMPERATURE)
         }
