@@ -7,7 +7,7 @@ with the definition, and rows with themselves in other company (to the last bit)
 
 - all linear layers of one pass (without the head), milliseconds, weights from memory as in a real pass: torch's
   F.linear in bfloat16 (float32 on a CPU without products of bfloat16), oneDNN on weights it has packed itself, and each
-  level in bfloat16 and int8, with tiles also on weights laid in them, as a model has them;
+  level in bfloat16 and int8, with AMX also on tiled weights, as a model has them;
 - attention of one layer, microseconds: 32 sequences of 250 tokens that each add one, and a prompt of 512.
 
 Best of several rounds in one process, the ways taking turns. --threads N also binds the process to N cores.
@@ -156,7 +156,7 @@ def check_linear(ops: Any) -> Iterator[str]:
     """Against float64; sizes around every border of tile and vector."""
     import torch
 
-    from shoal.kernels.int8 import quantize
+    from shoal.kernels.weights import DenseWeight, quantize
 
     narrow = ops.library.bfloat16_products != "widened"
     for rows in (1, 2, 5, 15, 16, 17, 31, 32, 33, 70, 300):
@@ -167,15 +167,15 @@ def check_linear(ops: Any) -> Iterator[str]:
                 weight, extra = full.to(dtype), bias.to(dtype)
                 seen = x.to(dtype) if narrow else x
                 wanted = seen.double() @ weight.double().T + extra.double() + residual.double()
-                found = ops.linear_add(x, weight, extra, residual.clone())
+                found = ops.linear_add(x, DenseWeight(weight), extra, residual.clone())
                 error = float((found.double() - wanted).abs().max())
                 bound = 2e-6 * inputs  # of sums of so many products of about 1 in float32
                 if not error <= bound:
                     yield f"linear {dtype} {rows}x{inputs}->{outputs}: error {error:.2e} above {bound:.2e}"
             small = quantize(full)
-            wanted = x.double() @ small.full().double().T + bias.double() + residual.double()
+            wanted = x.double() @ small.dense().double().T + bias.double() + residual.double()
             found = ops.linear_add(x, small, bias, residual.clone())
-            room = x.abs().amax(1, keepdim=True) / 254 * small.full().abs().sum(1) * 1.01 + 1e-4
+            room = x.abs().amax(1, keepdim=True) / 254 * small.dense().abs().sum(1) * 1.01 + 1e-4
             if not ((found.double() - wanted).abs() <= room).all():
                 yield f"linear int8 {rows}x{inputs}->{outputs}: inputs were rounded by more than half a step"
 
@@ -184,14 +184,14 @@ def check_company(ops: Any) -> Iterator[str]:
     """A row is the same to the last bit whoever is beside it, and with any number of threads."""
     import torch
 
-    from shoal.kernels.int8 import quantize
+    from shoal.kernels.weights import DenseWeight, quantize
 
     before = torch.get_num_threads()
     for inputs in (172, 576):
         x, full = torch.randn(140, inputs), torch.randn(200, inputs)
-        for weight in (full, full.bfloat16(), quantize(full)):
+        for weight in (DenseWeight(full), DenseWeight(full.bfloat16()), quantize(full)):
             whole = ops.linear(x, weight, None)
-            name = getattr(weight, "dtype", "int8")
+            name = weight.dtype
             for first, end in ((0, 1), (3, 5), (7, 22), (20, 36), (30, 61), (11, 80)):
                 if not torch.equal(ops.linear(x[first:end], weight, None), whole[first:end]):
                     yield f"linear {name} of {inputs}: rows {first} to {end} differ in other company"
@@ -292,8 +292,7 @@ def linear_ways(
     import torch
 
     from shoal.kernels.cpu import computes_natively
-    from shoal.kernels.int8 import quantize
-    from shoal.models.layers import weight_of
+    from shoal.kernels.weights import DenseWeight, quantize
 
     natively = computes_natively(torch.bfloat16)
     known = weights if natively else [[weight.float() for weight in layer] for layer in weights]
@@ -317,8 +316,9 @@ def linear_ways(
 
         yield "oneDNN", onednn
     small = [[quantize(weight) for weight in layer] for layer in weights]
+    dense = [[DenseWeight(weight) for weight in layer] for layer in weights]
     for level, ops in usable.items():
-        for kind, those in (("bf16", weights), ("int8", small)):
+        for kind, those in (("bf16", dense), ("int8", small)):
 
             def ours(inputs: dict[int, Any], ops: Any = ops, those: Any = those) -> None:
                 for layer in those:
@@ -327,8 +327,8 @@ def linear_ways(
 
             yield f"{level} {kind}", ours
         if ops.calls.shoal_has_tiles():
-            laid = [[weight_of(ops.arranged({"w.weight": w.clone()}), "w") for w in layer] for layer in weights]
-            yield f"{level} laid", partial(ours, ops=ops, those=laid)
+            tiled = [[ops.prepare(DenseWeight(weight.clone())) for weight in layer] for layer in weights]
+            yield f"{level} tiled", partial(ours, ops=ops, those=tiled)
 
 
 def onednn_weights(weights: list[list[Any]]) -> list[list[Any]]:

@@ -10,6 +10,7 @@ import torch
 from shoal.kernels import Batch, ref
 from shoal.kernels.draw_table import COLUMNS, Filters, fill, filters_of
 from shoal.kernels.ref import RefOps
+from shoal.kernels.weights import DenseWeight
 from shoal.runner.sampler import Sampler
 from tests.kernels.draw_rows import late, start_rows_of_all_kinds, start_with_edits
 from tests.kernels.ragged import Tables
@@ -65,14 +66,14 @@ def test_rotate_and_store(ops, dtype: torch.dtype, dim: int, heads: int, kv_head
     """With norms and without; a slot below 0 stores nothing."""
     qkv = torch.randn(11, (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
     angles = torch.randn(11, dim // 2, device="cuda")
-    turn = (angles.cos(), angles.sin())
+    rope = (angles.cos(), angles.sin())
     weights = torch.rand(2, dim, device="cuda").to(dtype)
     slots = torch.randperm(20, device="cuda")[:11]
     slots[3] = -1
     for norms in (None, (weights[0], weights[1], 1e-6)):
         found, wanted = torch.zeros(2, 2, 5, 4, kv_heads, dim, dtype=dtype, device="cuda")
-        q = ops.rotate_and_store(qkv, norms, turn, (found[0], found[1]), slots)
-        close(q, REF.rotate_and_store(qkv, norms, turn, (wanted[0], wanted[1]), slots))
+        q = ops.rotate_and_store(qkv, norms, rope, (found[0], found[1]), slots)
+        close(q, REF.rotate_and_store(qkv, norms, rope, (wanted[0], wanted[1]), slots))
         close(found, wanted)
         assert torch.equal((found == 0).all(-1), (wanted == 0).all(-1))
 
@@ -217,7 +218,7 @@ def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, inputs: int, o
     sizes = ((rows, inputs), (outputs, inputs), (outputs,), (rows, outputs))
     x, weight, bias, residual = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
     for one in (None, bias):
-        wanted = REF.linear(x.float(), weight.float(), None if one is None else one.float())
+        wanted = REF.linear(x.float(), DenseWeight(weight.float()), None if one is None else one.float())
         for _ in range(3):
             close(linear(x, weight, one), wanted.to(dtype))
             close(linear(x, weight, one, residual.clone()), (wanted + residual.float()).to(dtype))

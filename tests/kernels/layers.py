@@ -1,11 +1,18 @@
 """Layers with random weights, for tests of all layers in one call."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import torch
 
-from shoal import kernels
-from shoal.kernels.cpu import NativeOps
-from shoal.kernels.int8 import Weight
-from shoal.models.layers import weight_of
+from shoal.kernels import Batch, Ops
+from shoal.kernels.weights import DenseWeight, Weight, quantize
+from shoal.models.attention import GroupedQueryAttention
+from shoal.models.layer import Layer, run_layers
+from shoal.models.linear import Linear
+from shoal.models.mlp import GatedMlp
+
+NAMES = ("qkv", "out", "gate_up", "down")
 
 
 def a_layer(
@@ -17,37 +24,65 @@ def a_layer(
     biased: bool,
     hidden: int = 48,
     inner: int = 72,
-) -> kernels.Layer:
+) -> Layer:
     kv = kv_heads * dim
 
-    def matrix(outputs: int, inputs: int) -> torch.Tensor:
-        return (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
-
-    def bias(size: int) -> torch.Tensor | None:
-        return torch.randn(size).to(dtype) if biased else None
+    def linear(outputs: int, inputs: int) -> Linear:
+        values = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+        return Linear(DenseWeight(values), torch.randn(outputs).to(dtype) if biased else None)
 
     def norm(size: int) -> torch.Tensor:
         return torch.rand(size).to(dtype)
 
-    return kernels.Layer(
-        attention_norm=norm(hidden),
-        qkv=matrix(heads * dim + 2 * kv, hidden),
-        qkv_bias=bias(heads * dim + 2 * kv),
+    attention = GroupedQueryAttention(
+        norm=norm(hidden),
+        qkv=linear(heads * dim + 2 * kv, hidden),
         q_norm=norm(dim) if normed else None,
         k_norm=norm(dim) if normed else None,
-        out=matrix(hidden, heads * dim),
-        out_bias=bias(hidden),
-        mlp_norm=norm(hidden),
-        gate_up=matrix(2 * inner, hidden),
-        gate_up_bias=bias(2 * inner),
-        down=matrix(hidden, inner),
-        down_bias=bias(hidden),
+        out=linear(hidden, heads * dim),
         eps=1e-5,
         scale=dim**-0.5,
         window=9 if biased else 0,
     )
+    return Layer(attention, GatedMlp(norm(hidden), linear(2 * inner, hidden), linear(hidden, inner)), 1e-5)
 
 
-def as_arranged(ops: NativeOps, weight: torch.Tensor) -> Weight:
-    """As a model would get it."""
-    return weight_of(ops.arranged({"w.weight": weight.clone()}), "w")
+def with_weights(layer: Layer, how: Callable[[Weight], Weight], names: Sequence[str] = NAMES) -> Layer:
+    """The layer with some of its weights in another format."""
+
+    def changed(linear: Linear, name: str) -> Linear:
+        return replace(linear, weight=how(linear.weight)) if name in names else linear
+
+    attention, mlp = layer.attention, layer.mlp
+    attention = replace(attention, qkv=changed(attention.qkv, "qkv"), out=changed(attention.out, "out"))
+    mlp = replace(mlp, gate_up=changed(mlp.gate_up, "gate_up"), out=changed(mlp.out, "down"))
+    return Layer(attention, mlp, layer.eps)
+
+
+def in_8_bits(weight: Weight) -> Weight:
+    return quantize(weight.dense())
+
+
+def prepared(ops: Ops, weight: Weight) -> Weight:
+    """As a model would get it; the one given is not changed."""
+    if isinstance(weight, DenseWeight):
+        return ops.prepare(DenseWeight(weight.values.clone()))
+    return ops.prepare(quantize(weight.dense()))
+
+
+def in_one_call(
+    ops: Ops,
+    layers: Sequence[Layer],
+    residual: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    batch: Batch,
+    kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    fused = ops.fused(layers)
+    assert fused is not None
+    found = fused(residual, rope, batch, kv)
+    assert found is not None
+    return found
+
+
+__all__ = ["NAMES", "a_layer", "in_8_bits", "in_one_call", "prepared", "run_layers", "with_weights"]

@@ -5,20 +5,18 @@ python -m tests.kernels.sanitized LIBRARY SEED CASES
 
 import random
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from shoal.kernels import composed
 from shoal.kernels.cpu import Library, NativeOps, compiled
-from shoal.kernels.int8 import quantize
 from shoal.kernels.ref import RefOps
-from shoal.models.layers import weight_of
+from shoal.kernels.weights import DenseWeight, quantize
+from shoal.models.layer import run_layers
 from tests.kernels.draw_rows import greedy_rows
-from tests.kernels.layers import a_layer, as_arranged
+from tests.kernels.layers import NAMES, a_layer, in_8_bits, in_one_call, prepared, with_weights
 from tests.kernels.ragged import Tables
 
 REF = RefOps()
@@ -62,11 +60,11 @@ def products(ops: NativeOps, chance: random.Random) -> None:
     count, dtype = chance.choice((1, 3, 5, 16, 17, 31, 33, 100, 300)), chance.choice((torch.float32, torch.bfloat16))
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
     x, residual = torch.randn(count, inputs), torch.randn(count, outputs)
-    plain = ops.linear_add(x, weight, bias, residual.clone())
+    plain = ops.linear_add(x, DenseWeight(weight), bias, residual.clone())
     narrow = dtype == torch.bfloat16 and ops.library.bfloat16_products != "widened"
     wanted = (x.to(dtype) if narrow else x).double() @ weight.double().T + bias.double() + residual.double()
     torch.testing.assert_close(plain.double(), wanted, atol=2e-6 * inputs + 1e-5, rtol=1e-4)
-    model = weight_of(ops.arranged({"w.weight": weight.clone()}), "w")
+    model = prepared(ops, DenseWeight(weight))
     assert torch.equal(ops.linear_add(x, model, bias, residual.clone()), plain)
     ids = torch.randint(outputs, (count,))
     assert torch.equal(ops.embed(ids, model), weight[ids].float())
@@ -96,19 +94,18 @@ def layers(ops: NativeOps, chance: random.Random) -> None:
     heads, dtype = kv_heads * chance.choice((1, 2, 17)), chance.choice((torch.bfloat16, torch.bfloat16, torch.float32))
     tokens, past = chance.choice((1, 2, 9, 16, 17, 31, 32, 33, 40, 90, 150, 300)), chance.choice((0, 5, 70))
     layer = a_layer(dtype, heads, kv_heads, 32, chance.random() < 0.5, chance.random() < 0.5, hidden, inner)
-    names = ("qkv", "out", "gate_up", "down")
-    kept = chance.choice((*names, ""))  # as torch has it
-    tiled = {name: as_arranged(ops, getattr(layer, name)) for name in names if name != kept}
-    small = {name: quantize(getattr(layer, name)) for name in names if name != kept}
+    kept = chance.choice((*NAMES, ""))  # in torch's layout
+    names = [name for name in NAMES if name != kept]
     tables = Tables([past + tokens], 16)
     angles = torch.randn(tokens, 16)
-    turn, start = (angles.cos(), angles.sin()), torch.randn(tokens, hidden)
+    rope, start = (angles.cos(), angles.sin()), torch.randn(tokens, hidden)
     cache = torch.randn(2, tables.blocks, 16, kv_heads, 32).to(dtype)
-    for model in (layer, replace(layer, **tiled), replace(layer, **small)):
+    tiled, small = with_weights(layer, partial(prepared, ops), names), with_weights(layer, in_8_bits, names)
+    for model in (layer, tiled, small):
         found = []
-        for run in (ops.layers, partial(composed.layers, ops)):
+        for run in (in_one_call, run_layers):
             keys, values = cache.clone()
-            found.append(run([model], start.clone(), turn, tables.batch([(0, past, tokens)]), [(keys, values)]))
+            found.append(run(ops, [model], start.clone(), rope, tables.batch([(0, past, tokens)]), [(keys, values)]))
         assert torch.equal(found[0], found[1])
 
 

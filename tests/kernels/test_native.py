@@ -1,6 +1,8 @@
 """The C library: that it is found or its absence explained, and that neighbours, threads and pieces change no bit."""
 
+import ctypes
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +15,12 @@ import torch
 
 from shoal import kernels
 from shoal.errors import ShoalError
-from shoal.kernels import Batch, composed
-from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make, plain
-from shoal.kernels.int8 import Int8Weight, quantize
-from shoal.kernels.laid import LaidWeight, can_be_laid
+from shoal.kernels import Batch
+from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, find, make, plain, structs
 from shoal.kernels.ref import RefOps
-from tests.kernels.layers import a_layer, as_arranged
+from shoal.kernels.weights import DenseWeight, Int8Weight, TiledWeight, Weight, can_be_tiled, quantize
+from shoal.models.layer import Layer, run_layers
+from tests.kernels.layers import a_layer, in_8_bits, in_one_call, prepared, with_weights
 from tests.kernels.pretended import pretended
 from tests.kernels.ragged import Tables
 
@@ -41,8 +43,8 @@ def threads() -> object:
 @pytest.mark.parametrize("inputs", [172, 576])
 def test_a_row_is_the_same_whoever_is_beside_it(ops: NativeOps, dtype: torch.dtype, inputs: int) -> None:
     """To the last bit: in every tile size, and across the border between few and many rows."""
-    x, weight, bias = torch.randn(300, inputs), torch.randn(50, inputs).to(dtype), torch.randn(50).to(dtype)
-    small = quantize(weight)
+    x, values, bias = torch.randn(300, inputs), torch.randn(50, inputs).to(dtype), torch.randn(50).to(dtype)
+    weight, small = DenseWeight(values), quantize(values)
     whole, whole8 = ops.linear(x, weight, bias), ops.linear(x, small, bias)
     for first, end in ((0, 1), (3, 5), (7, 10), (20, 24), (30, 35), (2, 33), (11, 80), (70, 140), (100, 299)):
         assert torch.equal(ops.linear(x[first:end], weight, bias), whole[first:end])
@@ -52,31 +54,34 @@ def test_a_row_is_the_same_whoever_is_beside_it(ops: NativeOps, dtype: torch.dty
 TILED = [pytest.param(param.values[0], id=param.id) for param in NATIVE if param.values[0].calls.shoal_has_tiles()]
 
 
-def laid(ops: NativeOps, weight: torch.Tensor) -> LaidWeight:
+def tiled(ops: NativeOps, values: torch.Tensor) -> TiledWeight:
     """A copy of it, in tiles."""
-    found = ops.arranged({"w.weight": weight.clone()})
-    assert "w.laid" in found
-    return LaidWeight(found["w.weight"])
+    found = ops.prepare(DenseWeight(values.clone()))
+    assert isinstance(found, TiledWeight)
+    return found
 
 
-def laid8(ops: NativeOps, weight: Int8Weight) -> Int8Weight:
-    found = ops.arranged({"w.weight": weight.values.clone(), "w.scales": weight.scales})
-    assert "w.laid" in found
-    return replace(weight, values=found["w.weight"], laid=True)
+def tiled8(ops: NativeOps, weight: Int8Weight) -> Int8Weight:
+    found = ops.prepare(replace(weight, stored=DenseWeight(weight.stored.values.clone())))
+    assert isinstance(found, Int8Weight)
+    assert isinstance(found.stored, TiledWeight)
+    return found
 
 
 @pytest.mark.parametrize("ops", TILED)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 16), (576, 48), (160, 208), (1536, 80)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_weights_in_tiles_give_the_same_bits(ops: NativeOps, inputs: int, outputs: int, biased: bool) -> None:
+def test_tiled_weights_give_the_same_bits(ops: NativeOps, inputs: int, outputs: int, biased: bool) -> None:
     """For every number of rows, with and without a bias and a residual; the matrix can be had back."""
-    weight = torch.randn(outputs, inputs).bfloat16()
+    values = torch.randn(outputs, inputs).bfloat16()
     bias = torch.randn(outputs).bfloat16() if biased else None
-    small, tiles = quantize(weight), laid(ops, weight)
-    small_tiles = laid8(ops, small)
-    assert not torch.equal(tiles.values, weight), "nothing was laid"
-    assert torch.equal(tiles.full(), weight)
-    assert torch.equal(small_tiles.full(), small.full())
+    weight, small, tiles = DenseWeight(values), quantize(values), tiled(ops, values)
+    small_tiles = tiled8(ops, small)
+    assert not torch.equal(tiles.values, values), "nothing was tiled"
+    assert torch.equal(tiles.dense(), values)
+    assert torch.equal(small_tiles.dense(), small.dense())
+    assert (tiles.shape, tiles.dtype, tiles.nbytes) == (weight.shape, weight.dtype, weight.nbytes)
+    assert (small_tiles.shape, small_tiles.nbytes) == (small.shape, small.nbytes)
     for rows in (1, 2, 7, 15, 16, 17, 29, 31, 32, 33, 48, 70, 150, 300):
         x, residual = torch.randn(rows, inputs), torch.randn(rows, outputs)
         assert torch.equal(ops.linear(x, tiles, bias), ops.linear(x, weight, bias)), rows
@@ -86,10 +91,10 @@ def test_weights_in_tiles_give_the_same_bits(ops: NativeOps, inputs: int, output
 
 
 @pytest.mark.parametrize("ops", TILED)
-def test_rows_of_weights_in_tiles(ops: NativeOps) -> None:
+def test_rows_of_tiled_weights(ops: NativeOps) -> None:
     weight, ids = torch.randn(96, 128).bfloat16(), torch.tensor([0, 95, 17, 16, 15, 17])
     small = quantize(weight)
-    tiles, small_tiles = laid(ops, weight), laid8(ops, small)
+    tiles, small_tiles = tiled(ops, weight), tiled8(ops, small)
     for found in (ops.embed(ids, tiles), CpuOps().embed(ids, tiles).float(), REF.embed(ids, tiles).float()):
         assert torch.equal(found, weight[ids].float())
     for found in (ops.embed(ids, small_tiles), REF.embed(ids, small_tiles)):
@@ -99,31 +104,33 @@ def test_rows_of_weights_in_tiles(ops: NativeOps) -> None:
 
 
 @pytest.mark.parametrize("ops", TILED)
-def test_a_product_without_tiles_of_weights_in_them(ops: NativeOps) -> None:
+def test_plain_torch_multiplies_by_tiled_weights_too(ops: NativeOps) -> None:
     weight, x = torch.randn(32, 64).bfloat16(), torch.randn(3, 64).bfloat16()
-    assert torch.equal(CpuOps().linear(x, laid(ops, weight), None), CpuOps().linear(x, weight, None))
-    assert torch.equal(REF.linear(x, laid(ops, weight), None), REF.linear(x, weight, None))
+    for plain_ops in (CpuOps(), REF):
+        wanted = plain_ops.linear(x, DenseWeight(weight), None)
+        assert torch.equal(plain_ops.linear(x, tiled(ops, weight), None), wanted)
 
 
 @pytest.mark.parametrize("ops", NATIVE)
-def test_only_whole_tiles_are_laid(ops: NativeOps) -> None:
-    """What has a rest, other types and vectors stay as they are, and so does everything without tiles."""
+def test_only_whole_tiles_are_tiled(ops: NativeOps) -> None:
+    """Matrices of partial tiles and other types stay as they are, and so does everything without tiles."""
     kept = {
-        "rows.weight": torch.randn(17, 64).bfloat16(),
-        "columns.weight": torch.randn(16, 40).bfloat16(),
-        "wide.weight": torch.randn(16, 64),
-        "turned.weight": torch.randn(64, 16).bfloat16().T,
-        "norm.weight": torch.randn(64).bfloat16(),
-        "some.bias": torch.randn(64).bfloat16(),
+        "rows": torch.randn(17, 64).bfloat16(),
+        "columns": torch.randn(16, 40).bfloat16(),
+        "wide": torch.randn(16, 64),
+        "transposed": torch.randn(64, 16).bfloat16().T,
     }
-    before = {name: tensor.clone() for name, tensor in kept.items()}
+    for values in kept.values():
+        before, weight = values.clone(), DenseWeight(values)
+        assert ops.prepare(weight) is weight
+        assert torch.equal(values, before)
     whole = torch.randn(16, 64).bfloat16()
-    found = ops.arranged({**kept, "whole.weight": whole.clone()})
     has_tiles = bool(ops.calls.shoal_has_tiles())
-    assert set(found) == {*kept, "whole.weight", *(["whole.laid"] if has_tiles else [])}
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-    assert torch.equal(found["whole.weight"], whole) is not has_tiles
-    assert not any(map(can_be_laid, (kept["rows.weight"], kept["columns.weight"], kept["turned.weight"])))
+    found = ops.prepare(DenseWeight(whole.clone()))
+    assert isinstance(found, TiledWeight if has_tiles else DenseWeight)
+    assert torch.equal(found.values, whole) is not has_tiles
+    assert ops.prepare(found) is found, "tiled twice"
+    assert not any(can_be_tiled(kept[name]) for name in ("rows", "columns", "transposed"))
 
 
 def attend(ops: NativeOps, batch: Batch, q: torch.Tensor, cache: torch.Tensor, window: int) -> torch.Tensor:
@@ -211,8 +218,8 @@ def test_threads_change_no_bit(ops: NativeOps, threads: object) -> None:
     tables = Tables([1300, 40, 700], 16)
     batch = tables.batch([(0, 1299, 1), (1, 0, 40), (2, 699, 1)])
     cache, q = torch.randn(2, tables.blocks, 16, 3, 64), torch.randn(42, 9, 64)
-    x, weight = torch.randn(150, 576), torch.randn(200, 576)
-    narrow, small = weight.bfloat16(), quantize(weight)
+    x, values = torch.randn(150, 576), torch.randn(200, 576)
+    weight, narrow, small = DenseWeight(values), DenseWeight(values.bfloat16()), quantize(values)
     narrow_cache = cache.bfloat16()
     found = []
     for count in (1, 2, 3):
@@ -249,9 +256,9 @@ def test_many_heads_of_one_group(ops: NativeOps) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_embeddings_are_wide(ops: NativeOps, dtype: torch.dtype) -> None:
     weight, ids = torch.randn(20, 33).to(dtype), torch.tensor([3, 0, 19, 3])
-    assert torch.equal(ops.embed(ids, weight), weight[ids].float())
+    assert torch.equal(ops.embed(ids, DenseWeight(weight)), weight[ids].float())
     small = quantize(weight)
-    assert torch.equal(ops.embed(ids, small), small.full()[ids])
+    assert torch.equal(ops.embed(ids, small), small.dense()[ids])
 
 
 @pytest.mark.parametrize("ops", NATIVE)
@@ -271,7 +278,8 @@ def test_extreme_values(ops: NativeOps) -> None:
     assert ops.attention(q, cache[0], cache[1], batch, 1.0, 0).isnan().all()
     x = torch.ones(2, 64)
     x[1, 3] = float("nan")
-    for weight in (torch.randn(9, 64), quantize(torch.randn(9, 64))):
+    weights: tuple[Weight, ...] = (DenseWeight(torch.randn(9, 64)), quantize(torch.randn(9, 64)))
+    for weight in weights:
         out = ops.linear(x, weight, None)
         assert out[0].isfinite().all()
         assert out[1].isnan().all()
@@ -281,11 +289,11 @@ def test_int8_weights_are_near() -> None:
     weight = torch.randn(40, 100) * torch.rand(40, 1) * 3
     weight[7] = 0
     small = quantize(weight)
-    assert small.values.shape == (40, 128)
+    assert small.stored.shape == (40, 128)
     assert small.shape == (40, 100)
     steps = weight.abs().amax(1, keepdim=True) / 127
-    assert ((small.full() - weight).abs() <= steps * 0.501).all()
-    assert torch.equal(small.rows(torch.tensor([3, 7])), small.full()[[3, 7]])
+    assert ((small.dense() - weight).abs() <= steps * 0.501).all()
+    assert torch.equal(small.rows(torch.tensor([3, 7])), small.dense()[[3, 7]])
 
 
 @pytest.mark.parametrize("ops", NATIVE)
@@ -297,7 +305,7 @@ def test_int8_products(ops: NativeOps, rows: int) -> None:
     wanted = REF.linear_add(x, small, bias, residual)
     found = ops.linear_add(x, small, bias, residual.clone())
     step = x.abs().amax(1, keepdim=True) / 127
-    assert ((found - wanted).abs() <= step * small.full().abs().sum(1) / 2).all()
+    assert ((found - wanted).abs() <= step * small.dense().abs().sum(1) / 2).all()
     assert (found - wanted).abs().mean() < 0.2
 
 
@@ -377,7 +385,7 @@ def test_products_of_bfloat16(rows: int, inputs: int, outputs: int) -> None:
     weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
     wanted = x.bfloat16().double() @ weight.double().T + bias.double() + residual.double()
     for name, ops in pretended():
-        found = ops.linear_add(x, weight, bias, residual.clone())
+        found = ops.linear_add(x, DenseWeight(weight), bias, residual.clone())
         torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-5, msg=name)
 
 
@@ -458,6 +466,53 @@ def test_denormals_survive_loading() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env={**os.environ})
 
 
+def test_every_included_file_is_part_of_the_cached_files_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A change of any C file compiles a new library."""
+    folder = compiled.SOURCE.parent
+    texts = {path.name: path.read_text() for path in folder.glob("*.c")}
+    included = {name for text in texts.values() for name in re.findall(r'#include "(.*)"', text)}
+    assert included == texts.keys() - {"native.c"}, "a file is included nowhere, or is not beside native.c"
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(compiled, "SOURCE", tmp_path / "native.c")
+    monkeypatch.setattr(compiled, "_make", lambda compiler, flags, target: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compiler = compiled._compiler()
+    if compiler is None:
+        pytest.skip("no compiler here")
+    names = {compiled._compiled(compiler, ())}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"{text}/* changed */")
+        names.add(compiled._compiled(compiler, ()))
+        (tmp_path / name).write_text(text)
+    assert len(names) == 1 + len(texts)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_both_sides_agree_on_the_structs(ops: NativeOps) -> None:
+    assert structs.size_mismatch(ops.calls) is None
+
+
+@pytest.mark.parametrize("changed", ["grown", "missing", "unknown"])
+def test_a_library_with_other_structs_is_not_used(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not isinstance(find(), Library):
+        pytest.skip("no library here")
+
+    class Grown(structs.PassStruct):  # type: ignore[misc]
+        _fields_ = (("more", ctypes.c_long),)
+
+    mirrors = {
+        "grown": tuple(Grown if one is structs.PassStruct else one for one in structs.MIRRORED),
+        "missing": structs.MIRRORED[:-1],
+        "unknown": (*structs.MIRRORED, Grown),
+    }
+    monkeypatch.setattr(structs, "MIRRORED", mirrors[changed])
+    found = compiled._load.__wrapped__("portable", compiled._compiler())
+    assert isinstance(found, NoLibrary)
+    assert "does not fit this version" in str(found)
+    assert "bytes" in str(found)
+
+
 def test_the_library_tells_what_it_is() -> None:
     found = find()
     if isinstance(found, Library):
@@ -472,25 +527,22 @@ def test_the_library_tells_what_it_is() -> None:
 def test_all_layers_in_one_call(ops: NativeOps, dtype: torch.dtype, normed: bool, biased: bool) -> None:
     """As one operation after the other, to the last bit; in 8 bits too; and near ref."""
     layers = [a_layer(dtype, 4, 2, 32, normed, biased) for _ in range(3)]
-    small = [
-        replace(one, **{name: quantize(getattr(one, name)) for name in ("qkv", "out", "gate_up", "down")})
-        for one in layers
-    ]
-    in_tiles = [replace(one, out=as_arranged(ops, one.out), down=as_arranged(ops, one.down)) for one in layers]
+    small = [with_weights(one, in_8_bits) for one in layers]
+    some_tiled = [with_weights(one, partial(prepared, ops), ("out", "down")) for one in layers]
     tables = Tables([40, 9], 16)
     angles = torch.randn(14, 16)
-    turn = (angles.cos(), angles.sin())
+    rope = (angles.cos(), angles.sin())
     start = torch.randn(14, 48)
-    for these in (layers, small, in_tiles):
+    for these in (layers, small, some_tiled):
         found = []
-        runs = [ops.layers, partial(composed.layers, ops)]
+        runs = [partial(in_one_call, ops), partial(run_layers, ops)]
         compared = these is layers and dtype == torch.float32
-        for run in [*runs, partial(composed.layers, REF)] if compared else runs:
+        for run in [*runs, partial(run_layers, REF)] if compared else runs:
             torch.manual_seed(0)
             data = torch.randn(3, 2, tables.blocks, 16, 2, 32).to(dtype)
             kv = [(one[0], one[1]) for one in data]
             batch = tables.batch([(0, 30, 10), (1, 5, 4)])
-            found.append((run(these, start.clone(), turn, batch, kv), data))
+            found.append((run(these, start.clone(), rope, batch, kv), data))
         assert torch.equal(found[0][0], found[1][0])
         assert torch.equal(found[0][1], found[1][1])
         if compared:
@@ -501,38 +553,74 @@ def test_all_layers_in_one_call(ops: NativeOps, dtype: torch.dtype, normed: bool
 @pytest.mark.parametrize("ops", TILED)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("tokens", "inner"), [*((n, 96) for n in (1, 9, 16, 21, 32, 33, 90, 150, 300)), (40, 48)])
-def test_layers_of_weights_in_tiles(ops: NativeOps, biased: bool, tokens: int, inner: int) -> None:
+def test_layers_of_tiled_weights(ops: NativeOps, biased: bool, tokens: int, inner: int) -> None:
     """To the last bit as of weights that are not, and the gate as one operation after the other; in 8 bits too."""
-    names = ("qkv", "out", "gate_up", "down")
     layers = [a_layer(torch.bfloat16, 4, 2, 32, False, biased, hidden=64, inner=inner) for _ in range(2)]
-    small = [replace(one, **{name: quantize(getattr(one, name)) for name in names}) for one in layers]
-    in_tiles = [replace(one, **{name: as_arranged(ops, getattr(one, name)) for name in names}) for one in layers]
-    assert isinstance(in_tiles[0].gate_up, LaidWeight)
-    assert isinstance(in_tiles[0].down, LaidWeight) == (inner % 32 == 0)
-    small_tiles = [replace(one, **{name: laid8(ops, getattr(one, name)) for name in names}) for one in small]
+    small = [with_weights(one, in_8_bits) for one in layers]
+    in_tiles = [with_weights(one, partial(prepared, ops)) for one in layers]
+    assert isinstance(in_tiles[0].mlp.gate_up.weight, TiledWeight)
+    assert isinstance(in_tiles[0].mlp.out.weight, TiledWeight) == (inner % 32 == 0)
+    small_tiles = [with_weights(one, partial(prepared, ops)) for one in small]
+    assert isinstance(small_tiles[0].mlp.out.weight, Int8Weight)
+    assert isinstance(small_tiles[0].mlp.out.weight.stored, TiledWeight)
     tables = Tables([tokens + 5], 16)
     angles = torch.randn(tokens, 16)
-    turn = (angles.cos(), angles.sin())
+    rope = (angles.cos(), angles.sin())
     start, data = torch.randn(tokens, 64), torch.randn(2, 2, tables.blocks, 16, 2, 32).bfloat16()
 
-    def run(these: list[kernels.Layer], way: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def run(these: list[Layer], way: Callable[..., torch.Tensor]) -> torch.Tensor:
         kv = [(one[0], one[1]) for one in data.clone()]
-        return way(these, start.clone(), turn, tables.batch([(0, 5, tokens)]), kv)
+        return way(ops, these, start.clone(), rope, tables.batch([(0, 5, tokens)]), kv)
 
     for plain_ones, those in ((layers, in_tiles), (small, small_tiles)):
-        wanted = run(plain_ones, ops.layers)
-        assert torch.equal(run(those, ops.layers), wanted)
-        assert torch.equal(run(those, partial(composed.layers, ops)), wanted)
+        wanted = run(plain_ones, in_one_call)
+        assert torch.equal(run(those, in_one_call), wanted)
+        assert torch.equal(run(those, run_layers), wanted)
 
 
 @pytest.mark.parametrize("ops", NATIVE)
-def test_what_c_cannot_do_is_done_in_parts(ops: NativeOps) -> None:
-    """An odd head size; and new layers or another cache after the first."""
+def test_a_pass_that_c_cannot_compute_is_left_to_the_model(ops: NativeOps) -> None:
+    """An odd head size, a padded rectangle; nothing has been changed then, and one operation after the other works."""
     for dim in (10, 32, 10):
         layers = [a_layer(torch.float32, 2, 1, dim, False, False)]
         tables = Tables([20], 16)
         angles = torch.randn(20, dim // 2)
         start, data = torch.randn(20, 48), torch.zeros(2, tables.blocks, 16, 1, dim)
-        arguments = ((angles.cos(), angles.sin()), tables.batch([(0, 0, 20)]), [(data[0], data[1])])
-        wanted = composed.layers(REF, layers, start.clone(), *arguments)
-        torch.testing.assert_close(ops.layers(layers, start.clone(), *arguments), wanted, atol=1e-4, rtol=1e-4)
+        rope, batch, kv = (angles.cos(), angles.sin()), tables.batch([(0, 0, 20)]), [(data[0], data[1])]
+        wanted = run_layers(REF, layers, start.clone(), rope, batch, kv)
+        fused = ops.fused(layers)
+        assert fused is not None
+        data.zero_()
+        before = start.clone()
+        assert fused(start, rope, replace(batch, width=20), kv) is None
+        found = fused(start, rope, batch, kv)
+        assert (found is None) == (dim % ops.lanes != 0)
+        if found is None:
+            assert torch.equal(start, before)
+            assert not data.any()
+            found = run_layers(ops, layers, start, rope, batch, kv)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_another_cache_after_the_first(ops: NativeOps) -> None:
+    layers = [a_layer(torch.float32, 2, 1, 32, False, False)]
+    fused = ops.fused(layers)
+    assert fused is not None
+    tables = Tables([20], 16)
+    angles, start = torch.randn(20, 16), torch.randn(20, 48)
+    rope, batch = (angles.cos(), angles.sin()), tables.batch([(0, 0, 20)])
+    caches = [torch.zeros(2, tables.blocks, 16, 1, 32) for _ in range(2)]
+    found = [fused(start.clone(), rope, batch, [(data[0], data[1])]) for data in caches]
+    assert torch.equal(found[0], found[1])  # type: ignore[arg-type]
+    assert torch.equal(caches[0], caches[1])
+    assert caches[1].any()
+
+
+@pytest.mark.parametrize("ops", NATIVE)
+def test_layers_of_an_unknown_kind_are_not_fused(ops: NativeOps) -> None:
+    layer = a_layer(torch.float32, 2, 1, 32, False, False)
+    other = replace(layer, mlp=replace(layer.mlp, kind="experts"))
+    assert ops.fused([layer, other]) is None
+    assert ops.fused([replace(layer, attention=replace(layer.attention, kind="latent"))]) is None
+    assert all(plain_ops.fused([layer]) is None for plain_ops in (CpuOps(), REF))

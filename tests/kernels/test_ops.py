@@ -9,6 +9,7 @@ from shoal import kernels
 from shoal.kernels import Ops
 from shoal.kernels.cpu import CpuOps, computes_natively
 from shoal.kernels.ref import RefOps
+from shoal.kernels.weights import DenseWeight
 from tests.kernels.pretended import pretended
 from tests.kernels.ragged import Tables
 
@@ -32,7 +33,8 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 def test_row_by_row_kernels(impl: Ops, dtype: torch.dtype, tokens: int) -> None:
     torch.manual_seed(tokens)
     x, other = torch.randn(tokens, 96).to(dtype), torch.randn(tokens, 64).to(dtype)
-    weight, bias, scale = torch.randn(64, 96).to(dtype) / 10, torch.randn(64).to(dtype), torch.rand(96).to(dtype)
+    weight = DenseWeight(torch.randn(64, 96).to(dtype) / 10)
+    bias, scale = torch.randn(64).to(dtype), torch.rand(96).to(dtype)
     close(impl.linear(x, weight, None), REF.linear(x, weight, None))
     close(impl.linear(x, weight, bias), REF.linear(x, weight, bias))
     close(impl.silu_mul(x), REF.silu_mul(x))
@@ -51,8 +53,8 @@ def test_a_linear_layer_takes_float32_inputs_beside_weights_of_any_type(
     """The result has the inputs' type, whatever the CPU can multiply by itself."""
     torch.manual_seed(tokens)
     x, residual = torch.randn(tokens, 96), torch.randn(tokens, 64)
-    weight, bias = torch.randn(64, 96).to(kept_as) / 10, torch.randn(64).to(kept_as)
-    wanted = x @ weight.float().T
+    values, bias = torch.randn(64, 96).to(kept_as) / 10, torch.randn(64).to(kept_as)
+    weight, wanted = DenseWeight(values), x @ values.float().T
     tolerance = {"atol": 3e-2, "rtol": 3e-2}  # some round the inputs to the weights' type
     torch.testing.assert_close(impl.linear(x, weight, None), wanted, **tolerance)
     torch.testing.assert_close(impl.linear(x, weight, bias), wanted + bias.float(), **tolerance)
@@ -84,9 +86,9 @@ def test_rotate_and_store(impl: Ops, dtype: torch.dtype, normed: bool) -> None:
     norms = (torch.rand(32).to(dtype), torch.rand(32).to(dtype), 1e-6) if normed else None
     slots = torch.randperm(20)[:11]
     found, wanted = torch.zeros(2, 2, 5, 4, 2, 32, dtype=dtype)
-    turn = (angles.cos(), angles.sin())
-    q = impl.rotate_and_store(qkv.clone(), norms, turn, (found[0], found[1]), slots)
-    close(q, REF.rotate_and_store(qkv, norms, turn, (wanted[0], wanted[1]), slots))
+    rope = (angles.cos(), angles.sin())
+    q = impl.rotate_and_store(qkv.clone(), norms, rope, (found[0], found[1]), slots)
+    close(q, REF.rotate_and_store(qkv, norms, rope, (wanted[0], wanted[1]), slots))
     close(found, wanted)
     assert q.shape == (11, 6, 32)
     assert torch.equal(found[1].view(20, 64)[slots], qkv[:, 8 * 32 :])

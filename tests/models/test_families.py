@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from shoal import kernels
 from shoal.kernels import Ops
 from shoal.models import make_model, spec_from_config
-from shoal.models.layers import RopeTable
+from shoal.models.rope import RopeTable
 from shoal.runner.loader import SafetensorsReader, load_weights
 from tests.kernels.ragged import Tables
 

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.errors import UnsupportedModel
 from shoal.models import model_class, spec, spec_from_config
+from shoal.models.layout import shapes
 from shoal.models.spec import FAMILIES
 
 BASE: dict[str, Any] = {
@@ -65,7 +66,7 @@ def test_counts_of_smollm2_135m() -> None:
 def test_parameters_is_the_sum_of_all_shapes(architecture: str) -> None:
     found = spec_from_config(config(architectures=[architecture], attention_bias=True, mlp_bias=True))
     total = 0
-    for _, shape in model_class(found).parameter_shapes(found):
+    for _, shape in shapes(model_class(found).layout(found)):
         size = 1
         for side in shape:
             size *= side

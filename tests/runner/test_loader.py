@@ -1,6 +1,7 @@
 """Weights into place, and every way a checkpoint can be wrong."""
 
 import json
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from safetensors.torch import save_file
 
 from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights
 from shoal.kernels import cpu, pick
+from shoal.kernels.weights import DenseWeight, Int8Weight, Parameters, Weight
 from shoal.models import make_model, model_class, spec_from_config
-from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype
+from shoal.models.layout import places, shapes
+from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype, to_int8
 from tests.kernels.ragged import Tables
 
 CONFIG: dict[str, Any] = {
@@ -32,11 +35,16 @@ TIED = spec_from_config({**CONFIG, "tie_word_embeddings": True})
 
 
 def checkpoint() -> dict[str, torch.Tensor]:
-    return {name: torch.randn(place.shape) for name, place in model_class(SPEC).sources(SPEC).items()}
+    return {name: torch.randn(place.shape) for name, place in places(model_class(SPEC).layout(SPEC)).items()}
 
 
 def load(folder: Path, spec: Any = SPEC) -> dict[str, torch.Tensor]:
-    return load_weights(SafetensorsReader(folder), spec, torch.float32, "cpu")
+    return tensors_of(load_weights(SafetensorsReader(folder), spec, torch.float32, "cpu"))
+
+
+def tensors_of(params: Parameters) -> dict[str, torch.Tensor]:
+    assert all(isinstance(weight, DenseWeight) for weight in params.weights.values())
+    return {name: weight.dense() for name, weight in params.weights.items()} | params.vectors
 
 
 def save_shards(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -56,7 +64,7 @@ def test_single_file_and_shards_give_the_same_fused_parameters(tmp_path: Path) -
     save_file(tensors, one / "model.safetensors")
     save_shards(tensors, many)
     found, again = load(one), load(many)
-    assert found.keys() == again.keys() == dict(model_class(SPEC).parameter_shapes(SPEC)).keys()
+    assert found.keys() == again.keys() == dict(shapes(model_class(SPEC).layout(SPEC))).keys()
     assert all(torch.equal(found[name], again[name]) for name in found)
     parts = [tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
     assert torch.equal(found["layers.1.qkv.weight"], torch.cat(parts))
@@ -67,7 +75,7 @@ def test_single_file_and_shards_give_the_same_fused_parameters(tmp_path: Path) -
 def test_values_are_cast_and_progress_may_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = checkpoint()
     save_file(tensors, tmp_path / "model.safetensors")
-    found = load_weights(SafetensorsReader(tmp_path), SPEC, torch.bfloat16, "cpu", progress=True)
+    found = tensors_of(load_weights(SafetensorsReader(tmp_path), SPEC, torch.bfloat16, "cpu", progress=True))
     assert torch.equal(found["head.weight"], tensors["lm_head.weight"].bfloat16())
     assert "weights" in capsys.readouterr().err
 
@@ -90,7 +98,7 @@ class Arrays:
 def test_arrays_are_read_too(tmp_path: Path) -> None:
     tensors = checkpoint()
     save_file(tensors, tmp_path / "model.safetensors")
-    found = load_weights(ArrayReader(Arrays(tensors)), SPEC, torch.float32, "cpu")
+    found = tensors_of(load_weights(ArrayReader(Arrays(tensors)), SPEC, torch.float32, "cpu"))
     assert all(torch.equal(found[name], wanted) for name, wanted in load(tmp_path).items())
 
 
@@ -173,14 +181,11 @@ def test_pickles_are_refused(name: str, tmp_path: Path) -> None:
 def test_dummy_weights_make_a_well_behaved_model() -> None:
     spec = spec_from_config({**CONFIG, "vocab_size": 40_000, "hidden_size": 128, "intermediate_size": 256})
     params = dummy_weights(spec, torch.float32, "cpu", seed=3)
-    again = dummy_weights(spec, torch.float32, "cpu", seed=3)
-    other = dummy_weights(spec, torch.float32, "cpu", seed=4)
-    assert {name: tuple(param.shape) for name, param in params.items()} == dict(
-        model_class(spec).parameter_shapes(spec)
-    )
-    assert all(torch.equal(params[name], again[name]) for name in params)
-    assert not torch.equal(params["head.weight"], other["head.weight"])
-    assert bool((params["norm.weight"] == 1).all())
+    one, again, other = (tensors_of(dummy_weights(spec, torch.float32, "cpu", seed=seed)) for seed in (3, 3, 4))
+    assert {name: tuple(tensor.shape) for name, tensor in one.items()} == dict(shapes(model_class(spec).layout(spec)))
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+    assert bool((one["norm.weight"] == 1).all())
     tables = Tables([9], 4)
     shape = (tables.blocks, 4, spec.kv_heads, spec.head_dim)
     kv = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(spec.layers)]
@@ -188,6 +193,23 @@ def test_dummy_weights_make_a_well_behaved_model() -> None:
     with torch.inference_mode():
         logits = model.logits(model.forward(torch.arange(9), tables.batch([(0, 0, 9)]), kv))
     assert 0.3 < float(logits.std()) < 3
+
+
+def test_weights_are_converted_one_at_a_time() -> None:
+    """Each dense one is freed before the next is converted; norms and biases stay as they are."""
+    params = dummy_weights(SPEC, torch.bfloat16, "cpu")
+    names, alive = list(params.weights), [weakref.ref(weight) for weight in params.weights.values()]
+
+    def convert(weight: Weight) -> Weight:
+        done = sum(isinstance(one, Int8Weight) for one in params.weights.values())
+        assert [one() is None for one in alive] == [number < done for number in range(len(alive))]
+        return to_int8(weight)
+
+    vectors = dict(params.vectors)
+    params.convert(convert)
+    assert list(params.weights) == names
+    assert all(isinstance(weight, Int8Weight) for weight in params.weights.values())
+    assert params.vectors == vectors
 
 
 def test_pick_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

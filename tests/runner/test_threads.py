@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shoal.kernels.cpu import Library, find, make, plain
+from shoal.kernels.weights import DenseWeight
 from shoal.runner import threads
 from shoal.runner.threads import choose_threads, possible_threads, release_threads
 
@@ -85,7 +86,7 @@ def test_the_environment_variable_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_threads_of_a_thread_that_computes_no_more_are_ended() -> None:
     """And come back when they are needed again, with the same result."""
     torch.set_num_threads(2)
-    ops, x, weight = make(), torch.randn(64, 512), torch.randn(512, 512)
+    ops, x, weight = make(), torch.randn(64, 512), DenseWeight(torch.randn(512, 512))
     wanted = ops.linear(x, weight, None)
     before = len(os.listdir("/proc/self/task"))
     assert release_threads()

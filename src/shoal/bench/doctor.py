@@ -8,19 +8,16 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.bench.floor import measure
-from shoal.kernels import Ops, pick
+from shoal.kernels import pick
 from shoal.kernels.cpu import Library, find, has_bfloat16_products
 from shoal.kernels.cpu.compiled import EXTRAS, NEEDS, cpu_features
-from shoal.kernels.int8 import Int8Weight, Weight, quantize
-from shoal.kernels.laid import LaidWeight
+from shoal.kernels.weights import DenseWeight, quantize
 
 WORTH_TELLING = {name for needed in NEEDS.values() for name in needed} | {
     *(name for extras in EXTRAS.values() for name in extras),
@@ -59,7 +56,7 @@ def linear_rates(level: str, name: str) -> dict[str, Any]:
     """A linear layer of few and of many rows, with the kernels that would be used."""
     ops = pick("cpu", level)
     full = torch.randn(OUTPUTS, INPUTS)
-    weight = as_a_model_has_it(ops, quantize(full) if name == "int8" else full.to(getattr(torch, name)))
+    weight = ops.prepare(quantize(full) if name == "int8" else DenseWeight(full.to(getattr(torch, name))))
     size = OUTPUTS * INPUTS * {"float32": 4, "bfloat16": 2, "int8": 1}[name]
     activations = ops.embed(torch.zeros(1, dtype=torch.int64), weight).dtype  # as a model's would be
     one, many = torch.randn(1, INPUTS).to(activations), torch.randn(32, INPUTS).to(activations)
@@ -70,14 +67,6 @@ def linear_rates(level: str, name: str) -> dict[str, Any]:
         "one_row_gb_s": size / one_s / 1e9,
         "many_rows_gflop_s": 2 * len(many) * OUTPUTS * INPUTS / many_s / 1e9,
     }
-
-
-def as_a_model_has_it(ops: Ops, weight: Tensor | Int8Weight) -> Weight:
-    """In tiles, where the kernels want that."""
-    values = weight if isinstance(weight, Tensor) else weight.values
-    if "w.laid" not in ops.arranged({"w.weight": values}):
-        return weight
-    return LaidWeight(weight) if isinstance(weight, Tensor) else replace(weight, laid=True)
 
 
 def best_s(work: Callable[[], object], runs: int = 3) -> float:

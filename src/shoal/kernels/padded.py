@@ -14,7 +14,7 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shoal.kernels import Batch
+    from shoal.kernels.ops import Batch
 
 
 def padded_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:

@@ -12,38 +12,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import linear, silu
 
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
-from shoal.kernels import Batch, Layer, composed
+from shoal.kernels import composed
 from shoal.kernels.draw_table import KEY, PARAMETERS, ROW, SECOND_KEY, TEMPERATURE, SamplingState
-from shoal.kernels.int8 import Weight
 from shoal.kernels.noise import draw_keys, gumbel
+from shoal.kernels.ops import Batch
 from shoal.kernels.padded import padded_attention
+from shoal.kernels.weights import Weight, matrix
 
 
 class RefOps:
     """Ops, clearly."""
 
-    def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As they are."""
-        return params
+    def prepare(self, weight: Weight) -> Weight:
+        """As it is."""
+        return weight
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
-        return embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids)
+        return weight.rows(ids)
 
-    def layers(
-        self,
-        layers: Sequence[Layer],
-        residual: Tensor,
-        turn: tuple[Tensor, Tensor],
-        batch: Batch,
-        kv: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """One operation after the other."""
-        return composed.layers(self, layers, residual, turn, batch, kv)
+    def fused(self, layers: Sequence[Any]) -> None:
+        """Not offered."""
 
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
@@ -69,11 +62,11 @@ class RefOps:
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in x's type; on a CPU, 16-bit types and types that differ go through float32."""
-        weight = weight if isinstance(weight, Tensor) else weight.full().to(x.dtype)
-        if x.device.type == "cpu" and not x.dtype == weight.dtype == torch.float32:
+        values = matrix(weight, x.dtype)
+        if x.device.type == "cpu" and not x.dtype == values.dtype == torch.float32:
             wide_bias = None if bias is None else bias.float()
-            return linear(x.float(), weight.float(), wide_bias).to(x.dtype)
-        return linear(x, weight, bias)
+            return linear(x.float(), values.float(), wide_bias).to(x.dtype)
+        return linear(x, values, bias)
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """x Wᵀ + b, then the residual."""
@@ -91,15 +84,15 @@ class RefOps:
         return silu(gate) * up
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Each pair (i, i + d/2) turned by its angle, in float32."""
+        """Each pair (i, i + d/2) rotated by its angle, in float32."""
         half = q.shape[-1] // 2
         cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
 
-        def turned(x: Tensor) -> Tensor:
+        def rotated(x: Tensor) -> Tensor:
             left, right = x.float().chunk(2, dim=-1)
             return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
-        return turned(q), turned(k)
+        return rotated(q), rotated(k)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """One row of the flattened cache per token; none for a slot below 0."""
@@ -111,12 +104,12 @@ class RefOps:
         self,
         qkv: Tensor,
         norms: tuple[Tensor, Tensor, float] | None,
-        turn: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
         slots: Tensor,
     ) -> Tensor:
-        """Norm, turn, store."""
-        return composed.rotate_and_store(self, qkv, norms, turn, cache, slots)
+        """Norm, rotate, store."""
+        return composed.rotate_and_store(self, qkv, norms, rope, cache, slots)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """Sequence by sequence: gather its blocks, mask, softmax."""

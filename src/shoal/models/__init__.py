@@ -1,49 +1,39 @@
-"""Models: a table family → class, and nothing loaded before it is needed.
+"""Models: families of decoder models, each described by a ModelSpec and computed by a class.
 
-Owns which class computes which family. Does not know files, devices, scheduling or block ids.
-Importing this room does not load torch, so that a spec can be read where torch is not wanted.
+Owns the making of a model. Does not know files, devices, scheduling or block ids.
+Importing this package does not load torch, so that a spec can be read without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.errors import UnsupportedModel
-from shoal.models.spec import ModelSpec, RopeSpec, spec_from_config
+from shoal.models.spec import MODELS, ModelSpec, RopeSpec, spec_from_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.kernels import Batch, Ops
-    from shoal.models.layers import Place
+    from shoal.kernels.weights import Parameters
+    from shoal.models.layout import Fused
 
 __all__ = ["MODELS", "Model", "ModelSpec", "RopeSpec", "make_model", "model_class", "spec_from_config"]
 
-MODELS = {
-    "llama": "shoal.models.llama:LlamaModel",
-    "mistral": "shoal.models.llama:LlamaModel",
-    "qwen2": "shoal.models.llama:LlamaModel",
-    "qwen3": "shoal.models.llama:LlamaModel",
-}
-
 
 class Model(Protocol):
-    """What the runner needs of any family."""
+    """What the runner needs of every family."""
 
     spec: ModelSpec
     ops: Ops
 
-    def __init__(self, spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> None: ...
+    def __init__(self, spec: ModelSpec, params: Parameters, ops: Ops) -> None: ...
 
     @staticmethod
-    def parameter_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
-        """Every fused parameter and its shape."""
-
-    @staticmethod
-    def sources(spec: ModelSpec) -> dict[str, Place]:
-        """Hugging Face tensor name → where it goes."""
+    def layout(spec: ModelSpec) -> Iterable[Fused]:
+        """Every parameter, and the Hugging Face tensors that are stacked in it."""
 
     def reserve_positions(self, count: int) -> None:
         """Make the rope tables hold positions 0..count-1, so that no later pass of that length grows them."""
@@ -52,7 +42,7 @@ class Model(Protocol):
         """ids [T] → hidden [T, hidden], before the final norm."""
 
     def scores(self, hidden_rows: Tensor) -> Tensor:
-        """Rows of what forward gave → [rows, vocab] in the model's own type."""
+        """Rows of forward's result → [rows, vocab] in the model's own type."""
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """The same in float32."""
@@ -67,6 +57,6 @@ def model_class(spec: ModelSpec) -> type[Model]:
     return found
 
 
-def make_model(spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> Model:
+def make_model(spec: ModelSpec, params: Parameters, ops: Ops) -> Model:
     """The model over these parameters, computing with these kernels."""
     return model_class(spec)(spec, params, ops)

@@ -1,56 +1,37 @@
 """Llama and its relatives: Llama 2 and 3, SmolLM, Mistral, Qwen2, Qwen3. They differ only in their ModelSpec.
 
-Owns what a layer is made of and how a checkpoint's tensors are fused. Does not know files, devices,
-requests, or in which order a layer is computed.
+Owns what stands around the layers: embedding, final norm and lm_head. Does not know files, devices or requests.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from shoal.kernels import Batch, Layer, Ops
-from shoal.models.layers import Place, RopeTable, weight_of
+from shoal.kernels import Batch, Ops
+from shoal.kernels.weights import Parameters
+from shoal.models import layout
+from shoal.models.layer import Layer, run_layers
+from shoal.models.layout import Fused
+from shoal.models.rope import RopeTable
 from shoal.models.spec import ModelSpec
-
-
-def layer_of(spec: ModelSpec, number: int, params: Mapping[str, Tensor]) -> Layer:
-    """Queries, keys and values in one product, gate and up in another."""
-    name = f"layers.{number}"
-    return Layer(
-        attention_norm=params[f"{name}.attention_norm.weight"],
-        qkv=weight_of(params, f"{name}.qkv"),
-        qkv_bias=params.get(f"{name}.qkv.bias"),
-        q_norm=params.get(f"{name}.q_norm.weight"),
-        k_norm=params.get(f"{name}.k_norm.weight"),
-        out=weight_of(params, f"{name}.out"),
-        out_bias=params.get(f"{name}.out.bias"),
-        mlp_norm=params[f"{name}.mlp_norm.weight"],
-        gate_up=weight_of(params, f"{name}.gate_up"),
-        gate_up_bias=params.get(f"{name}.gate_up.bias"),
-        down=weight_of(params, f"{name}.down"),
-        down_bias=params.get(f"{name}.down.bias"),
-        eps=spec.norm_eps,
-        scale=spec.head_dim**-0.5,
-        window=spec.windows[number],
-    )
 
 
 class LlamaModel:
     """The decoder. Call it under torch.inference_mode.
 
-    forward gives the hidden rows before the final norm; logits applies that norm, so that only the rows which are
+    forward returns the hidden rows before the final norm; logits applies that norm, so that only the rows which are
     sampled pay for it.
     """
 
-    def __init__(self, spec: ModelSpec, params: Mapping[str, Tensor], ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, params: Parameters, ops: Ops) -> None:
         self.spec, self.ops = spec, ops
-        self.embedding = weight_of(params, "embedding")
-        self.layers = [layer_of(spec, number, params) for number in range(spec.layers)]
-        self.norm = params["norm.weight"]
-        self.head = self.embedding if spec.tie_embeddings else weight_of(params, "head")
-        self.rope = RopeTable(spec.rope, spec.head_dim, params["norm.weight"].device)
+        self.embedding = params.weights["embedding.weight"]
+        self.layers = [Layer.of(spec, number, f"layers.{number}", params) for number in range(spec.layers)]
+        self.norm = params.vectors["norm.weight"]
+        self.head = self.embedding if spec.tie_embeddings else params.weights["head.weight"]
+        self.rope = RopeTable(spec.rope, spec.head_dim, self.norm.device)
+        self.fused = ops.fused(self.layers)
 
     def reserve_positions(self, count: int) -> None:
         """Make the rope tables hold positions 0..count-1."""
@@ -58,9 +39,15 @@ class LlamaModel:
 
     def forward(self, ids: Tensor, batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """ids [T] → hidden [T, hidden], before the final norm. Writes this pass's keys and values into kv."""
-        turn = self.rope.rows(batch.positions, batch.longest)
-        residual = self.ops.embed(ids, self.embedding)
-        return self.ops.layers(self.layers, residual, turn, batch, kv)
+        rope = self.rope.rows(batch.positions, batch.longest)
+        return self.run_layers(self.ops.embed(ids, self.embedding), rope, batch, kv)
+
+    def run_layers(
+        self, residual: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """All layers: in one call if the device offers that for this pass, else one operation after the other."""
+        found = None if self.fused is None else self.fused(residual, rope, batch, kv)
+        return run_layers(self.ops, self.layers, residual, rope, batch, kv) if found is None else found
 
     def scores(self, hidden_rows: Tensor) -> Tensor:
         """Final norm and lm_head: rows of forward's result → [rows, vocab] in the model's type."""
@@ -72,53 +59,12 @@ class LlamaModel:
         return scores if scores.dtype is torch.float32 else scores.float()
 
     @staticmethod
-    def parameter_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
-        """Every fused parameter and its shape."""
-        return [(name, (sum(part[1][0] for part in parts), *parts[0][1][1:])) for name, parts in _fused(spec)]
-
-    @staticmethod
-    def sources(spec: ModelSpec) -> dict[str, Place]:
-        """Hugging Face tensor name → the rows of the fused parameter it fills."""
-        places = {}
-        for parameter, parts in _fused(spec):
-            firsts = [0]
-            for _, shape in parts:
-                firsts.append(firsts[-1] + shape[0])
-            for (source, shape), (first, _) in zip(parts, pairwise(firsts), strict=True):
-                places[source] = Place(parameter, first, shape)
-        return places
-
-
-Part = tuple[str, tuple[int, ...]]
-
-
-def _fused(spec: ModelSpec) -> Iterator[tuple[str, list[Part]]]:
-    """(our name, the checkpoint's tensors stacked in it, with their shapes): the whole layout as data."""
-    yield "embedding.weight", [("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))]
-    for layer in range(spec.layers):
-        yield from _fused_layer(spec, f"layers.{layer}", f"model.layers.{layer}")
-    yield "norm.weight", [("model.norm.weight", (spec.hidden_size,))]
-    if not spec.tie_embeddings:
-        yield "head.weight", [("lm_head.weight", (spec.vocab_size, spec.hidden_size))]
-
-
-def _fused_layer(spec: ModelSpec, ours: str, theirs: str) -> Iterator[tuple[str, list[Part]]]:
-    hidden, inner, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
-    attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-    qkv = [(f"{attention}.q_proj", q, hidden), (f"{attention}.k_proj", kv, hidden), (f"{attention}.v_proj", kv, hidden)]
-    gate_up = [(f"{mlp}.gate_proj", inner, hidden), (f"{mlp}.up_proj", inner, hidden)]
-    linears = [
-        ("qkv", qkv, spec.qkv_bias),
-        ("out", [(f"{attention}.o_proj", hidden, q)], spec.out_bias),
-        ("gate_up", gate_up, spec.mlp_bias),
-        ("down", [(f"{mlp}.down_proj", hidden, inner)], spec.mlp_bias),
-    ]
-    for name, parts, bias in linears:
-        yield f"{ours}.{name}.weight", [(f"{source}.weight", (rows, columns)) for source, rows, columns in parts]
-        if bias:
-            yield f"{ours}.{name}.bias", [(f"{source}.bias", (rows,)) for source, rows, _ in parts]
-    yield f"{ours}.attention_norm.weight", [(f"{theirs}.input_layernorm.weight", (hidden,))]
-    yield f"{ours}.mlp_norm.weight", [(f"{theirs}.post_attention_layernorm.weight", (hidden,))]
-    if spec.qk_norm:
-        yield f"{ours}.q_norm.weight", [(f"{attention}.q_norm.weight", (spec.head_dim,))]
-        yield f"{ours}.k_norm.weight", [(f"{attention}.k_norm.weight", (spec.head_dim,))]
+    def layout(spec: ModelSpec) -> Iterator[Fused]:
+        """Every parameter, and the checkpoint's tensors in each."""
+        table = (spec.vocab_size, spec.hidden_size)
+        yield "embedding.weight", [("model.embed_tokens.weight", table)]
+        for number in range(spec.layers):
+            yield from Layer.layout(spec, number, f"layers.{number}", f"model.layers.{number}")
+        yield from layout.norm("norm", "model.norm", spec.hidden_size)
+        if not spec.tie_embeddings:
+            yield "head.weight", [("lm_head.weight", table)]

@@ -39,6 +39,39 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of one layer. window 0 is full attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+    kind: str = "gqa"
+
+    @property
+    def q_size(self) -> int:
+        """Values in one token's queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Values in one token's keys (or values)."""
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """The MLP of one layer."""
+
+    inner_size: int
+    bias: bool
+    kind: str = "gated"
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The shape of one decoder-only model. `windows` has one number per layer; 0 is full attention."""
 
@@ -73,6 +106,22 @@ class ModelSpec:
         """Values in one token's keys (or values) of one layer."""
         return self.kv_heads * self.head_dim
 
+    def attention(self, layer: int) -> AttentionSpec:
+        """The attention of one layer."""
+        return AttentionSpec(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            window=self.windows[layer],
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            qk_norm=self.qk_norm,
+        )
+
+    def mlp(self, layer: int) -> MlpSpec:
+        """The MLP of one layer."""
+        return MlpSpec(self.intermediate_size, self.mlp_bias)
+
     @property
     def linear_weights(self) -> int:
         """Weights of all linear layers; neither biases, embedding nor lm_head."""
@@ -106,7 +155,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class _Traits:
-    """How one family answers the questions its config.json leaves open."""
+    """What a family's config.json leaves open, and the class that computes it."""
 
     family: str
     qkv_bias: Callable[[Mapping[str, Any]], bool]
@@ -115,6 +164,7 @@ class _Traits:
     windows: Callable[[Mapping[str, Any], int], tuple[int, ...]]
     qk_norm: bool = False
     head_dim: int | None = None  # None: hidden_size / heads
+    model: str = "shoal.models.llama:LlamaModel"  # module:class; imported only when a model is made
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -322,4 +372,5 @@ FAMILIES = {
         "qwen3", _attention_bias, _attention_bias, _never, _qwen_windows, qk_norm=True, head_dim=128
     ),
 }
+MODELS = {traits.family: traits.model for traits in FAMILIES.values()}
 _FAMILY_OF_TYPE = {traits.family: architecture for architecture, traits in FAMILIES.items()}

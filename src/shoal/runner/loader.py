@@ -1,4 +1,4 @@
-"""Weights from files into parameters, each tensor straight into its place.
+"""Weights from files into a model's parameters, each tensor copied straight to its place.
 
 Owns reading safetensors, fitting tensors to a ModelSpec, dummy weights and the choice of dtype. Never unpickles.
 Does not know layers' arithmetic, schedules or KV blocks.
@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights
-from shoal.kernels.int8 import quantize
+from shoal.kernels.weights import DenseWeight, Parameters, Weight, quantize
 from shoal.models import ModelSpec, model_class
-from shoal.models.layers import Place
+from shoal.models.layout import Place, places, shapes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -133,15 +133,15 @@ class ArrayReader:
 
 def load_weights(
     reader: WeightReader, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, progress: bool = False
-) -> dict[str, Tensor]:
+) -> Parameters:
     """Allocate every fused parameter once and copy each tensor, cast, into its rows."""
-    model = model_class(spec)
-    places = model.sources(spec)
-    _check_names(set(reader.names()), places, spec)
-    params = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in model.parameter_shapes(spec)}
+    layout = list(model_class(spec).layout(spec))
+    place_of = places(layout)
+    _check_names(set(reader.names()), place_of, spec)
+    tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes(layout)}
 
     def load(item: tuple[str, Place]) -> str:
-        """Put one tensor in its place; what is wrong with it, or nothing."""
+        """Copy one tensor to its place; returns what is wrong with it, or nothing."""
         name, place = item
         tensor = reader.read(name)
         if tuple(tensor.shape) != place.shape:
@@ -149,46 +149,45 @@ def load_weights(
         if not tensor.is_floating_point():
             return f"{name} holds {tensor.dtype}, floating point is needed"
         with torch.inference_mode():  # a mode of each thread, and the parameters may have been made in it
-            params[place.parameter][place.first : place.first + place.rows].copy_(tensor)
+            tensors[place.parameter][place.first : place.first + place.rows].copy_(tensor)
         return ""
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="weights") as pool:
-        done = tqdm(pool.map(load, places.items()), "weights", len(places), unit="tensor", disable=not progress)
+        done = tqdm(pool.map(load, place_of.items()), "weights", len(place_of), unit="tensor", disable=not progress)
         _raise_if_any([problem for problem in done if problem])
-    return params
+    return _parameters(tensors)
 
 
-def dummy_weights(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, seed: int = 0) -> dict[str, Tensor]:
+def dummy_weights(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, seed: int = 0) -> Parameters:
     """Random weights of the right shapes, for measuring speed without a download.
 
     Normal with variance 1 / inputs, so that values and logits stay near 1; norms are 1. Large parameters repeat one
-    pool of numbers, for drawing billions of them would take minutes.
+    pool of numbers, because drawing billions of them would take minutes.
     """
     pool_size = 4_000_037  # prime, so that rows of one matrix do not coincide
     source = torch.Generator().manual_seed(seed)
     pool = torch.randn(pool_size, generator=source).to(device=device, dtype=dtype)
-    params = {}
-    for index, (name, shape) in enumerate(model_class(spec).parameter_shapes(spec)):
-        param = torch.ones(shape, dtype=dtype, device=device)
+    tensors = {}
+    for index, (name, shape) in enumerate(shapes(model_class(spec).layout(spec))):
+        tensor = torch.ones(shape, dtype=dtype, device=device)
         if not name.endswith("norm.weight"):
             scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
-            _fill(param.view(-1), pool.roll(index * 7919)).mul_(scale)
-        params[name] = param
-    return params
+            _fill(tensor.view(-1), pool.roll(index * 7919)).mul_(scale)
+        tensors[name] = tensor
+    return _parameters(tensors)
 
 
-def to_int8(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every matrix in 8 bits, with its scales and true number of inputs beside it; each full one is let go at once."""
-    found = {}
-    for name in list(params):
-        weight = params.pop(name)
-        if weight.dim() < 2:
-            found[name] = weight
-            continue
-        small = quantize(weight)
-        stem = name.removesuffix(".weight")
-        found |= {name: small.values, f"{stem}.scales": small.scales, f"{stem}.inputs": torch.tensor(small.inputs)}
-    return found
+def to_int8(weight: Weight) -> Weight:
+    """The weight in 8 bits."""
+    return quantize(weight.dense())
+
+
+def _parameters(tensors: dict[str, Tensor]) -> Parameters:
+    """Matrices become weights; norm weights and biases stay tensors."""
+    return Parameters(
+        {name: DenseWeight(tensor) for name, tensor in tensors.items() if tensor.dim() == 2},
+        {name: tensor for name, tensor in tensors.items() if tensor.dim() == 1},
+    )
 
 
 def pick_dtype(name: str, spec: ModelSpec, device_type: str) -> torch.dtype:
@@ -204,10 +203,10 @@ def pick_dtype(name: str, spec: ModelSpec, device_type: str) -> torch.dtype:
     return torch.bfloat16 if spec.dtype_name != "float32" and has_bfloat16_products() else torch.float32
 
 
-def _check_names(have: set[str], places: Mapping[str, Place], spec: ModelSpec) -> None:
-    """Before anything is read: what is missing, and what nobody asked for."""
-    missing = [f"{name} {_shape(place.shape)} is missing" for name, place in places.items() if name not in have]
-    extra = [f"{name} is not part of this model" for name in sorted(have - places.keys()) if not _harmless(name, spec)]
+def _check_names(have: set[str], wanted: Mapping[str, Place], spec: ModelSpec) -> None:
+    """Before anything is read: missing tensors, and tensors that are not part of the model."""
+    missing = [f"{name} {_shape(place.shape)} is missing" for name, place in wanted.items() if name not in have]
+    extra = [f"{name} is not part of this model" for name in sorted(have - wanted.keys()) if not _harmless(name, spec)]
     _raise_if_any(missing + extra)
 
 

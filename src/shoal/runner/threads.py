@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from shoal.kernels.cpu import CpuOps, Library, find, make
+from shoal.kernels.weights import DenseWeight
 
 SHAPE = (4096, 2048)  # of each of four matrices: 64 MiB, more than most caches hold
 ROWS = (1, 16)  # tokens of a pass with one request, and with some
@@ -83,7 +84,7 @@ def _quota() -> float | None:
 def _seconds(ops: CpuOps, threads: int) -> float:
     """The time of some linear layers, for passes of few tokens and of more."""
     torch.set_num_threads(threads)
-    weights = [torch.full(SHAPE, 0.5, dtype=torch.bfloat16) for _ in range(4)]
+    weights = [DenseWeight(torch.full(SHAPE, 0.5, dtype=torch.bfloat16)) for _ in range(4)]
     total = 0.0
     for rows in ROWS:
         x = ops.embed(torch.zeros(rows, dtype=torch.int64), weights[0])  # of the type that activations have

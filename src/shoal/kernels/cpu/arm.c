@@ -1,21 +1,21 @@
-/* The inner loop of a tile of 4 rows by 6 columns on 64-bit Arm: 24 sums, which take 24 of the 32 registers. A part of
+/* The inner loop of a tile of 4 rows by 6 columns on 64-bit Arm: 24 sums, which take 24 of the 32 registers. Part of
  * native.c.
  *
- * The same products and sums as the loops in C, in an order of loads that compilers do not find: each operand is asked for
- * some products before it is used. On a Neoverse-N1 a step takes 12.2 cycles instead of 16.6; 24 products take 12. */
+ * The same products and sums as the loops in C, with loads scheduled as compilers do not: each operand is loaded some
+ * products before its use. On a Neoverse-N1 a step takes 12.2 cycles instead of 16.6; 24 products take at least 12. */
 
 #if defined(__ARM_NEON) && defined(__aarch64__) && defined(__GNUC__)
 #define HAS_ARM_TILES 1
 
-/* what the loop is told, in this order */
+/* the arguments of the loop; their order is fixed */
 typedef struct {
   const void *x[4], *w[6];
   long steps;       /* of 16 bytes, at least one */
-  const char *soon; /* fetched at every step, and then goes on by `jump` bytes */
+  const char *soon; /* prefetched at every step, then advanced by `jump` bytes */
   long jump;
 } ArmTile;
 
-/* soon: fetched while the tile is worked on, `pace` lines for every four steps; or none */
+/* soon: prefetched while the tile is computed, `pace` lines for every four steps; or NULL */
 INLINE ArmTile arm_tile(const void *const *x, const void *const *w, long steps, const char *soon, int pace) {
   ArmTile t = {.steps = steps, .soon = pace ? soon : (const char *)w[0], .jump = pace * 16};
   memcpy(t.x, x, sizeof t.x);
@@ -27,7 +27,8 @@ INLINE ArmTile arm_tile(const void *const *x, const void *const *w, long steps, 
 #define ARM_LOAD(to, from) "ldr " to ", [" from "], #16\n "
 #define ARM_ONE(op, type, sum, x, w) op " %[" #sum "].4s, " x "." type ", " w "." type "\n "
 #define ARM_FOUR(op, type, a, b, c, d, w) \
-  ARM_ONE(op, type, a, "v0", w) ARM_ONE(op, type, b, "v1", w) ARM_ONE(op, type, c, "v2", w) ARM_ONE(op, type, d, "v3", w)
+  ARM_ONE(op, type, a, "v0", w) ARM_ONE(op, type, b, "v1", w) \
+  ARM_ONE(op, type, c, "v2", w) ARM_ONE(op, type, d, "v3", w)
 #define ARM_ZERO(a, b, c, d) \
   "movi %[" #a "].4s, #0\n movi %[" #b "].4s, #0\n movi %[" #c "].4s, #0\n movi %[" #d "].4s, #0\n "
 #define ARM_SUM(i, j) [s##i##j] "=&w"(sums[i][j])
@@ -55,7 +56,7 @@ INLINE ArmTile arm_tile(const void *const *x, const void *const *w, long steps, 
         ARM_ONE(op, type, s15, "v1", "v5") ARM_LOAD("q1", "x10")                                             \
         ARM_ONE(op, type, s25, "v2", "v5") ARM_LOAD("q2", "x11")                                             \
         ARM_ONE(op, type, s35, "v3", "v5") ARM_LOAD("q3", "x12")                                             \
-        ARM_LOAD("q5", "x14") "b.ne 1b\n 2:\n " /* the last step: nothing is asked for beyond the end */      \
+        ARM_LOAD("q5", "x14") "b.ne 1b\n 2:\n " /* the last step: nothing is loaded beyond the end */      \
         ARM_LOAD("q6", "x15") ARM_FOUR(op, type, s00, s10, s20, s30, "v4")                                   \
         ARM_LOAD("q7", "x16") ARM_FOUR(op, type, s01, s11, s21, s31, "v5")                                   \
         ARM_LOAD("q4", "x17") ARM_FOUR(op, type, s02, s12, s22, s32, "v6")                                   \

@@ -1,16 +1,17 @@
-/* Attention in tiles of 16 by 16, for KV in bfloat16 and head sizes that are multiples of 32. A part of native.c.
+/* Attention in AMX tiles of 16 by 16, for KV in bfloat16 and head sizes that are multiples of 32. Part of native.c.
  *
- *     both:                   scores' = K q'         16 keys by up to 16 rows of queries, which are turned once for all keys
- *     few rows (a decode):    mixed   = shares V     rows of shares in bfloat16 by V, whose rows are laid in pairs on the way
- *     many rows (a prompt):   mixed'  = V' shares'   V is turned once for all rows; shares are laid in pairs as they are made
+ *     both:                   scores' = K q'         16 keys by up to 16 rows of queries, transposed once for all keys
+ *     few rows (a decode):    mixed   = shares V     rows of bfloat16 shares by V, whose rows are paired on the way
+ *     many rows (a prompt):   mixed'  = V' shares'   V is transposed once for all rows; shares are paired when computed
  *
- * Few rows: scores are turned back, and the softmax of a row has its keys in the lanes of vectors, as without tiles. Many: 16
- * rows lie in the lanes from the scores to the end, so no row waits for a sum or a maximum across them.
+ * Few rows: scores are transposed back, and the softmax of a row has its keys in the lanes of vectors, as without
+ * tiles. Many rows: 16 rows are in the lanes from the scores to the end, so no row needs a sum or a maximum across
+ * lanes.
  *
- * A query's result is the same in any company: the products of a score are the same in the same order both ways, and so are
- * those of what is mixed, since a product's factors may change sides; the shares of a row are added in one order; tiles of
- * tokens are counted from the sequence's beginning, and what a query does not see counts 0. Few rows may read keys that none
- * of them sees, inside the sequence's own blocks; their scores are dropped. */
+ * A query's result does not depend on other queries: the products of a score are the same in the same order both ways,
+ * and so are those of the mixed values, since the factors of a product commute; the shares of a row are added in one
+ * order; tiles of tokens are counted from the beginning of the sequence, and a token that a query does not see counts
+ * 0. Few rows may read keys that none of them sees, inside the sequence's own blocks; their scores are dropped. */
 
 #if HAS_TILES
 
@@ -18,7 +19,7 @@ static int in_tiles(const Attention *a) { return a->type == BFLOAT16 && a->dim %
 
 enum { GROUP = 16, PAIRED = 32 }; /* PAIRED: values of 64 bytes */
 
-/* Few rows: tiles 0, 1 scores; 2, 5 keys, then values; 3 queries; 4 shares; 6, 7 mixed. Many: all are whole. */
+/* Few rows: tiles 0, 1 scores; 2, 5 keys, then values; 3 queries; 4 shares; 6, 7 mixed. Many rows: all are full. */
 static void shape_attention(long rows) {
   TileShape shape = {.palette = 1};
   int few = rows < GROUP ? (int)rows : GROUP;
@@ -29,48 +30,49 @@ static void shape_attention(long rows) {
 }
 
 /* Up to 16 rows of queries of each KV head, rounded: for each 32 values, 16 pairs by the rows. */
-static void turn_queries(char *to, const float *q, long rows, long dim, long kv_heads) {
+static void transpose_queries(char *to, const float *q, long rows, long dim, long kv_heads) {
   long each = rows / kv_heads;
   uint32_t lines[TILE_SIZE / 4];
   for (long first = 0; first < rows; first += each)
     for (long at_dim = 0; at_dim < dim; at_dim += PAIRED, to += each * 64) {
       for (long r = 0; r < each; r++) narrow_line((uint16_t *)(lines + r * 16), q + (first + r) * dim + at_dim);
       if (each == GROUP)
-        turn16((uint32_t *)to, (const char *)lines, TILE_BYTES);
+        transpose16((uint32_t *)to, (const char *)lines, TILE_BYTES);
       else
-        turn_words((uint32_t *)to, lines, each, 16);
+        transpose_words((uint32_t *)to, lines, each, 16);
     }
 }
 
-/* What the next tile needs, keys and values, asked for evenly while this one is worked on: SOME lines of each at every step
- * of the products, a few beside every pair of values: a third of a tile with the scores, with the pairs, with the mixing. */
+/* Keys and values of the next tile, prefetched evenly while this one is computed: SOME lines of each at every step of
+ * the products, a few with every pair of values; a third of a tile each during scoring, pairing and mixing. */
 enum { SOME = 11 };
 
 typedef struct {
-  Ahead keys, values;
+  Prefetch keys, values;
 } Coming;
 
-INLINE void ask(Coming *coming, long lines) {
-  fetch(&coming->keys, lines);
-  fetch(&coming->values, lines);
+INLINE void prefetch_both(Coming *coming, long lines) {
+  prefetch_lines(&coming->keys, lines);
+  prefetch_lines(&coming->values, lines);
 }
 
 static Coming coming_of(const Attention *a, const Block *b, const Tile *tile) {
-  if (!b || b->queries > 1) return (Coming){{0}, {0}}; /* a prompt's are used again and again, and lie near */
-  return (Coming){ahead_of(a, b, a->keys, tile), ahead_of(a, b, a->values, tile)};
+  if (!b || b->queries > 1) return (Coming){{0}, {0}}; /* those of a prompt are reused often and stay in cache */
+  return (Coming){prefetch_of(a, b, a->keys, tile), prefetch_of(a, b, a->values, tile)};
 }
 
-/* 16 keys from `here` on in the tile: in the cache, or copied where its blocks do not hold 16 in a row */
-static const char *keys_of(const Attention *a, const Tile *tile, long head, long here, char *room, long *stride) {
+/* 16 keys from `here` on in the tile: in the KV cache, or a copy if its blocks do not hold 16 in a row */
+static const char *keys_of(const Attention *a, const Tile *tile, long head, long here, char *scratch, long *stride) {
   long line = a->dim * 2, known = tile->first > here ? tile->first : here;
   const uint16_t *keys = (const uint16_t *)a->keys + head * a->dim;
   *stride = a->kv_heads * line;
-  if (a->block_size % GROUP == 0) return (const char *)(keys + tile->places[known] - (known - here) * a->kv_heads * a->dim);
+  if (a->block_size % GROUP == 0)
+    return (const char *)(keys + tile->offsets[known] - (known - here) * a->kv_heads * a->dim);
   *stride = line;
-  memset(room, 0, GROUP * line);
+  memset(scratch, 0, GROUP * line);
   for (long t = known; t < here + GROUP && t < tile->last; t++)
-    memcpy(room + (t - here) * line, keys + tile->places[t], line);
-  return room;
+    memcpy(scratch + (t - here) * line, keys + tile->offsets[t], line);
+  return scratch;
 }
 
 /* scores of one or two groups of 16 keys and up to 16 rows: [keys, rows], one group behind the other */
@@ -80,7 +82,7 @@ INLINE void score_group(const char *const *keys, const long *stride, const char 
   tile_zero(0);
   if (both) tile_zero(1);
   for (long n = 0; n < dim / PAIRED; n++) {
-    ask(coming, SOME);
+    prefetch_both(coming, SOME);
     tile_load(3, q + n * width * GROUP, width);
     tile_load(2, keys[0] + n * TILE_BYTES, stride[0]);
     tile_add_bfloat16(0, 2, 3);
@@ -94,19 +96,19 @@ INLINE void score_group(const char *const *keys, const long *stride, const char 
 }
 
 /* [16 keys, rows] to rows of scores */
-static void turn_scores(float *scores, const float *found, long rows) {
+static void transpose_scores(float *scores, const float *found, long rows) {
   if (rows == GROUP) {
-    turn16_to((uint32_t *)scores, TILE, (const char *)found, TILE_BYTES);
+    transpose16_to((uint32_t *)scores, TILE, (const char *)found, TILE_BYTES);
     return;
   }
 #if defined(__AVX512F__)
   __m512i keys = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __m512i places = _mm512_mullo_epi32(keys, _mm512_set1_epi32((int)rows));
-  for (long r = 0; r < rows; r++, places = _mm512_add_epi32(places, _mm512_set1_epi32(1))) {
-    __m512i line = _mm512_srli_epi32(places, 4);
-    __m512 row = _mm512_permutexvar_ps(places, _mm512_loadu_ps(found));
+  __m512i offsets = _mm512_mullo_epi32(keys, _mm512_set1_epi32((int)rows));
+  for (long r = 0; r < rows; r++, offsets = _mm512_add_epi32(offsets, _mm512_set1_epi32(1))) {
+    __m512i line = _mm512_srli_epi32(offsets, 4);
+    __m512 row = _mm512_permutexvar_ps(offsets, _mm512_loadu_ps(found));
     for (int n = 1; n < rows; n++)
-      row = _mm512_mask_permutexvar_ps(row, _mm512_cmpeq_epi32_mask(line, _mm512_set1_epi32(n)), places,
+      row = _mm512_mask_permutexvar_ps(row, _mm512_cmpeq_epi32_mask(line, _mm512_set1_epi32(n)), offsets,
                                        _mm512_loadu_ps(found + n * GROUP));
     _mm512_storeu_ps(scores + r * TILE, row);
   }
@@ -119,25 +121,26 @@ static void turn_scores(float *scores, const float *found, long rows) {
 /* all scores of a tile and a KV head, as [16 keys, rows] of each group */
 static void score_tile(const Attention *a, const Tile *tile, long head, const char *q, long rows, Coming *coming,
                        float *found) {
-  char room[2][GROUP * MOST_DIM * 2];
+  char scratch[2][GROUP * MOST_DIM * 2];
   for (long here = tile->first / GROUP * GROUP; here < tile->last;) {
     const char *keys[2];
     long stride[2];
     int both = here + GROUP < tile->last;
-    for (int n = 0; n <= both; n++) keys[n] = keys_of(a, tile, head, here + n * GROUP, room[n], stride + n);
+    for (int n = 0; n <= both; n++) keys[n] = keys_of(a, tile, head, here + n * GROUP, scratch[n], stride + n);
     score_group(keys, stride, q, rows, a->dim, both, coming, found + here * rows);
     here += (1 + both) * GROUP;
   }
 }
 
-/* two rows of n values, value by value beside each other, 16 pairs to a row of a tile */
+/* two rows of n values, interleaved, 16 pairs to a row of a tile */
 INLINE void pair_values(char *to, const uint16_t *one, const uint16_t *two, long n) {
 #if defined(__AVX512BW__)
-  static const uint16_t places[2][PAIRED] = {
-      {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+  static const uint16_t offsets[2][PAIRED] = {
+      {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
       {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61,
        30, 62, 31, 63}};
-  __m512i low = _mm512_loadu_si512(places[0]), high = _mm512_loadu_si512(places[1]);
+  __m512i low = _mm512_loadu_si512(offsets[0]), high = _mm512_loadu_si512(offsets[1]);
   for (long i = 0; i < n; i += PAIRED, to += 2 * TILE_SIZE) {
     __m512i left = _mm512_loadu_si512(one + i), right = _mm512_loadu_si512(two + i);
     _mm512_storeu_si512(to, _mm512_permutex2var_epi16(left, low, right));
@@ -153,14 +156,14 @@ INLINE void pair_values(char *to, const uint16_t *one, const uint16_t *two, long
 
 /* the values of a tile of tokens: for each 32 tokens and each 16 values a tile; zeros outside first..last */
 static void pair_tile(const Attention *a, const Tile *tile, long head, Coming *coming, char *to) {
-  long first = tile->first, last = tile->last, few = (a->dim + 47) / 48; /* a third of the lines of a head */
+  long first = tile->first, last = tile->last, few = (a->dim + 47) / 48; /* a third of a head's cache lines */
   const uint16_t *values = (const uint16_t *)a->values + head * a->dim;
   static const uint16_t zeros[MOST_DIM];
   for (long t = first / PAIRED * PAIRED; t < (last + PAIRED - 1) / PAIRED * PAIRED; t += 2) {
     const uint16_t *line[2];
     for (long n = 0; n < 2; n++)
-      line[n] = t + n >= first && t + n < last ? values + tile->places[t + n] : zeros;
-    if (coming) ask(coming, few);
+      line[n] = t + n >= first && t + n < last ? values + tile->offsets[t + n] : zeros;
+    if (coming) prefetch_both(coming, few);
     pair_values(to + t / PAIRED * a->dim * 64 + t % PAIRED / 2 * 64, line[0], line[1], a->dim);
   }
 }
@@ -173,7 +176,7 @@ INLINE void mix_tile(float *product, const uint16_t *share, const char *values, 
     tile_zero(7);
     for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED) {
       const char *here = values + t / PAIRED * dim * 64 + i / GROUP * TILE_SIZE;
-      ask(coming, SOME);
+      prefetch_both(coming, SOME);
       tile_load(4, share + t, TILE * 2);
       tile_load(5, here, TILE_BYTES);
       tile_add_bfloat16(6, 4, 5);
@@ -185,7 +188,7 @@ INLINE void mix_tile(float *product, const uint16_t *share, const char *values, 
   }
 }
 
-/* what was seen before, and the products of a tile */
+/* adds the products of a tile to the rescaled sums */
 INLINE void add_tile(Seen *seen, long rows, const float *rescale, const float *product, long dim) {
   for (long r = 0; r < rows; r++)
     for (long i = 0; i < dim; i += LANES) {
@@ -194,7 +197,7 @@ INLINE void add_tile(Seen *seen, long rows, const float *rescale, const float *p
     }
 }
 
-/* as attend_piece, where each KV head has at most 16 rows */
+/* as attend_piece, with at most 16 rows per KV head */
 static void attend_few(const Attention *a, const Block *b, const char *q, long rows, long piece, const Block *next,
                        Seen *seen) {
   long dim = a->dim, each = rows / b->kv_heads;
@@ -203,17 +206,17 @@ static void attend_few(const Attention *a, const Block *b, const char *q, long r
   char values[TILE * MOST_DIM * 2];
   Tile tiles[2];
   long end = first_tile(a, b, piece, tiles);
-  for (int turn = 0, more = 1; more; turn = !turn) {
-    const Tile *tile = tiles + turn;
+  for (int current = 0, more = 1; more; current = !current) {
+    const Tile *tile = tiles + current;
     more = tile->from + TILE < end;
-    const Block *after = next_tile(a, b, tile, end, next, tiles + !turn);
-    Coming coming = coming_of(a, after, tiles + !turn);
+    const Block *after = next_tile(a, b, tile, end, next, tiles + !current);
+    Coming coming = coming_of(a, after, tiles + !current);
     for (long h = 0; h < b->kv_heads; h++)
       score_tile(a, tile, h, q + h * each * dim * 2, each, &coming, found + h * each * TILE);
     for (long h = 0; h < b->kv_heads; h++)
       for (long here = tile->first / GROUP * GROUP; here < tile->last; here += GROUP)
-        turn_scores(scores + h * each * TILE + here, found + (h * TILE + here) * each, each);
-    share_rows(a, b, rows, tile->from, scores, seen, rescale);
+        transpose_scores(scores + h * each * TILE + here, found + (h * TILE + here) * each, each);
+    softmax_rows(a, b, rows, tile->from, scores, seen, rescale);
     for (long t = 0; t < rows * TILE; t += PAIRED) narrow_line(share + t, scores + t);
     for (long h = 0; h < b->kv_heads; h++) {
       pair_tile(a, tile, h, &coming, values);
@@ -223,41 +226,41 @@ static void attend_few(const Attention *a, const Block *b, const char *q, long r
   }
 }
 
-/* ---- many rows: parts of 32 of them, for which a tile's keys are gathered and its values turned once */
+/* ---- many rows, in parts of 32: a tile's keys are gathered and its values transposed once for all parts */
 
 enum { PART = 2 * GROUP };
 
-#define IN_LINES __attribute__((aligned(TILE_BYTES))) /* a tile's row that lies in two cache lines is read twice */
+#define IN_LINES __attribute__((aligned(TILE_BYTES))) /* a row of a tile that spans two cache lines is read twice */
 
-/* what becomes of a part in a tile: for each of its groups scores [keys, rows], shares [pairs of keys, rows, 2] */
+/* a part of the rows in a tile; for each of its two groups: scores [keys, rows], shares [pairs of keys, rows, 2] */
 typedef struct {
   float scores[2][TILE * GROUP] IN_LINES, rescale[2][GROUP] IN_LINES;
   uint16_t shares[2][TILE * GROUP] IN_LINES;
 } Part;
 
-/* The keys of a tile, one behind the other; zeros outside first..last. In the cache those of one head may lie so far apart
- * that they all want the same places of the CPU's first cache. */
+/* The keys of a tile, contiguous; zeros outside first..last - 1. In the KV cache the keys of one head may be so far
+ * apart that all of them map to the same sets of the L1 cache. */
 static void gather_keys(const Attention *a, const Tile *tile, char *to) {
   long line = a->dim * 2, first = tile->first, last = tile->last;
   const uint16_t *keys = a->keys;
   for (long t = first / PAIRED * PAIRED; t < (last + PAIRED - 1) / PAIRED * PAIRED; t++)
     for (long n = 0; n < line; n += TILE_BYTES)
       if (t >= first && t < last)
-        memcpy(to + t * line + n, (const char *)(keys + tile->places[t]) + n, TILE_BYTES);
+        memcpy(to + t * line + n, (const char *)(keys + tile->offsets[t]) + n, TILE_BYTES);
       else
         memset(to + t * line + n, 0, TILE_BYTES);
 }
 
-/* the values of a tile: for each 32 tokens and each 16 values a tile, the values by the tokens; zeros outside first..last */
-static void turn_values(const Attention *a, const Tile *tile, char *to) {
+/* the values of a tile, transposed: for each 32 tokens and 16 values a tile; zeros outside first..last - 1 */
+static void transpose_values(const Attention *a, const Tile *tile, char *to) {
   char pairs[TILE * MOST_DIM * 2] IN_LINES;
   pair_tile(a, tile, 0, NULL, pairs);
   for (long t = tile->first / PAIRED * PAIRED; t < tile->last; t += PAIRED)
     for (long n = t * a->dim * 2; n < (t + PAIRED) * a->dim * 2; n += TILE_SIZE)
-      turn16((uint32_t *)(to + n), pairs + n, TILE_BYTES);
+      transpose16((uint32_t *)(to + n), pairs + n, TILE_BYTES);
 }
 
-/* a part's scores, of two groups of keys and both of rows at once */
+/* a part's scores: two groups of keys by both groups of rows at once */
 INLINE void score_part(const Tile *tile, const char *keys, const char *q, long dim, Part *part) {
   long line = dim * 2;
   for (long here = tile->first / PAIRED * PAIRED; here < tile->last; here += PAIRED) {
@@ -284,10 +287,10 @@ INLINE void score_part(const Tile *tile, const char *keys, const char *q, long d
   }
 }
 
-/* What the rows of a group, from `row` on and up to `last_row`, may not see of a tile becomes -infinity: see `mask`. */
+/* Scores of tokens that the rows of a group, row..last_row, may not see become -infinity, as in `mask`. */
 static void mask_group(const Attention *a, const Block *b, const Tile *tile, long row, long last_row, float *scores) {
   long position = first_position(a, b) - tile->from, window = a->window;
-  int32_t firsts[GROUP], lasts[GROUP]; /* each sees first..last of this tile */
+  int32_t firsts[GROUP], lasts[GROUP]; /* each row sees first..last of this tile */
   if (position + row / b->count >= TILE - 1 && (!window || position + last_row / b->count < window)) return;
   for (long r = 0; r < GROUP; r++) {
     long last = position + (row + r) / b->count, first = window ? last - window + 1 : 0;
@@ -310,13 +313,13 @@ static void mask_group(const Attention *a, const Block *b, const Tile *tile, lon
   }
 }
 
-/* shares of two keys, rounded as narrow_line does, row by row beside each other */
+/* shares of two keys, rounded as in narrow_line, interleaved row by row */
 INLINE void pair_shares(uint16_t *to, floats one, floats two) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)two, (__m512)one); /* all of one, then all of two */
-  static const uint16_t places[PAIRED] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+  __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)two, (__m512)one); /* all of `one`, then all of `two` */
+  static const uint16_t offsets[PAIRED] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                           8,  24, 9,  25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(places), both));
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(offsets), both));
 #else
   uint16_t left[LANES], right[LANES];
   store_as(left, one, BFLOAT16), store_as(right, two, BFLOAT16);
@@ -324,7 +327,7 @@ INLINE void pair_shares(uint16_t *to, floats one, floats two) {
 #endif
 }
 
-/* as `sum`, of as many vectors as one has lanes: lane by lane what that adds up for each row */
+/* `sum` of LANES vectors at once: lane r gets the sum of row r, added in the same order */
 INLINE floats sum_across(floats *x) {
 #pragma GCC unroll 2
   for (int width = LANES / 2; width >= 4; width /= 2)
@@ -333,8 +336,8 @@ INLINE floats sum_across(floats *x) {
   return (x[0] + x[1]) + (x[2] + x[3]);
 }
 
-/* The shares of two neighbouring keys of every LANES, from `t` on, and what they add up to: a row's shares are added in the
- * order of share_out, where these would stand in two lanes. */
+/* The shares of two neighbouring keys of every LANES, from `t` on, and their sums: a row's shares are added in the
+ * order of `exponentiate`, where the two keys would be in two lanes. */
 INLINE void share_keys(const float *scores, long t, floats base, uint16_t *shares, floats *totals) {
   totals[0] = totals[1] = all(0);
 #pragma GCC unroll 4
@@ -353,8 +356,8 @@ INLINE void share_keys(const float *scores, long t, floats base, uint16_t *share
   }
 }
 
-/* the softmax of a group of rows, as share_rows */
-static void share_group(const float *scores, float *top, float *mass, float *rescale, uint16_t *shares) {
+/* the softmax of a group of rows, as in softmax_rows */
+static void softmax_group(const float *scores, float *top, float *mass, float *rescale, uint16_t *shares) {
   for (int v = 0; v < GROUP; v += LANES) {
     floats before = load(top + v), best[TOGETHER], totals[LANES];
 #pragma GCC unroll 4
@@ -395,7 +398,7 @@ INLINE void mix_values(const Tile *tile, const char *values, long dim, long i, c
   tile_store(7, product + 3 * GROUP * GROUP, TILE_BYTES);
 }
 
-/* what a group saw before of 32 values, and their product: [32, rows] */
+/* adds the product of 32 values to the rescaled sums of a group: [32, rows] */
 INLINE void add_values(float *mixed, const float *rescale, const float *product) {
   for (int v = 0; v < GROUP; v += LANES) {
     floats scale = load(rescale + v);
@@ -404,7 +407,7 @@ INLINE void add_values(float *mixed, const float *rescale, const float *product)
   }
 }
 
-/* mixed: for each group [dim, rows]. Products are added while the next ones are made. */
+/* mixed: for each group [dim, rows]. Products are added while the next ones are computed. */
 INLINE void mix_part(const Tile *tile, const char *values, long dim, const Part *part, float *mixed) {
   float products[2][2 * PAIRED * GROUP] IN_LINES;
   for (long i = 0; i <= dim; i += PAIRED) {
@@ -417,43 +420,43 @@ INLINE void mix_part(const Tile *tile, const char *values, long dim, const Part 
 }
 
 /* for each group [dim, rows] to [rows, dim] */
-static void turn_mixed(float *to, const float *mixed, long rows, long dim) {
-  float room[GROUP * MOST_DIM];
+static void transpose_mixed(float *to, const float *mixed, long rows, long dim) {
+  float scratch[GROUP * MOST_DIM];
   for (long row = 0; row < rows; row += GROUP) {
     int whole = row + GROUP <= rows;
-    float *here = whole ? to + row * dim : room;
+    float *here = whole ? to + row * dim : scratch;
     for (long i = 0; i < dim; i += GROUP)
-      turn16_to((uint32_t *)(here + i), dim, (const char *)(mixed + row * dim + i * GROUP), TILE_BYTES);
-    if (!whole) memcpy(to + row * dim, room, sizeof(float) * (rows - row) * dim);
+      transpose16_to((uint32_t *)(here + i), dim, (const char *)(mixed + row * dim + i * GROUP), TILE_BYTES);
+    if (!whole) memcpy(to + row * dim, scratch, sizeof(float) * (rows - row) * dim);
   }
 }
 
-/* as attend_piece, for many rows of one KV head; q: groups of 16 rows turned, filled up to a whole part */
+/* as attend_piece, for many rows of one KV head; q: groups of 16 rows, transposed, padded to a whole part */
 static void attend_many(const Attention *a, const Block *b, const char *q, long rows, long piece, Seen *seen) {
   long dim = a->dim, filled = (rows + PART - 1) / PART * PART;
   char keys[TILE * MOST_DIM * 2] IN_LINES, values[TILE * MOST_DIM * 2] IN_LINES;
   float mixed[MANY_ROWS * MOST_DIM] IN_LINES;
-  Part part = {0}; /* of a last part with one group the other is mixed too, and never looked at */
+  Part part = {0}; /* if the last part has one group, the other is computed too and ignored */
   Tile tile;
   long end = first_tile(a, b, piece, &tile);
   memset(mixed, 0, sizeof(float) * filled * dim);
-  for (long r = rows; r < filled; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0; /* nobody's, but they are counted with */
+  for (long r = rows; r < filled; r++) seen->top[r] = -INFINITY, seen->mass[r] = 0; /* padding */
   for (int more = 1; more;) {
     gather_keys(a, &tile, keys);
-    turn_values(a, &tile, values);
+    transpose_values(a, &tile, values);
     for (long row = 0; row < rows; row += PART) {
       long last = rows - row < PART ? rows - 1 : row + PART - 1;
-      if (tile.from > first_position(a, b) + last / b->count) continue; /* none of it can be seen */
+      if (tile.from > first_position(a, b) + last / b->count) continue; /* the part sees nothing of the tile */
       score_part(&tile, keys, q + row * dim * 2, dim, &part);
       for (long g = 0, r = row; r <= last; g++, r += GROUP) {
         mask_group(a, b, &tile, r, last < r + GROUP ? last : r + GROUP - 1, part.scores[g]);
-        share_group(part.scores[g], seen->top + r, seen->mass + r, part.rescale[g], part.shares[g]);
+        softmax_group(part.scores[g], seen->top + r, seen->mass + r, part.rescale[g], part.shares[g]);
       }
       mix_part(&tile, values, dim, &part, mixed + row * dim);
     }
     more = tile.from + TILE < end;
     if (more) find_tile(a, b, tile.from + TILE, end, &tile);
   }
-  turn_mixed(seen->mixed, mixed, rows, dim);
+  transpose_mixed(seen->mixed, mixed, rows, dim);
 }
 #endif

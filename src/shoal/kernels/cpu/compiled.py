@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from shoal.core.names import pick
+from shoal.kernels.cpu.structs import size_mismatch
 
 log = logging.getLogger(__name__)
 _spare: Path | None = None  # see keep_in
@@ -75,13 +76,14 @@ SIGNATURES: dict[str, list[type]] = {
     "shoal_has_tiles": [],
     "shoal_has_pairs": [],
     "shoal_permitted": [],
-    "shoal_lay": [_P, _L, _L, _I],
+    "shoal_tile": [_P, _L, _L, _I],
+    "shoal_struct_size": [_L],
 }
 
 
 ANSWERS = {"shoal_layers", "shoal_attention", "shoal_linear", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
 ANSWERS |= {"shoal_draw_room", "shoal_has_tiles", "shoal_has_pairs", "shoal_permitted", "shoal_release_threads"}
-ANSWERS |= {"shoal_embed", "shoal_embed8", "shoal_lay"}
+ANSWERS |= {"shoal_embed", "shoal_embed8", "shoal_tile", "shoal_struct_size"}
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,10 @@ def _load(level: str, compiler: str | None) -> Library | NoLibrary:
     try:
         path = _compiled(compiler, flags)
         calls = _opened(path)
+        mismatch = size_mismatch(calls)
+        if mismatch:
+            log.warning("%s does not fit this version: %s; plain torch is used, which is slower", path, mismatch)
+            return NoLibrary(f"{path} does not fit this version of Shoal: {mismatch}; delete the file")
         refused = calls.shoal_permitted()
         if refused:
             return NoLibrary(f"the system does not lend its registers: {os.strerror(refused)}")

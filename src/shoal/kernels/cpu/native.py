@@ -9,7 +9,7 @@ Activations are float32 throughout, whatever type weights and KV have.
 import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,54 +18,15 @@ from torch import Tensor
 
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
-from shoal.kernels import Batch, Layer
 from shoal.kernels.cpu.compiled import Library
+from shoal.kernels.cpu.fused import MOST_DIM, NativeLayers, is_fusable
 from shoal.kernels.cpu.plain import CpuOps
+from shoal.kernels.cpu.structs import ChoiceStruct, SamplingStruct
 from shoal.kernels.draw_table import SamplingState
-from shoal.kernels.int8 import Int8Weight, Weight
-from shoal.kernels.laid import LaidWeight, can_be_laid
+from shoal.kernels.ops import Batch, FusedLayers
+from shoal.kernels.weights import DenseWeight, Int8Weight, StoredWeight, TiledWeight, Weight, can_be_tiled
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-MOST_DIM = 256
-INT8 = 3
-
-
-def _structure(name: str, fields: dict[str, Any]) -> Any:
-    """A C struct."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-
-def _several(names: str, kind: Any) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), kind)
-
-
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-# as in native.c, in the same order
-Matrix = _structure(
-    "Matrix",
-    _several("weight bias scales", _POINTER)
-    | _several("inputs padded outputs", _LONG)
-    | _several("type bias_type laid", _INT),
-)
-LayerStruct = _structure(
-    "LayerStruct",
-    _several("qkv out gate_up down", Matrix)
-    | _several("attention_norm mlp_norm q_norm k_norm keys values", _POINTER)
-    | _several("heads kv_heads dim window", _LONG)
-    | _several("eps scale", _FLOAT)
-    | _several("norm_type cache_type", _INT),
-)
-PassStruct = _structure(
-    "PassStruct",
-    _several("residual normed qkv mixed gate_up inner cos sin slots tables starts contexts", _POINTER)
-    | _several("tokens turn_stride table_width sequences block_size", _LONG)
-    | {"threads": _INT},
-)
-
-SamplingStruct = _structure("SamplingStruct", {field.name: _POINTER for field in fields(SamplingState)})
-ChoiceStruct = _structure(
-    "ChoiceStruct", _several("state scores rows positions mask_of masks tokens best", _POINTER) | {"n": _LONG}
-)
 
 
 def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]] | Tensor") -> int:
@@ -74,11 +35,6 @@ def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]] | Tensor") -> in
         return array.data_ptr()
     assert array.flags.c_contiguous, "C reads arrays from end to end"
     return int(array.__array_interface__["data"][0])
-
-
-def _values(weight: Tensor | LaidWeight) -> tuple[Tensor, bool]:
-    """(where its numbers are, whether they are in tiles)."""
-    return (weight, False) if isinstance(weight, Tensor) else (weight.values, True)
 
 
 class NativeOps(CpuOps):
@@ -90,39 +46,40 @@ class NativeOps(CpuOps):
         self.calls = library.calls
         self.lanes = library.lanes
         self.types = dict(TYPES) if library.has_float16 else {t: n for t, n in TYPES.items() if t != torch.float16}
-        self._known: tuple[Sequence[Layer], tuple[Any, ...], Any] | None = None  # layers and places of their KV, for C
-        self._room = torch.empty(0)
         self._draw_room = torch.empty(0)
         self._sampling: tuple[weakref.ref[SamplingState], Any] | None = None  # the state, and the same for C
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
-    def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Matrices laid in tiles, where they are, if this library multiplies in tiles."""
+    def prepare(self, weight: Weight) -> Weight:
+        """Tiled in place, if this library multiplies in tiles and the weight consists of whole ones."""
         if not self.calls.shoal_has_tiles():
-            return params
-        found = dict(params)
-        for name, values in params.items():
-            if values.dtype not in (torch.bfloat16, torch.int8) or not can_be_laid(values):
-                continue
-            row_bytes = values.shape[1] * values.element_size()
-            if self.calls.shoal_lay(values.data_ptr(), values.shape[0], row_bytes, torch.get_num_threads()):
-                raise MemoryError("no memory to lay the weights in tiles")
-            found[f"{name.removesuffix('.weight')}.laid"] = torch.tensor(1)
-        return found
+            return weight
+        if isinstance(weight, Int8Weight) and isinstance(weight.stored, DenseWeight):
+            return replace(weight, stored=self._tiled(weight.stored))
+        return self._tiled(weight) if isinstance(weight, DenseWeight) else weight
+
+    def _tiled(self, weight: DenseWeight) -> StoredWeight:
+        values = weight.values
+        if values.dtype not in (torch.bfloat16, torch.int8) or not can_be_tiled(values):
+            return weight
+        row_bytes = values.shape[1] * values.element_size()
+        if self.calls.shoal_tile(values.data_ptr(), values.shape[0], row_bytes, torch.get_num_threads()):
+            raise MemoryError("no memory to tile the weights")
+        return TiledWeight(values)
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in float32."""
         if isinstance(weight, Int8Weight):
             return self._embed8(ids, weight)
-        values, laid = _values(weight)
-        if values.dtype not in self.types:
+        if not isinstance(weight, StoredWeight) or weight.dtype not in self.types:
             return super().embed(ids, weight).float()
+        values = weight.values
         out = torch.empty(len(ids), values.shape[1])
         failed = self.calls.shoal_embed(
             out.data_ptr(),
             values.data_ptr(),
             self.types[values.dtype],
-            laid,
+            weight.tiled,
             ids.data_ptr(),
             len(ids),
             values.shape[1],
@@ -136,13 +93,13 @@ class NativeOps(CpuOps):
         out = torch.empty(len(ids), weight.inputs)
         failed = self.calls.shoal_embed8(
             out.data_ptr(),
-            weight.values.data_ptr(),
-            weight.laid,
+            weight.stored.values.data_ptr(),
+            weight.stored.tiled,
             weight.scales.data_ptr(),
             ids.data_ptr(),
             len(ids),
             weight.inputs,
-            weight.values.shape[1],
+            weight.stored.shape[1],
             torch.get_num_threads(),
         )
         if failed:
@@ -163,21 +120,21 @@ class NativeOps(CpuOps):
             return self._linear(x.float(), weight, bias, wide).to(x.dtype)
         if isinstance(weight, Int8Weight):
             return self._linear8(x, weight, bias, residual)
-        values, laid = _values(weight)
-        kind = self.types.get(values.dtype)
-        if kind is None or not values.is_contiguous() or (bias is not None and bias.dtype != values.dtype):
+        kind = self.types.get(weight.dtype)
+        known = kind is not None and (bias is None or bias.dtype == weight.dtype)
+        if not known or not isinstance(weight, StoredWeight) or not weight.values.is_contiguous():
             plain = super().linear(x, weight, bias)
             return plain if residual is None else plain + residual
         x = x.contiguous()
         rows, inputs = x.shape
-        outputs = values.shape[0]
+        outputs = weight.shape[0]
         out = torch.empty(rows, outputs) if residual is None else residual.contiguous()
         failed = self.calls.shoal_linear(
             out.data_ptr(),
             x.data_ptr(),
-            values.data_ptr(),
+            weight.values.data_ptr(),
             kind,
-            laid,
+            weight.tiled,
             None if bias is None else bias.data_ptr(),
             None if residual is None else out.data_ptr(),
             rows,
@@ -197,15 +154,15 @@ class NativeOps(CpuOps):
         failed = self.calls.shoal_linear8(
             out.data_ptr(),
             x.data_ptr(),
-            weight.values.data_ptr(),
-            weight.laid,
+            weight.stored.values.data_ptr(),
+            weight.stored.tiled,
             weight.scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
             0 if bias is None else self.types[bias.dtype],
             None if residual is None else out.data_ptr(),
             rows,
             weight.inputs,
-            weight.values.shape[1],
+            weight.stored.shape[1],
             outputs,
             torch.get_num_threads(),
         )
@@ -240,19 +197,19 @@ class NativeOps(CpuOps):
         self,
         qkv: Tensor,
         norms: tuple[Tensor, Tensor, float] | None,
-        turn: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
         slots: Tensor,
     ) -> Tensor:
-        """Norm, turn, store; the queries stay where they are."""
-        cos, sin = turn
+        """Norm, rotate, store; the queries are rotated in place."""
+        cos, sin = rope
         keys, values = cache
         fits = qkv.dtype == torch.float32 and qkv.is_contiguous() and keys.dtype in self.types
         fits &= cos.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
         fits &= keys.is_contiguous() and values.is_contiguous()
         fits &= norms is None or (norms[0].dtype == norms[1].dtype and norms[0].dtype in self.types)
         if not fits:
-            return super().rotate_and_store(qkv, norms, turn, cache, slots)
+            return super().rotate_and_store(qkv, norms, rope, cache, slots)
         tokens, width = qkv.shape
         kv_heads, dim = keys.shape[2:]
         heads = width // dim - 2 * kv_heads
@@ -290,7 +247,7 @@ class NativeOps(CpuOps):
             return self.attention(q.float(), k_cache, v_cache, batch, scale, window).to(q.dtype)
         if q.stride()[1:] != (dim, 1):
             q = q.contiguous()
-        starts, contexts = self._lengths_of(batch)
+        starts, contexts = self.lengths_of(batch)
         tables = batch.block_tables.contiguous()
         out = torch.empty(tokens, heads, dim)
         failed = self.calls.shoal_attention(
@@ -317,104 +274,9 @@ class NativeOps(CpuOps):
             raise MemoryError("no memory for the partial results of attention")
         return out
 
-    def layers(
-        self,
-        layers: Sequence[Layer],
-        residual: Tensor,
-        turn: tuple[Tensor, Tensor],
-        batch: Batch,
-        kv: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """The whole pass in one call, where all of it can be computed in C."""
-        # pointers, not the cache itself: an engine that is gone must not be kept in memory
-        places = (kv[0][0].shape, kv[0][0].dtype, *(tensor.data_ptr() for pair in kv for tensor in pair))
-        if self._known is None or self._known[0] is not layers or self._known[1] != places:
-            self._known = (layers, places, self._structs(layers, kv))
-        structs = self._known[2]
-        fits = residual.dtype == torch.float32 and residual.is_contiguous() and turn[0].dtype == torch.float32
-        if structs is None or batch.width or not fits:
-            return super().layers(layers, residual, turn, batch, kv)
-        first, tokens = structs[0], len(residual)
-        sizes = {
-            "normed": residual.shape[1],
-            "qkv": first.qkv.outputs,
-            "mixed": first.out.inputs,
-            "gate_up": first.gate_up.outputs,
-            "inner": first.down.inputs,
-        }
-        needed = tokens * sum(sizes.values())
-        if self._room.numel() < needed:
-            self._room = torch.empty(needed)
-        cos, sin, tables = turn[0].contiguous(), turn[1].contiguous(), batch.block_tables.contiguous()
-        starts, contexts = self._lengths_of(batch)
-        room = PassStruct(
-            residual=residual.data_ptr(),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            slots=batch.slots.data_ptr(),
-            tables=tables.data_ptr(),
-            starts=starts.data_ptr(),
-            contexts=contexts.data_ptr(),
-            tokens=tokens,
-            turn_stride=cos.shape[1],
-            table_width=tables.shape[1],
-            sequences=len(contexts),
-            block_size=batch.block_size,
-            threads=torch.get_num_threads(),
-        )
-        place = self._room.data_ptr()
-        for name, size in sizes.items():
-            setattr(room, name, place)
-            place += 4 * tokens * size
-        if self.calls.shoal_layers(structs, len(layers), ctypes.byref(room)):
-            raise MemoryError("no memory for a pass")
-        return residual
-
-    def _structs(self, layers: Sequence[Layer], kv: Sequence[tuple[Tensor, Tensor]]) -> Any:
-        """All layers as C reads them; None where plain torch must do some of it."""
-        keys = kv[0][0]
-        kv_heads, dim = keys.shape[2:]
-        if dim % self.lanes or dim > MOST_DIM or keys.dtype not in self.types:
-            return None
-        structs = (LayerStruct * len(layers))()
-        for struct, layer, (keys, values) in zip(structs, layers, kv, strict=True):
-            norms = [layer.attention_norm, layer.mlp_norm, *(n for n in (layer.q_norm, layer.k_norm) if n is not None)]
-            matrices = {
-                name: self._matrix(getattr(layer, name), getattr(layer, f"{name}_bias"))
-                for name in ("qkv", "out", "gate_up", "down")
-            }
-            known = all(norm.dtype == norms[0].dtype and norm.dtype in self.types for norm in norms)
-            if not known or not keys.is_contiguous() or not values.is_contiguous() or None in matrices.values():
-                return None
-            for name, matrix in matrices.items():
-                setattr(struct, name, matrix)
-            struct.attention_norm, struct.mlp_norm = layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr()
-            struct.q_norm = None if layer.q_norm is None else layer.q_norm.data_ptr()
-            struct.k_norm = None if layer.k_norm is None else layer.k_norm.data_ptr()
-            struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-            struct.heads, struct.kv_heads, struct.dim = struct.out.inputs // dim, kv_heads, dim
-            struct.window, struct.eps, struct.scale = layer.window, layer.eps, layer.scale
-            struct.norm_type, struct.cache_type = self.types[norms[0].dtype], self.types[keys.dtype]
-        return structs
-
-    def _matrix(self, weight: Weight, bias: Tensor | None) -> Any:
-        """None: not of a type that C knows."""
-        if bias is not None and bias.dtype not in self.types:
-            return None
-        found = Matrix(bias=None if bias is None else bias.data_ptr())
-        found.bias_type = 0 if bias is None else self.types[bias.dtype]
-        found.outputs, found.inputs = weight.shape
-        if isinstance(weight, Int8Weight):
-            found.type, found.padded, found.scales = INT8, weight.values.shape[1], weight.scales.data_ptr()
-            found.weight, found.laid = weight.values.data_ptr(), weight.laid
-            return found
-        values, found.laid = _values(weight)
-        if values.dtype not in self.types or not values.is_contiguous():
-            return None
-        if bias is not None and bias.dtype != values.dtype:
-            return None
-        found.type, found.weight = self.types[values.dtype], values.data_ptr()
-        return found
+    def fused(self, layers: Sequence[Any]) -> FusedLayers | None:
+        """One call for the whole pass, if C knows the kind of every layer."""
+        return NativeLayers(self, layers) if is_fusable(layers) else None
 
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
@@ -458,7 +320,8 @@ class NativeOps(CpuOps):
             self._draw_room = torch.empty(needed)
         return self._draw_room.data_ptr()
 
-    def _lengths_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def lengths_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(starts, contexts) of the pass as C reads them."""
         last = self._lengths
         if last is None or last[0]() is not batch:
             starts, contexts = torch.tensor(batch.starts), torch.tensor(batch.contexts)

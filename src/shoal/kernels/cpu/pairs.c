@@ -1,11 +1,11 @@
-/* Linear layers with dot products of bfloat16: AVX-512's and Arm's. A part of native.c.
+/* Linear layers with bfloat16 dot products (AVX-512, Arm). Part of native.c.
  *
  * The instruction multiplies pairs of neighbours and adds both products to a float32 lane. Rows of x are rounded to
- * bfloat16 once; weights are read as they lie, up to PAIR_ROWS rows of x in two long streams, more rows in groups that
- * stay in the first cache. Every sum runs from left to right in LANES lanes, then the lanes are added: in tiles of any
- * size the same. The instructions take tiny numbers (denormals) for 0, whatever the process has set.
+ * bfloat16 once. Weights are read in torch's layout: for up to PAIR_ROWS rows of x in two long streams, for more rows
+ * in groups that stay in the L1 cache. Every sum runs from left to right in LANES lanes, then the lanes are added: the
+ * same for every tile size. The instructions flush denormals to 0, whatever mode the process has set.
  *
- * SHOAL_PRETEND_PAIRS computes the products in plain C: for tests on machines without them. */
+ * SHOAL_PRETEND_PAIRS computes the products in plain C, for tests on machines without the instructions. */
 
 #if defined(__AVX512BF16__) && defined(__AVX512F__)
 #define HAS_PAIRS 1
@@ -37,7 +37,7 @@ INLINE floats add_pairs(floats sums, pairs a, pairs b) {
 
 INLINE pairs load_pairs(const uint16_t *p) { return *(const loose_pairs *)p; }
 
-/* the last ones, filled up with zeros */
+/* the last ones, padded with zeros */
 INLINE pairs load_some_pairs(const uint16_t *p, long count) {
   uint16_t some[PAIR_STEP] = {0};
   memcpy(some, p, count * 2);
@@ -54,13 +54,14 @@ typedef struct {
 } Paired;
 
 INLINE void pair_end(const Paired *t, float value, long row, long column) {
-  long place = row * t->outputs + column;
+  long index = row * t->outputs + column;
   if (t->bias) value += load_one((const uint16_t *)t->bias + column, BFLOAT16);
-  if (t->residual) value += t->residual[place];
-  t->out[place] = value;
+  if (t->residual) value += t->residual[index];
+  t->out[index] = value;
 }
 
-INLINE void pair_dots(const Paired *t, long row, const long *column, int rows, int columns, const char *soon, int pace) {
+INLINE void pair_dots(const Paired *t, long row, const long *column, int rows, int columns, const char *soon,
+                      int pace) {
   floats sums[PAIR_ROWS][PAIR_COLUMNS];
   const uint16_t *x[PAIR_ROWS], *w[PAIR_COLUMNS];
 #pragma GCC unroll 8
@@ -112,7 +113,7 @@ static PairDots *const wide_pair_dots[] = {pair_dots_1_PAIR_COLUMNS, pair_dots_2
 static void few_rows16(const Paired *t, long first, long count) {
   long half = count / 2;
   for (long step = 0; step < count - half; step++) {
-    long column[2] = {first + half + step, first + step}; /* an odd count leaves one row over in the first stream */
+    long column[2] = {first + half + step, first + step}; /* an odd count makes the first stream one row longer */
     if (step < half)
       two_pair_dots[t->rows - 1](t, 0, column, NULL, 0);
     else
@@ -130,7 +131,8 @@ static void many_rows16(const Paired *t, long row, long rows, long first, long c
     const char *soon = (const char *)(t->weight + (j + group) * t->inputs);
     for (long i = 0; i < rows; i += PAIR_ROWS, soon += pace * t->inputs * 2) {
       int these = rows - i < PAIR_ROWS ? (int)(rows - i) : PAIR_ROWS;
-      (group > 1 ? wide_pair_dots : one_pair_dots)[(unsigned)(these - 1) % PAIR_ROWS](t, row + i, column, soon, group > 1 ? pace : 0);
+      PairDots *const *table = group > 1 ? wide_pair_dots : one_pair_dots;
+      table[(unsigned)(these - 1) % PAIR_ROWS](t, row + i, column, soon, group > 1 ? pace : 0);
     }
     j += group;
   }
@@ -143,15 +145,16 @@ static void round_row(uint16_t *to, const float *from, long n, long padded) {
   for (; i < padded; i++) to[i] = 0;
 }
 
-/* 0: done. 1: no memory. Not used where there are tiles. */
-__attribute__((unused)) static int paired(float *out, const float *x, const void *weight, const void *bias, const float *residual, long rows,
-                  long inputs, long outputs, int threads) {
+/* Returns 0, or 1 if memory ran out. Unused on CPUs with tiles. */
+__attribute__((unused)) static int linear_paired(float *out, const float *x, const void *weight, const void *bias,
+                                                 const float *residual, long rows, long inputs, long outputs,
+                                                 int threads) {
   enum { ROWS_PER_TASK = 64, FEW_VALUES = 1 << 13 };
   long padded = (inputs + PAIR_STEP - 1) / PAIR_STEP * PAIR_STEP;
-  uint16_t *rounded = room_for(ROOM_ROWS, sizeof(uint16_t) * rows * padded);
+  uint16_t *rounded = scratch_for(SCRATCH_ROWS, sizeof(uint16_t) * rows * padded);
   if (!rounded) return 1;
   Paired t = {rounded, weight, bias, residual, out, rows, inputs, padded, outputs};
-  int few = rows <= PAIR_ROWS, quick = rows * inputs <= FEW_VALUES; /* quick: sooner rounded than shared */
+  int few = rows <= PAIR_ROWS, quick = rows * inputs <= FEW_VALUES; /* quick: too little work to share */
   if (quick)
     for (long r = 0; r < rows; r++) round_row(rounded + r * padded, x + r * inputs, inputs, padded);
   long blocks = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;

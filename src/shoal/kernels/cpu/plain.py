@@ -19,22 +19,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
-from shoal.kernels import Batch, Layer, composed, torch_choose
+from shoal.kernels import composed, torch_choose
 from shoal.kernels.cpu.compiled import cpu_features
 from shoal.kernels.draw_table import SamplingState
-from shoal.kernels.int8 import Weight
+from shoal.kernels.ops import Batch, FusedLayers
 from shoal.kernels.padded import padded_attention
+from shoal.kernels.weights import Weight, matrix
 
 PIECE_TOKENS = 64
 IS_ARM = platform.machine() in ("aarch64", "arm64")
-TURNED_ROWS = range(9, 65)  # on ARM the BLAS is 5 to 25 % faster with the roles of x and W exchanged
+SWAPPED_ROWS = range(9, 65)  # on ARM the BLAS is 5 to 25 % faster with the roles of x and W exchanged
 
 _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -71,24 +73,17 @@ class CpuOps:
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Batch], dict[int, _Cut]] | None = None
 
-    def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As they are."""
-        return params
+    def prepare(self, weight: Weight) -> Weight:
+        """As it is."""
+        return weight
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
-        return embedding(ids, weight) if isinstance(weight, Tensor) else weight.rows(ids)
+        return weight.rows(ids)
 
-    def layers(
-        self,
-        layers: Sequence[Layer],
-        residual: Tensor,
-        turn: tuple[Tensor, Tensor],
-        batch: Batch,
-        kv: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """One operation after the other."""
-        return composed.layers(self, layers, residual, turn, batch, kv)
+    def fused(self, layers: Sequence[Any]) -> FusedLayers | None:
+        """Not offered."""
+        return None
 
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
@@ -102,10 +97,10 @@ class CpuOps:
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in x's type; types that differ, or that this CPU multiplies slowly, go through float32."""
-        weight = weight if isinstance(weight, Tensor) else weight.full().to(x.dtype)
-        if x.dtype == weight.dtype and computes_natively(weight.dtype):
-            return _linear(x, weight, bias)
-        return _linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        values = matrix(weight, x.dtype)
+        if x.dtype == values.dtype and computes_natively(values.dtype):
+            return _linear(x, values, bias)
+        return _linear(x.float(), values.float(), None if bias is None else bias.float()).to(x.dtype)
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """x Wᵀ + b, then the residual."""
@@ -123,16 +118,16 @@ class CpuOps:
         return silu(gate).mul_(up)
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Each pair (i, i + d/2) turned by its angle, in float32: x·cos + (x with halves exchanged)·(∓sin)."""
+        """Each pair (i, i + d/2) rotated by its angle, in float32: x·cos + (x with halves exchanged)·(∓sin)."""
         half = q.shape[-1] // 2
         cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
         both_cos, both_sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
-        def turned(x: Tensor) -> Tensor:
+        def rotated(x: Tensor) -> Tensor:
             wide = x.float()
             return torch.addcmul(wide * both_cos, wide.roll(half, -1), both_sin).to(x.dtype)
 
-        return turned(q), turned(k)
+        return rotated(q), rotated(k)
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """One row of the flattened cache per token."""
@@ -143,12 +138,12 @@ class CpuOps:
         self,
         qkv: Tensor,
         norms: tuple[Tensor, Tensor, float] | None,
-        turn: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
         slots: Tensor,
     ) -> Tensor:
-        """Norm, turn, store."""
-        return composed.rotate_and_store(self, qkv, norms, turn, cache, slots)
+        """Norm, rotate, store."""
+        return composed.rotate_and_store(self, qkv, norms, rope, cache, slots)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """All decode rows together, then each longer stretch of queries by itself."""
@@ -177,7 +172,7 @@ class CpuOps:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if not IS_ARM or x.shape[0] not in TURNED_ROWS:
+    if not IS_ARM or x.shape[0] not in SWAPPED_ROWS:
         return linear(x, weight, bias)
     out = torch.mm(weight, x.t()).t().contiguous()
     return out if bias is None else out.add_(bias)

@@ -1,31 +1,32 @@
-/* Linear layers in tiles of 16 by 16: Intel's AMX, for bfloat16 and for 8-bit weights. A part of native.c.
+/* Linear layers in tiles of 16 by 16: Intel's AMX, for bfloat16 and for 8-bit weights. Part of native.c.
  *
- * A product of tiles takes its left side as it lies in memory, 16 rows of 64 bytes, and its right side turned: 16 groups of
- * four bytes by 16 columns. Weights that the model owns are turned once, where they are, before the first pass:
+ * A product of tiles takes its left side in memory order, 16 rows of 64 bytes, and its right side transposed: 16 groups
+ * of four bytes by 16 columns. The weights of a model are tiled once, in place, before the first pass:
  *
- *     sums = x W'      W is laid in tiles, 16 outputs by 64 bytes, one behind the other; x passes by as it is
+ *     sums = x W'      W is tiled: tiles of 16 outputs by 64 bytes, one behind the other; x is read row by row
  *
- * Others lie as torch has them, with no second copy, so one side is turned on the way:
+ * Other weights stay in torch's layout, without a second copy, so one side is transposed on the way:
  *
- *     few rows of x:   sums' = W x'    x is small, and turned; weights stream by, 16 rows at a time; sums are turned back
- *     many rows of x:  sums  = x W'    32 rows of W are turned, and all rows of x pass by them
+ *     few rows of x:   sums' = W x'    x is small and transposed; weights are streamed, 16 rows at a time; sums are
+ *                                      transposed back
+ *     many rows of x:  sums  = x W'    32 rows of W are transposed, then multiplied by all rows of x
  *
- * x is rounded to bfloat16, or to bytes, and filled up with zeros. Every sum runs over the inputs from left to right in one
- * accumulator, the same products in the same order all ways, so neighbours change no bit. The instructions take tiny
- * numbers (denormals) for 0, whatever the process has set.
+ * x is rounded to bfloat16 or to bytes and padded with zeros. Every sum runs over the inputs from left to right in one
+ * accumulator, the same products in the same order in all cases, so other rows change no bit. The instructions flush
+ * denormals to 0, whatever mode the process has set.
  *
- * SHOAL_PRETEND_TILES computes the tiles in plain C: for tests on machines without them. */
+ * SHOAL_PRETEND_TILES computes the tiles in plain C, for tests on machines without AMX. */
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define HAS_TILES 1
 #include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-/* The compiler's own names for these say nothing of the memory they read. */
+/* The compiler's intrinsics do not declare the memory that they read. */
 #define tile_zero(n) __asm__ volatile("tilezero %%tmm" #n ::)
 #define tile_load(n, from, stride) \
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #n ::"r"(from), "r"((long)(stride)) : "memory")
-/* the same, of what will not be used again soon: it does not push other lines out of the first cache */
+/* the same for data that is not reused soon: it does not evict other lines from the L1 cache */
 #define tile_load_once(n, from, stride) \
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #n ::"r"(from), "r"((long)(stride)) : "memory")
 #define tile_store(n, to, stride) \
@@ -34,10 +35,10 @@
 #define tile_add_int8(sums, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
 #define tiles_begin(shape) __asm__ volatile("ldtilecfg (%0)" ::"r"(shape) : "memory")
 #define tiles_end() __asm__ volatile("tilerelease" ::)
-/* fetch a line that will be written: without it every store would wait for the line, one after the other */
+/* prefetch a line that will be written; otherwise every store would wait for its line */
 #define fetch_to_write(line) __asm__ volatile("prefetchw (%0)" ::"r"(line))
 
-/* Linux lends the tiles' registers to processes that ask. 0: it does. */
+/* Linux grants the tile registers to processes that request them. Returns 0 if granted, else errno. */
 static int tiles_permitted(void) {
   enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) ? errno : 0;
@@ -52,7 +53,7 @@ static int tiles_permitted(void) {
 
 enum { TILE_ROWS = 16, TILE_BYTES = 64, TILE_SIZE = TILE_ROWS * TILE_BYTES };
 
-/* as ldtilecfg reads it */
+/* the operand of ldtilecfg */
 typedef struct {
   uint8_t palette, start, unused[14];
   uint16_t bytes[16];
@@ -100,8 +101,8 @@ static void pretend_int8(int sums, int a, int b) {
 static int tiles_permitted(void) { return 0; }
 #endif
 
-/* 16 rows of 16 words, `stride` bytes apart, rows and columns exchanged; to_stride: in words */
-static void turn16_to(uint32_t *to, long to_stride, const char *from, long stride) {
+/* transposes 16 rows of 16 words that are `stride` bytes apart; to_stride: in words */
+static void transpose16_to(uint32_t *to, long to_stride, const char *from, long stride) {
 #if defined(__AVX512F__)
   __m512i a[16], b[16];
 #pragma GCC unroll 16
@@ -131,15 +132,15 @@ static void turn16_to(uint32_t *to, long to_stride, const char *from, long strid
 #endif
 }
 
-static void turn16(uint32_t *to, const char *from, long stride) { turn16_to(to, TILE_ROWS, from, stride); }
+static void transpose16(uint32_t *to, const char *from, long stride) { transpose16_to(to, TILE_ROWS, from, stride); }
 
 /* [rows, columns] words to [columns, rows] */
-static void turn_words(uint32_t *to, const uint32_t *from, long rows, long columns) {
+static void transpose_words(uint32_t *to, const uint32_t *from, long rows, long columns) {
   for (long i = 0; i < rows; i++)
     for (long j = 0; j < columns; j++) to[j * rows + i] = from[i * columns + j];
 }
 
-/* 32 values for a tile, rounded */
+/* 32 values of a tile's row, rounded */
 INLINE void narrow_line(uint16_t *to, const float *from) {
 #if defined(__AVX512BF16__)
   _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from)));
@@ -148,57 +149,57 @@ INLINE void narrow_line(uint16_t *to, const float *from) {
 #endif
 }
 
-/* the work of a call */
+/* the arguments of a call, and what is derived from them */
 typedef struct {
   const char *weight; /* rows of row_bytes */
   long row_bytes;
   const float *x; /* [rows, inputs] */
-  const void *norm; /* many only: x is normed with these weights on the way; or none */
+  const void *norm; /* many only: x is normed with these weights on the way; or NULL */
   int norm_type;
   float eps;
-  int8_t *bytes;  /* the same in 8 bits, [rows, row_bytes]; or none */
+  int8_t *bytes;  /* x in 8 bits, [rows, row_bytes]; or NULL */
   float *x_scales;
   int32_t *x_sums;
   const float *scales; /* of 8-bit weights */
-  const void *bias;      /* or none */
-  const float *residual; /* or none; may be out */
+  const void *bias;      /* or NULL */
+  const float *residual; /* or NULL; may be out */
   float *out;
   long rows, inputs, outputs, steps;
   int bias_type;
-  int columns[2]; /* of the first and the second tile of x: less than 16 only where there are no more rows */
-  int laid;       /* weights are in tiles */
-  int many;       /* rows, or laid: x is not turned */
-  int gated;      /* laid only: the outputs' first half is a gate for the second, and half as many results are made */
-  char *ready;    /* x: for each 16 rows, steps of TILE_SIZE bytes, or 64 for every column if there are fewer */
-  int is_ready;   /* … from the start */
-  char *made;     /* gated, and 16 bits: results rounded, as the next product wants its x to be ready, and not in out; or none */
-} Tiled;
+  int columns[2]; /* of the first and second tile of x: below 16 only if there are no more rows */
+  int tiled;       /* weights are in tiles */
+  int many;       /* many rows, or tiled: x is not transposed */
+  int gated;      /* tiled only: silu of the first half of the outputs times the second half */
+  char *ready;    /* x: for each 16 rows, steps of TILE_SIZE bytes, or 64 bytes per column if there are fewer */
+  int is_ready;   /* the caller has filled `ready` */
+  char *made;     /* gated, 16 bits: results go here, rounded, as the next call's `ready`, instead of to out; or NULL */
+} TiledLinear;
 
 /* 16 rows or columns: the tiles of all steps, from left to right */
 typedef struct {
   const char *tiles;
   long stride, step;
-  const char *last; /* the last tile where it is not whole, filled up; or none */
+  const char *last; /* the last tile, padded, if it is not full; or NULL */
 } Side;
 
-enum { MANY_TILES = 9 }; /* of inputs: from here on weights are turned instead of them */
+enum { MANY_TILES = 9 }; /* tiles of x from which on the weights are transposed instead of x */
 
-/* Room for x in 8 bits, for weights with these scales. 0: there is none. */
-static int take_bytes(Tiled *t, const float *scales) {
-  float *steps = room_for(ROOM_ROWS, t->rows * (t->row_bytes + sizeof(float) + sizeof(int32_t)));
+/* Reserves scratch for x in 8 bits, for weights with these scales. Returns 0 if memory ran out. */
+static int reserve_bytes(TiledLinear *t, const float *scales) {
+  float *steps = scratch_for(SCRATCH_ROWS, t->rows * (t->row_bytes + sizeof(float) + sizeof(int32_t)));
   if (!steps) return 0;
   t->scales = scales, t->x_scales = steps, t->x_sums = (int32_t *)(steps + t->rows);
   t->bytes = (int8_t *)(t->x_sums + t->rows);
   return 1;
 }
 
-/* a row's line of a step in tiles of so many steps, where there are as many rows in a tile as `t` says */
-INLINE char *line_of(const Tiled *t, char *tiles, long steps, long row, long step) {
+/* the 64 bytes of a row and step, in tiles of `steps` steps with t->columns rows */
+INLINE char *line_of(const TiledLinear *t, char *tiles, long steps, long row, long step) {
   long tile = row / TILE_ROWS;
   return tiles + (tile * steps * TILE_ROWS + step * t->columns[tile % 2] + row % TILE_ROWS) * TILE_BYTES;
 }
 
-/* n of 32 values, rounded, and zeros */
+/* n of 32 values, rounded; then zeros */
 static void narrow_some(uint16_t *to, const float *from, long n) {
   long k = 0;
   for (; k + LANES <= n; k += LANES) store_as(to + k, load(from + k), BFLOAT16);
@@ -206,19 +207,19 @@ static void narrow_some(uint16_t *to, const float *from, long n) {
   for (; k < 32; k++) to[k] = 0;
 }
 
-static void tile_bytes(const Tiled *t, long row, const float *x) {
-  t->x_scales[row] = to_bytes(t->bytes + row * t->row_bytes, t->x_sums + row, x, t->inputs, t->row_bytes);
+static void tile_bytes(const TiledLinear *t, long row, const float *x) {
+  t->x_scales[row] = quantize_row(t->bytes + row * t->row_bytes, t->x_sums + row, x, t->inputs, t->row_bytes);
 }
 
-/* a row of x into its lines; `room`: for a row in float32. After the last row the rest of its tile. */
-static void ready_row(const Tiled *t, long row, float *room) {
+/* writes a row of x into its tiles; rows past the last one are zeros. scratch: a row in float32 */
+static void ready_row(const TiledLinear *t, long row, float *scratch) {
   const float *x = t->x + row * t->inputs;
   if (row >= t->rows) {
     for (long s = 0; s < t->steps; s++) memset(line_of(t, t->ready, t->steps, row, s), 0, TILE_BYTES);
     return;
   }
-  if (t->norm && !room) return; /* the call fails */
-  if (t->norm) norm(room, x, t->norm, t->norm_type, t->inputs, t->eps), x = room;
+  if (t->norm && !scratch) return; /* the call fails */
+  if (t->norm) norm(scratch, x, t->norm, t->norm_type, t->inputs, t->eps), x = scratch;
   if (t->bytes) tile_bytes(t, row, x);
   for (long s = 0; s < t->steps; s++) {
     char *line = line_of(t, t->ready, t->steps, row, s);
@@ -231,8 +232,8 @@ static void ready_row(const Tiled *t, long row, float *room) {
   }
 }
 
-/* one step of up to 16 rows of x, turned */
-static void ready_turned(const Tiled *t, long tile, long step) {
+/* one step of up to 16 rows of x, transposed */
+static void ready_transposed(const TiledLinear *t, long tile, long step) {
   uint32_t lines[TILE_SIZE / 4];
   int columns = t->columns[tile % 2];
   long first = tile * TILE_ROWS, rows = t->rows - first < columns ? t->rows - first : columns;
@@ -249,9 +250,9 @@ static void ready_turned(const Tiled *t, long tile, long step) {
       narrow_some(line, from, t->inputs - step * 32);
   }
   if (columns == TILE_ROWS)
-    turn16((uint32_t *)to, (const char *)lines, TILE_BYTES);
+    transpose16((uint32_t *)to, (const char *)lines, TILE_BYTES);
   else
-    turn_words((uint32_t *)to, lines, columns, 16);
+    transpose_words((uint32_t *)to, lines, columns, 16);
 }
 
 static void copy_tile(char *to, const char *from, long stride, long rows, long bytes) {
@@ -259,38 +260,38 @@ static void copy_tile(char *to, const char *from, long stride, long rows, long b
   for (long r = 0; r < rows; r++) memcpy(to + r * TILE_BYTES, from + r * stride, bytes);
 }
 
-/* 16 rows of weights that are laid in tiles */
-static Side laid_panel(const Tiled *t, long n, char *room) {
-  (void)room;
+/* 16 rows of tiled weights */
+static Side tiled_panel(const TiledLinear *t, long n, char *scratch) {
+  (void)scratch;
   return (Side){t->weight + n * TILE_ROWS * t->row_bytes, TILE_BYTES, TILE_SIZE, NULL};
 }
 
-/* 16 rows of weights as torch has them; `room`: a tile for every step */
-static Side panel_of(const Tiled *t, long n, char *room) {
+/* 16 rows of weights in torch's layout; scratch: a tile per step */
+static Side panel_of(const TiledLinear *t, long n, char *scratch) {
   Side found = {t->weight + n * TILE_ROWS * t->row_bytes, t->row_bytes, TILE_BYTES, NULL};
   long rows = t->outputs - n * TILE_ROWS, rest = t->row_bytes % TILE_BYTES;
   if (rows >= TILE_ROWS && !rest) return found;
   long first = rows < TILE_ROWS ? 0 : t->steps - 1;
   for (long s = first; s < t->steps; s++)
-    copy_tile(room + s * TILE_SIZE, found.tiles + s * TILE_BYTES, t->row_bytes, rows < TILE_ROWS ? rows : TILE_ROWS,
+    copy_tile(scratch + s * TILE_SIZE, found.tiles + s * TILE_BYTES, t->row_bytes, rows < TILE_ROWS ? rows : TILE_ROWS,
               s == t->steps - 1 && rest ? rest : TILE_BYTES);
-  if (first) found.last = room + first * TILE_SIZE;
-  if (!first) found.tiles = room, found.stride = TILE_BYTES, found.step = TILE_SIZE;
+  if (first) found.last = scratch + first * TILE_SIZE;
+  if (!first) found.tiles = scratch, found.stride = TILE_BYTES, found.step = TILE_SIZE;
   return found;
 }
 
-/* the same, turned */
-static Side turned_panel(const Tiled *t, long n, char *room) {
-  Side from = panel_of(t, n, room), found = {room + t->steps * TILE_SIZE, TILE_BYTES, TILE_SIZE, NULL};
+/* the same, transposed */
+static Side transposed_panel(const TiledLinear *t, long n, char *scratch) {
+  Side from = panel_of(t, n, scratch), found = {scratch + t->steps * TILE_SIZE, TILE_BYTES, TILE_SIZE, NULL};
   for (long s = 0; s < t->steps; s++) {
     int last = from.last && s == t->steps - 1;
-    turn16((uint32_t *)(found.tiles + s * TILE_SIZE), last ? from.last : from.tiles + s * from.step,
+    transpose16((uint32_t *)(found.tiles + s * TILE_SIZE), last ? from.last : from.tiles + s * from.step,
            last ? TILE_BYTES : from.stride);
   }
   return found;
 }
 
-/* passing: which side is not used again soon */
+/* passing: the side that is not reused soon */
 enum { LEFT, RIGHT };
 
 INLINE void tile_step(const char *const *left, const long *left_stride, const char *const *right,
@@ -321,8 +322,8 @@ INLINE void tile_step(const char *const *left, const long *left_stride, const ch
 #undef TILE_TAKE
 }
 
-/* What is fetched while tiles are multiplied: at every step `pace` lines from each of two places, and some of the rows where
- * the results will be. */
+/* What is prefetched while tiles are multiplied: at every step `pace` lines from each of two addresses, and some of the
+ * rows of the results. */
 typedef struct {
   const char *soon[2];
   int pace;
@@ -388,8 +389,8 @@ static TileBlock *const tile_blocks[2][2][2][2] = {
     {TILE_TABLE(1, LEFT), TILE_TABLE(1, RIGHT)},
 };
 
-/* LANES results of one row of x, from their sums; output: the first's number */
-INLINE floats tile_value(const Tiled *t, const float *sums, const float *bias, long row, long output) {
+/* LANES results of one row of x from their sums; output: index of the first */
+INLINE floats tile_value(const TiledLinear *t, const float *sums, const float *bias, long row, long output) {
   floats value = load(sums);
   if (t->bytes)
     value = __builtin_convertvector((ints)value, floats) * all(t->x_scales[row]) * load(t->scales + output);
@@ -397,42 +398,42 @@ INLINE floats tile_value(const Tiled *t, const float *sums, const float *bias, l
 }
 
 /* one row of x: 16 outputs from `first` on */
-INLINE void tile_row(const Tiled *t, const float *sums, const float *bias, long row, long first) {
-  long place = row * t->outputs + first;
+INLINE void tile_row(const TiledLinear *t, const float *sums, const float *bias, long row, long first) {
+  long index = row * t->outputs + first;
 #pragma GCC unroll 4
   for (int i = 0; i < TILE_ROWS; i += LANES) {
     floats value = tile_value(t, sums + i, bias + i, row, first + i);
-    if (t->residual) value += load(t->residual + place + i);
-    store(t->out + place + i, value);
+    if (t->residual) value += load(t->residual + index + i);
+    store(t->out + index + i, value);
   }
 }
 
 /* `count` of them */
-static void tile_row_end(const Tiled *t, const float *sums, const float *bias, long row, long first, long count) {
+static void tile_row_end(const TiledLinear *t, const float *sums, const float *bias, long row, long first, long count) {
   for (long i = 0; i < count; i++) {
-    long place = row * t->outputs + first + i;
+    long index = row * t->outputs + first + i;
     float value = sums[i];
     int32_t whole;
     memcpy(&whole, sums + i, 4);
     if (t->bytes) value = (float)whole * t->x_scales[row] * t->scales[first + i];
     if (t->bias) value += bias[i];
-    if (t->residual) value += t->residual[place];
-    t->out[place] = value;
+    if (t->residual) value += t->residual[index];
+    t->out[index] = value;
   }
 }
 
-/* a tile of sums, [outputs, rows of x] or the other way round if there are many rows, becomes results */
-static void tile_end(const Tiled *t, const float *sums, long panel, long tile) {
-  float turned[TILE_SIZE / 4] __attribute__((aligned(64))), bias[TILE_ROWS];
+/* converts a tile of sums, [outputs, rows of x] or, if there are many rows, the transpose, to results */
+static void tile_end(const TiledLinear *t, const float *sums, long panel, long tile) {
+  float transposed[TILE_SIZE / 4] __attribute__((aligned(64))), bias[TILE_ROWS];
   int columns = t->columns[tile % 2];
   long row = tile * TILE_ROWS, rows = t->rows - row < columns ? t->rows - row : columns;
   long first = panel * TILE_ROWS, count = t->outputs - first < TILE_ROWS ? t->outputs - first : TILE_ROWS;
   if (t->bias)
     for (long i = 0; i < count; i++) bias[i] = load_any(t->bias, first + i, t->bias_type);
-  if (!t->many && columns == TILE_ROWS) turn16((uint32_t *)turned, (const char *)sums, TILE_BYTES);
+  if (!t->many && columns == TILE_ROWS) transpose16((uint32_t *)transposed, (const char *)sums, TILE_BYTES);
   if (!t->many && columns < TILE_ROWS)
-    turn_words((uint32_t *)turned, (const uint32_t *)sums, TILE_ROWS, columns);
-  const float *lines = t->many ? sums : turned;
+    transpose_words((uint32_t *)transposed, (const uint32_t *)sums, TILE_ROWS, columns);
+  const float *lines = t->many ? sums : transposed;
   for (long i = 0; i < rows; i++)
     if (count == TILE_ROWS)
       tile_row(t, lines + i * TILE_ROWS, bias, row + i, first);
@@ -449,15 +450,16 @@ INLINE void narrow_half(uint16_t *to, const float *from) {
 #endif
 }
 
-/* two tiles of sums, of a gate's panel and of the one that goes through it, become results: silu(gate) times the other */
-static void gate_end(const Tiled *t, const float *gate, const float *sums, long panel, long tile) {
+/* converts two tiles of sums, of a gate's panel and of the gated one, to results: silu(gate) times the other */
+static void gate_end(const TiledLinear *t, const float *gate, const float *sums, long panel, long tile) {
   float bias[2][TILE_ROWS], narrowed[TILE_ROWS];
   int columns = t->columns[tile % 2];
   long row = tile * TILE_ROWS, rows = t->rows - row < columns ? t->rows - row : columns;
   long half = t->outputs / 2, first = panel * TILE_ROWS;
   if (t->bias)
     for (long i = 0; i < 2 * TILE_ROWS; i++)
-      bias[i / TILE_ROWS][i % TILE_ROWS] = load_any(t->bias, i / TILE_ROWS * half + first + i % TILE_ROWS, t->bias_type);
+      bias[i / TILE_ROWS][i % TILE_ROWS] =
+          load_any(t->bias, i / TILE_ROWS * half + first + i % TILE_ROWS, t->bias_type);
   for (long r = 0; r < columns; r++) {
     uint16_t *made = t->made ? (uint16_t *)line_of(t, t->made, half / 32, row + r, first / 32) + first % 32 : NULL;
     if (r >= rows) {
@@ -475,8 +477,8 @@ static void gate_end(const Tiled *t, const float *gate, const float *sums, long 
   }
 }
 
-/* where the results of some tiles of x and some panels will be */
-static void fetch_results(const Tiled *t, long panel, int panels, long tile, int tiles, Fetch *fetch) {
+/* prefetches the results of some tiles of x and some panels */
+static void fetch_results(const TiledLinear *t, long panel, int panels, long tile, int tiles, Fetch *fetch) {
   long width = t->gated ? t->outputs / 2 : t->outputs, left = t->rows - tile * TILE_ROWS;
   fetch->rows = (int)(left < tiles * TILE_ROWS ? left : tiles * TILE_ROWS);
   if (t->made) {
@@ -490,7 +492,7 @@ static void fetch_results(const Tiled *t, long panel, int panels, long tile, int
 }
 
 /* one or two panels by one or two tiles of x */
-static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, long tile, int tiles, Fetch *fetch) {
+static void tile_pair(const TiledLinear *t, const Side *w, long panel, int panels, long tile, int tiles, Fetch *fetch) {
   float found[4][TILE_SIZE / 4] __attribute__((aligned(64))), *to[4];
   long to_stride[2] = {TILE_BYTES, TILE_BYTES};
   Side x[2];
@@ -500,17 +502,18 @@ static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, lon
     to_stride[n] = width;
   }
   int lefts = t->many ? tiles : panels, rights = t->many ? panels : tiles;
-  int whole = (t->laid && t->rows <= 2 * TILE_ROWS) || (tile + tiles) * TILE_ROWS <= t->rows;
+  int whole = (t->tiled && t->rows <= 2 * TILE_ROWS) || (tile + tiles) * TILE_ROWS <= t->rows;
   int straight = t->many && !t->gated && !t->bytes && !t->bias && !t->residual && whole &&
                  (panel + panels) * TILE_ROWS <= t->outputs; /* the sums are the results */
   for (int l = 0; l < lefts; l++)
     for (int r = 0; r < rights; r++)
-      to[2 * r + l] = straight ? t->out + (tile + l) * TILE_ROWS * t->outputs + (panel + r) * TILE_ROWS : found[2 * r + l];
+      to[2 * r + l] =
+          straight ? t->out + (tile + l) * TILE_ROWS * t->outputs + (panel + r) * TILE_ROWS : found[2 * r + l];
   if (straight) to_stride[0] = to_stride[1] = t->outputs * 4;
   fetch_results(t, panel, panels, tile, tiles, fetch);
-  int passing = t->laid && t->rows <= 2 * TILE_ROWS ? RIGHT : LEFT; /* weights by few rows, many rows by weights */
-  tile_blocks[t->bytes != NULL][passing][lefts - 1][rights - 1](t->many ? x : w, t->many ? w : x, t->steps, to, to_stride,
-                                                                fetch);
+  int passing = t->tiled && t->rows <= 2 * TILE_ROWS ? RIGHT : LEFT; /* weights by few rows, many rows by weights */
+  TileBlock *block = tile_blocks[t->bytes != NULL][passing][lefts - 1][rights - 1];
+  block(t->many ? x : w, t->many ? w : x, t->steps, to, to_stride, fetch);
   if (straight) return;
   for (int l = 0; l < lefts && t->gated; l++) gate_end(t, found[l], found[2 + l], panel, tile + l);
   for (int l = 0; l < lefts && !t->gated; l++)
@@ -518,14 +521,14 @@ static void tile_pair(const Tiled *t, const Side *w, long panel, int panels, lon
       tile_end(t, found[2 * r + l], panel + (t->many ? r : l), tile + (t->many ? l : r));
 }
 
-/* Some panels by some tiles of x. Two panels at once: neighbours, or one of a gate's and the one that goes through it, half
- * of all panels further on. */
+/* Some panels by some tiles of x. Two panels at once: neighbours, or a gate's panel and the gated one, which is half of
+ * all panels further on. */
 typedef struct {
   long panel, panels, tile, tiles;
 } TileTask;
 
-/* `room`: four tiles for every step; next: what the thread will do then, or none */
-static void tile_task(const Tiled *t, const TileTask *task, const TileTask *next, char *room) {
+/* scratch: four tiles per step; next: the thread's next task, or NULL */
+static void tile_task(const TiledLinear *t, const TileTask *task, const TileTask *next, char *scratch) {
   long panel = task->panel, end = panel + task->panels, blocks = (task->tiles + 1) / 2, step = t->gated ? 1 : 2;
   long apart = t->gated ? t->outputs / 2 / TILE_ROWS : 1, size = TILE_ROWS * t->row_bytes;
   for (; panel < end; panel += step) {
@@ -536,8 +539,8 @@ static void tile_task(const Tiled *t, const TileTask *task, const TileTask *next
     if (panel + step >= end && !next) fetch.pace = 0;
     Side w[2];
     for (int n = 0; n <= two; n++)
-      w[n] = (t->laid ? laid_panel : t->many ? turned_panel : panel_of)(t, panel + n * apart,
-                                                                        room + n * 2 * t->steps * TILE_SIZE);
+      w[n] = (t->tiled ? tiled_panel : t->many ? transposed_panel : panel_of)(t, panel + n * apart,
+                                                                        scratch + n * 2 * t->steps * TILE_SIZE);
     for (long n = task->tile; n < task->tile + task->tiles; n += 2) {
       tile_pair(t, w, panel, 1 + two, n, n + 1 < task->tile + task->tiles ? 2 : 1, &fetch);
       for (int i = 0; i < 2; i++) fetch.soon[i] += fetch.pace * 64 * t->steps;
@@ -547,21 +550,21 @@ static void tile_task(const Tiled *t, const TileTask *task, const TileTask *next
 
 enum { FEW_VALUES = 1 << 13, CACHED = 5 << 18 };
 
-static void tile_shape(Tiled *t, TileShape *shape) {
+static void tile_shape(TiledLinear *t, TileShape *shape) {
   for (int n = 0; n < 2; n++) {
     long left = t->rows - n * TILE_ROWS;
-    int few = t->rows <= 2 * TILE_ROWS && left > 0 && left < TILE_ROWS && (t->laid || !t->many);
+    int few = t->rows <= 2 * TILE_ROWS && left > 0 && left < TILE_ROWS && (t->tiled || !t->many);
     t->columns[n] = few ? (int)left : TILE_ROWS;
   }
-  for (int n = 0; n < 8; n++) { /* sums of the first and the second right side, the left sides, the right ones */
+  for (int n = 0; n < 8; n++) { /* sums of the first and second right side, the left sides, the right sides */
     int x_rows = t->many && n < 6 ? t->columns[n % 2] : TILE_ROWS;
     int x_columns = t->many || n == 4 || n == 5 ? TILE_ROWS : t->columns[n < 4 ? n / 2 : n - 6];
     shape->rows[n] = (uint8_t)x_rows, shape->bytes[n] = (uint16_t)(x_columns * 4);
   }
 }
 
-/* The next task for the calling thread: all panels by some tiles of x, which stay in the second cache meanwhile, then by the next
- * tiles. 0: there is none. */
+/* The next task of the calling thread: all panels by some tiles of x, which stay in the L2 cache meanwhile, then all
+ * panels by the next tiles. Returns 0 if there is none. */
 static int next_task(long *taken, long count, long columns, long width, long height, long panels, long tiles,
                      TileTask *found) {
   long n;
@@ -574,77 +577,77 @@ static int next_task(long *taken, long count, long columns, long width, long hei
   return 1;
 }
 
-/* x as tiles want it, shared by all threads that call; `room`: for a row */
-static void make_ready(const Tiled *t, long lines, long tiles, char *room) {
+/* converts x to tiles; the threads that call share the work. scratch: a row in float32 */
+static void make_ready(const TiledLinear *t, long lines, long tiles, char *scratch) {
   if (t->many) {
 #pragma omp for schedule(static)
-    for (long r = 0; r < lines; r++) ready_row(t, r, (float *)room);
+    for (long r = 0; r < lines; r++) ready_row(t, r, (float *)scratch);
     return;
   }
   if (t->bytes)
 #pragma omp for schedule(static)
     for (long r = 0; r < t->rows; r++) tile_bytes(t, r, t->x + r * t->inputs);
 #pragma omp for schedule(static)
-  for (long n = 0; n < tiles * t->steps; n++) ready_turned(t, n / t->steps, n % t->steps);
+  for (long n = 0; n < tiles * t->steps; n++) ready_transposed(t, n / t->steps, n % t->steps);
 }
 
-/* 0: done. 1: no memory. */
-static int tiled(Tiled *t, int threads) {
+/* Returns 0, or 1 if memory ran out. */
+static int linear_tiled(TiledLinear *t, int threads) {
   if (t->rows < 1) return 0;
   TileShape shape = {.palette = 1};
   long tiles = (t->rows + TILE_ROWS - 1) / TILE_ROWS, panels = (t->outputs + TILE_ROWS - 1) / TILE_ROWS;
   if (t->gated) panels /= 2;
-  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = t->laid || tiles >= MANY_TILES;
+  t->steps = (t->row_bytes + TILE_BYTES - 1) / TILE_BYTES, t->many = t->tiled || tiles >= MANY_TILES;
   tile_shape(t, &shape);
-  if (!t->is_ready) t->ready = room_for(ROOM_TILES, tiles * t->steps * TILE_SIZE);
+  if (!t->is_ready) t->ready = scratch_for(SCRATCH_TILES, tiles * t->steps * TILE_SIZE);
   if (!t->ready) return 1;
-  long lines = t->rows <= 2 * TILE_ROWS && t->laid ? t->rows : tiles * TILE_ROWS; /* of x, with what fills up its last tile */
-  size_t needed = 4 * t->steps * TILE_SIZE; /* for two panels, also turned; or a row of x in float32 */
-  int alone = !t->is_ready && t->rows * t->inputs <= FEW_VALUES; /* sooner done than shared */
-  char *mine = room_for(ROOM_PANELS, needed); /* the calling thread's; the others have their own */
+  long lines = t->rows <= 2 * TILE_ROWS && t->tiled ? t->rows : tiles * TILE_ROWS; /* of x, with padding */
+  size_t needed = 4 * t->steps * TILE_SIZE; /* two panels and their transposes; or a row of x in float32 */
+  int alone = !t->is_ready && t->rows * t->inputs <= FEW_VALUES; /* too little work to share */
+  char *mine = scratch_for(SCRATCH_PANELS, needed); /* of the calling thread; the others have their own */
   if (!mine) return 1;
   if (alone) make_ready(t, lines, tiles, mine);
-  long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task: they stay in the second cache */
+  long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task: they stay in the L2 cache */
   height = height < 4 ? 4 : height > 32 ? 32 : height;
   long blocks = (tiles + height - 1) / height;
-  height = (tiles + 2 * blocks - 1) / (2 * blocks) * 2; /* of the same size, not a small one in the end */
+  height = (tiles + 2 * blocks - 1) / (2 * blocks) * 2; /* of equal size, without a small one at the end */
   long width = panels / (threads * (tiles > 2 ? 8 : 2)) / 2 * 2, most = tiles > 2 ? 8 : 96;
-  width = width > most ? most : width < 2 ? (panels < threads * 4 && (t->laid || !t->many) ? 1 : 2) : width;
+  width = width > most ? most : width < 2 ? (panels < threads * 4 && (t->tiled || !t->many) ? 1 : 2) : width;
   long columns = (panels + width - 1) / width, count = blocks * columns, taken = 0;
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
   {
-    char *room = room_for(ROOM_PANELS, needed);
-    failed = !room;
-    if (!t->is_ready && !alone) make_ready(t, lines, tiles, room);
+    char *scratch = scratch_for(SCRATCH_PANELS, needed);
+    failed = !scratch;
+    if (!t->is_ready && !alone) make_ready(t, lines, tiles, scratch);
     tiles_begin(&shape);
     TileTask tasks[2];
-    int turn = 0, more = !failed && next_task(&taken, count, columns, width, height, panels, tiles, tasks);
-    for (; more; turn = !turn) { /* one ahead, so that its weights can be fetched in time */
-      more = next_task(&taken, count, columns, width, height, panels, tiles, tasks + !turn);
-      tile_task(t, tasks + turn, more ? tasks + !turn : NULL, room);
+    int current = 0, more = !failed && next_task(&taken, count, columns, width, height, panels, tiles, tasks);
+    for (; more; current = !current) { /* one task ahead, so that its weights can be prefetched in time */
+      more = next_task(&taken, count, columns, width, height, panels, tiles, tasks + !current);
+      tile_task(t, tasks + current, more ? tasks + !current : NULL, scratch);
     }
     tiles_end();
   }
   return failed;
 }
 
-/* Lay a matrix in tiles, where it is; of `rows` a multiple of 16 and `row_bytes` one of 64. 0: done. 1: no memory. */
-static int lay_in_tiles(char *weight, long rows, long row_bytes, int threads) {
+/* Tiles a matrix in place; rows: a multiple of 16, row_bytes: of 64. Returns 0, or 1 if memory ran out. */
+static int tile_in_place(char *weight, long rows, long row_bytes, int threads) {
   int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
   {
-    char *room = malloc(TILE_ROWS * row_bytes);
-    failed = !room;
+    char *scratch = malloc(TILE_ROWS * row_bytes);
+    failed = !scratch;
 #pragma omp for schedule(static)
     for (long row = 0; row < rows; row += TILE_ROWS) {
       char *panel = weight + row * row_bytes;
       if (failed) continue;
-      memcpy(room, panel, TILE_ROWS * row_bytes);
+      memcpy(scratch, panel, TILE_ROWS * row_bytes);
       for (long byte = 0; byte < row_bytes; byte += TILE_BYTES)
-        turn16((uint32_t *)(panel + byte * TILE_ROWS), room + byte, row_bytes);
+        transpose16((uint32_t *)(panel + byte * TILE_ROWS), scratch + byte, row_bytes);
     }
-    free(room);
+    free(scratch);
   }
   return failed;
 }
@@ -653,8 +656,8 @@ static int lay_in_tiles(char *weight, long rows, long row_bytes, int threads) {
 static int tiles_permitted(void) { return 0; }
 #endif
 
-/* a row of a matrix that is laid in tiles */
-static void laid_row(void *to, const char *weight, long row, long row_bytes) {
+/* a row of a tiled matrix */
+static void tiled_row(void *to, const char *weight, long row, long row_bytes) {
   const char *from = weight + (row - row % 16) * row_bytes + row % 16 * 4;
   for (long n = 0; n < row_bytes / 4; n++, from += 64) memcpy((char *)to + n * 4, from, 4);
 }

@@ -1,11 +1,12 @@
 """Kernels for NVIDIA GPUs: Triton for what is fused and for attention, cuBLAS for most matrix products.
 
 Owns how a ragged batch is cut into the calls of attention.py, and which kernel computes what. The plain meaning of
-everything here is ref.py; what was measured is in docs/performance.md.
+everything here is ref.py; what was measured is in docs/lab/gpu.md.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,21 +14,23 @@ from torch.nn.functional import embedding
 
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
-from shoal.kernels import Batch, Layer, PassOps, composed, torch_choose
+from shoal.kernels import torch_choose
 from shoal.kernels.draw_table import Filters, SamplingState
-from shoal.kernels.int8 import Weight
+from shoal.kernels.ops import Batch, PassOps
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.triton import attention as kernels
 from shoal.kernels.triton import draw, rows, step
 from shoal.kernels.triton.skinny import linear
+from shoal.kernels.weights import DenseWeight, Weight
 
 __all__ = ["Cut", "TritonOps", "cut_batch"]
 
 
-def full(weight: Weight) -> Tensor:
-    """8-bit weights are for CPUs; the config refuses them on a GPU."""
-    assert isinstance(weight, Tensor), "8-bit weights on a GPU"
-    return weight
+def values_of(weight: Weight) -> Tensor:
+    """The matrix itself. Other formats are for CPUs; the config refuses them on a GPU."""
+    if not isinstance(weight, DenseWeight):
+        raise TypeError(f"{type(weight).__name__} has no kernel for GPUs")
+    return weight.values
 
 
 @dataclass(frozen=True)
@@ -53,24 +56,16 @@ class TritonOps:
         self._arrived: Tensor | None = None
         self._old: list[Tensor | None] = []
 
-    def arranged(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As they are."""
-        return params
+    def prepare(self, weight: Weight) -> Weight:
+        """As it is."""
+        return weight
 
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
-        return embedding(ids, full(weight))
+        return embedding(ids, values_of(weight))
 
-    def layers(
-        self,
-        layers: Sequence[Layer],
-        residual: Tensor,
-        turn: tuple[Tensor, Tensor],
-        batch: Batch,
-        kv: Sequence[tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """One operation after the other."""
-        return composed.layers(self, layers, residual, turn, batch, kv)
+    def fused(self, layers: Sequence[Any]) -> None:
+        """Not offered."""
 
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
@@ -106,10 +101,10 @@ class TritonOps:
         draw.draw(scores, table, last_token, out, best, filters)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        return linear(x, full(weight), bias)
+        return linear(x, values_of(weight), bias)
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
-        return linear(x, full(weight), bias, residual)
+        return linear(x, values_of(weight), bias, residual)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rows.rms_norm(x, weight, eps)
@@ -121,11 +116,11 @@ class TritonOps:
         self,
         qkv: Tensor,
         norms: tuple[Tensor, Tensor, float] | None,
-        turn: tuple[Tensor, Tensor],
+        rope: tuple[Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
         slots: Tensor,
     ) -> Tensor:
-        return rows.rotate_and_store(qkv, norms, turn, cache, slots)
+        return rows.rotate_and_store(qkv, norms, rope, cache, slots)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """Decodes and prompt chunks of the same pass, each in its own kernel, into one result."""
@@ -184,6 +179,6 @@ def cut_batch(batch: Batch, queries: int) -> Cut:
     return Cut(
         tables=batch.block_tables,
         decodes=put([*decodes], (0, 0, 0)),
-        blocks=put([*blocks], (kernels.NOBODY, 0, 0, 0, 0)),
+        blocks=put([*blocks], (kernels.PADDING, 0, 0, 0, 0)),
         long=any(context > kernels.LONG for _, context, _ in decodes),
     )

@@ -24,7 +24,7 @@ from shoal.kernels.triton.launch import overlap, settle
 LOG2_E = 1.4426950408889634
 ROWS = 128  # of the prefill's query block: queries × heads of a group
 LONG = 8192  # tokens of a past that one program should not walk alone while the others have ended
-NOBODY = -1  # the row of a block of queries that does not exist
+PADDING = -1  # the row of a block of queries that does not exist
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, long: bool
     """From how many sequences there may be, and whether a past is long: lengths are known only on the device, and
     short pasts use fewer parts.
 
-    The table in docs/performance.md says how these were found.
+    The table in docs/lab/gpu.md says how these were found.
     """
     programs = sequences * kv_heads
     if wide or dim > 128:
@@ -250,7 +250,7 @@ def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, blocks: Tensor, out: Tensor, scale: float, window: int,
     shape: tuple[int, int, int] | None = None,
 ) -> None:  # fmt: skip
-    """Blocks of queries. blocks [5, n]: row of the table (NOBODY: none), where the row's queries begin in q, how many
+    """Blocks of queries. blocks [5, n]: row of the table (PADDING: none), where the row's queries begin in q, how many
     there are, the first one of this block, and the row's context."""
     group = q.shape[1] // k_cache.shape[2]
     queries = queries_per_block(group, q.shape[2], q.dtype)

@@ -107,7 +107,7 @@ def _rotate_and_store(
 def rotate_and_store(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor, float] | None,
-    turn: tuple[Tensor, Tensor],
+    rope: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
@@ -119,7 +119,7 @@ def rotate_and_store(
     out = torch.empty((qkv.shape[0], heads, dim), dtype=qkv.dtype, device=qkv.device)
     per = 8
     _rotate_and_store[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, per))](
-        qkv, q_weight, k_weight, turn[0], turn[1], slots, out, k_cache, v_cache, eps, qkv.stride(0), turn[0].stride(0),
+        qkv, q_weight, k_weight, rope[0], rope[1], slots, out, k_cache, v_cache, eps, qkv.stride(0), rope[0].stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROOM=triton.next_power_of_2(dim // 2), PER=per,
         NORMED=norms is not None, num_warps=1 if dim <= 128 else 4, **overlap(),
     )  # fmt: skip

@@ -1,45 +1,20 @@
-"""Pieces that models are made of: a matrix, the rope table, and where a checkpoint's tensor goes.
+"""Rotary position embedding: the frequencies of each kind, and a table of cos and sin by position.
 
 Knows tensors. Does not know families, files, sequences or block ids.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.kernels.int8 import Int8Weight, Weight
-from shoal.kernels.laid import LaidWeight
 from shoal.models.spec import RopeSpec
 
 FIRST_POSITIONS = 4096
 
 
-@dataclass(frozen=True)
-class Place:
-    """Rows [first, first + rows) of a fused parameter; shape is the checkpoint tensor's."""
-
-    parameter: str
-    first: int
-    shape: tuple[int, ...]
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0]
-
-
-def weight_of(params: Mapping[str, Tensor], name: str) -> Weight:
-    """A matrix: in 8 bits where its scales are there, in tiles where it says so."""
-    weight, laid = params[f"{name}.weight"], f"{name}.laid" in params
-    if f"{name}.scales" not in params:
-        return LaidWeight(weight) if laid else weight
-    return Int8Weight(weight, params[f"{name}.scales"], int(params[f"{name}.inputs"]), laid)
-
-
 class RopeTable:
-    """cos and sin of every position so far asked for, float32, grown by doubling."""
+    """cos and sin of every position requested so far, float32, grown by doubling."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
         self.frequencies = rope_frequencies(spec, head_dim).to(device)
@@ -57,7 +32,7 @@ class RopeTable:
         self.cos, self.sin = angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
     def rows(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [T, head_dim / 2]; every position is below `longest`, a host number, so that nothing waits."""
+        """(cos, sin) [T, head_dim / 2]; all positions are below `longest`, a host number: no sync."""
         self.reserve(longest)
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
@@ -93,20 +68,20 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def _llama3_frequencies(spec: RopeSpec, plain: Tensor) -> Tensor:
-    """Short waves stay, waves longer than the old context are stretched, those between are mixed."""
-    turns = spec.original_max_position * plain / (2 * math.pi)  # full turns within the old context
-    mix = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
+    """Short waves stay; waves longer than the old context are stretched; those between are interpolated."""
+    rotations = spec.original_max_position * plain / (2 * math.pi)  # full rotations within the old context
+    mix = ((rotations - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0, 1)
     return (1 - mix) * plain / spec.factor + mix * plain
 
 
 def _yarn_ramp(spec: RopeSpec, head_dim: int) -> Tensor:
-    """0 where a frequency stays as it is, 1 where it is stretched by the whole factor."""
+    """0 for a frequency that is kept, 1 for one that is stretched by the whole factor."""
 
-    def pair_turning(turns: float) -> float:
-        """Index (in values, not pairs) of the frequency that makes so many turns in the old context."""
-        return head_dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+    def pair_rotating(rotations: float) -> float:
+        """Index (in values, not pairs) of the frequency that rotates this many times in the old context."""
+        return head_dim * math.log(spec.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
-    low, high = pair_turning(spec.beta_fast), pair_turning(spec.beta_slow)
+    low, high = pair_rotating(spec.beta_fast), pair_rotating(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
