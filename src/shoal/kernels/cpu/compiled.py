@@ -66,7 +66,6 @@ SIGNATURES: dict[str, list[type]] = {
     "shoal_rotate_store": [_P, _L, _L, _L, _L, _P, _P, _I, _F, _P, _P, _L, _P, _P, _I, _P, _I],
     "shoal_embed": [_P, _P, _I, _I, _P, _L, _L, _I],
     "shoal_embed8": [_P, _P, _I, _P, _P, _L, _L, _L, _I],
-    "shoal_argmax": [_P, _P, _P, _L, _L, _I],
     "shoal_layers": [_P, _L, _P],
     "shoal_draw": [_P, _L, _P, _I],
     "shoal_draw_room": [_L],
