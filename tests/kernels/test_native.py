@@ -300,6 +300,14 @@ def test_extreme_values(ops: NativeOps) -> None:
         assert out[1].isnan().all()
 
 
+@pytest.mark.parametrize("ops", [*NATIVE, pytest.param(CpuOps(), id="cpu"), pytest.param(REF, id="ref")])
+def test_int8_weights_with_a_16_bit_bias(ops: kernels.Ops) -> None:
+    """As in a quantized model with biases: activations are float32, biases keep the model's type."""
+    x, small, bias = torch.randn(3, 64), quantize(torch.randn(9, 64)), torch.randn(9).bfloat16()
+    wanted = x @ small.dense().T + bias.float()
+    torch.testing.assert_close(ops.linear(x, small, bias), wanted, atol=0.5, rtol=0.1)
+
+
 def test_int8_weights_are_near() -> None:
     weight = torch.randn(40, 100) * torch.rand(40, 1) * 3
     weight[7] = 0

@@ -44,7 +44,7 @@ class RefOps:
         if x.device.type == "cpu" and not x.dtype == values.dtype == torch.float32:
             wide_bias = None if bias is None else bias.float()
             return linear(x.float(), values.float(), wide_bias).to(x.dtype)
-        return linear(x, values, bias)
+        return linear(x, values, None if bias is None else bias.to(x.dtype))
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """x Wᵀ + b, then the residual."""

@@ -91,7 +91,7 @@ class CpuOps:
         """x Wᵀ + b, in x's type; types that differ, or that this CPU multiplies slowly, go through float32."""
         values = matrix(weight, x.dtype)
         if x.dtype == values.dtype and computes_natively(values.dtype):
-            return _linear(x, values, bias)
+            return _linear(x, values, None if bias is None else bias.to(x.dtype))
         return _linear(x.float(), values.float(), None if bias is None else bias.float()).to(x.dtype)
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
