@@ -1,10 +1,11 @@
-"""transformers' own generate, really run, against Shoal's ways of batching the same requests on the same weights.
+"""transformers' own generate against Shoal's batching policies, on the same requests and weights.
 
     python benchmarks/against_generate.py --requests 32 --group 8 [--json out.json]
 
 Random weights in the SmolLM2-135M shape, float32. generate() gets left-padded groups and runs each to its longest
-answer; Shoal runs the same lengths as static, dynamic, padded continuous and ragged continuous. All requests are there
-from the start, so a dynamic window never has to wait. Prints useful output tokens per second and the ratio to generate.
+answer; Shoal runs the same lengths as static, dynamic, padded continuous and ragged continuous. All requests are
+present from the start, so a dynamic window never waits. Prints useful output tokens per second and the ratio to
+generate.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""The engines that cpu_peers.py compares, each in a process (and often an environment) of its own.
+"""The engines that cpu_peers.py compares, each in its own process (and often its own environment).
 
     python benchmarks/cpu_engines.py '{"engine": "vllm", "variant": "float32", "model": DIR, …}'
 
-Owns how each engine is started and given token ids, so that all get the same: prompts, lengths, threads, room for KV,
+Owns how each engine is started and given token ids, so that all get the same: prompts, lengths, threads, KV memory,
 greedy, no end token, no prefix cache. Measures one engine, prints its figures as the last line. Imports an engine only
-inside its own function, for no environment has all of them. Knows nothing of the other runs.
+inside its own function, since no environment has all of them. Knows nothing of the other runs.
 """
 
 import json
@@ -108,7 +108,7 @@ def openvino(task: Task) -> Run:
 
 
 def openvino_padded(task: Task) -> Run:
-    """Padded batches, each as long as its longest answer: what OpenVINO has where its paged attention does not run."""
+    """Padded batches, each as long as its longest answer: for machines without OpenVINO's paged attention."""
     import numpy as np
     import openvino_genai as genai
     from openvino import Tensor
@@ -125,11 +125,11 @@ def openvino_padded(task: Task) -> Run:
 
 
 @dataclass
-class Answering:
-    """One request inside llama.cpp: what it has been given, and its answer so far."""
+class LlamaRequest:
+    """One request inside llama.cpp: the tokens computed, and its answer so far."""
 
     prompt: list[int]
-    wanted: int
+    max_tokens: int
     fed: int = 0
     answer: list[int] = field(default_factory=list)
 
@@ -138,7 +138,7 @@ class Answering:
 
 
 def llama_cpp(task: Task) -> Run:
-    """llama.cpp's batches of several sequences, filled as its server does: first who answers, then prompts."""
+    """llama.cpp's batches of several sequences, filled as its server does: decodes first, then prompts."""
     import llama_cpp as api
     import numpy as np
 
@@ -153,29 +153,29 @@ def llama_cpp(task: Task) -> Run:
     memory = api.llama_get_memory(context)
     batch = api.llama_batch_init(PASS_TOKENS, 0, 1)
 
-    def fill(running: dict[int, Answering]) -> list[tuple[int, int]]:
-        """Returns which slots get a token from this pass, and at which place of the batch it will be."""
-        place, ends = 0, []
+    def fill(running: dict[int, LlamaRequest]) -> list[tuple[int, int]]:
+        """Returns the slots that get a token from this pass, and the index of its logits in the batch."""
+        index, ends = 0, []
         for slot, one in sorted(running.items(), key=lambda item: not item[1].answer):
             due = one.due()
-            taken = due[: PASS_TOKENS - place]
+            taken = due[: PASS_TOKENS - index]
             for offset, token in enumerate(taken):
-                batch.token[place], batch.pos[place] = token, one.fed + offset
-                batch.n_seq_id[place], batch.seq_id[place][0] = 1, slot
-                batch.logits[place] = 0
-                place += 1
+                batch.token[index], batch.pos[index] = token, one.fed + offset
+                batch.n_seq_id[index], batch.seq_id[index][0] = 1, slot
+                batch.logits[index] = 0
+                index += 1
             one.fed += len(taken)
             if taken and len(taken) == len(due):
-                batch.logits[place - 1] = 1
-                ends.append((slot, place - 1))
-        batch.n_tokens = place
+                batch.logits[index - 1] = 1
+                ends.append((slot, index - 1))
+        batch.n_tokens = index
         return ends
 
     def run(lengths: Lengths, prompts: Tokens) -> Tokens:
-        _ = quiet  # llama.cpp calls it as long as it lives
+        _ = quiet  # keeps the callback alive as long as llama.cpp may call it
         api.llama_memory_clear(memory, False)
-        everyone = [Answering(prompt, wanted) for prompt, (_, wanted) in zip(prompts, lengths, strict=True)]
-        waiting, running = deque(everyone), dict[int, Answering]()
+        requests = [LlamaRequest(prompt, output) for prompt, (_, output) in zip(prompts, lengths, strict=True)]
+        waiting, running = deque(requests), dict[int, LlamaRequest]()
         while waiting or running:
             for slot in range(SLOTS):
                 if slot not in running and waiting:
@@ -183,13 +183,13 @@ def llama_cpp(task: Task) -> Run:
             ends = fill(running)
             if api.llama_decode(context, batch):
                 raise SystemExit("llama_decode failed; give it a larger --llama-context")
-            for slot, place in ends:
-                scores = np.ctypeslib.as_array(api.llama_get_logits_ith(context, place), (vocab,))
-                running[slot].answer.append(int(scores.argmax()))
-                if len(running[slot].answer) == running[slot].wanted:
+            for slot, index in ends:
+                logits = np.ctypeslib.as_array(api.llama_get_logits_ith(context, index), (vocab,))
+                running[slot].answer.append(int(logits.argmax()))
+                if len(running[slot].answer) == running[slot].max_tokens:
                     del running[slot]
                     api.llama_memory_seq_rm(memory, slot, -1, -1)
-        return [one.answer for one in everyone]
+        return [one.answer for one in requests]
 
     return run
 
@@ -205,7 +205,7 @@ def loaded_by_transformers(task: Task) -> Any:
 
 
 def in_padded_groups(generate: Callable[[Tokens, Tokens, int], Tokens]) -> Run:
-    """Groups of neighbours, padded on the left; what comes after an answer's end is dropped."""
+    """Groups of consecutive requests, padded on the left; tokens after an answer's end are dropped."""
 
     def run(lengths: Lengths, prompts: Tokens) -> Tokens:
         answers: Tokens = []
@@ -307,7 +307,7 @@ def measure(task: Task) -> dict[str, Any]:
         answers = run(lengths, prompts)
         taken_s = time.perf_counter() - started
         if [len(answer) for answer in answers] != [output for _, output in lengths]:
-            raise SystemExit("an answer has another length than asked for")
+            raise SystemExit("an answer does not have the requested length")
         return taken_s, answers
 
     timed([(16, 4)])

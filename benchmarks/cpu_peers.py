@@ -1,9 +1,9 @@
-"""Shoal beside the engines that somebody with a CPU could install instead: one workload, one machine, one table.
+"""Shoal beside other engines for CPUs: one workload, one machine, one table.
 
     python benchmarks/cpu_peers.py --workload cpu64.json --model DIR --gguf q8_0=FILE --openvino f16=DIR \\
       --python vllm=VENV/bin/python --figures runs.jsonl
 
-Runs Shoal and every peer that can be imported, installs none. Each may live in an environment of its own (`--python
+Runs Shoal and every peer that can be imported, installs none. Each may have its own environment (`--python
 NAME=INTERPRETER`). Every figure is the best of `--runs`, and the runs alternate between the engines, each in a fresh
 process. `--model` is a Hugging Face folder with weights; llama.cpp needs GGUF files and OpenVINO folders made by
 `optimum-cli export openvino`, from the same model (benchmarks/random_model.py makes all but the last). Without weights
@@ -13,8 +13,8 @@ An engine runs once for each of its variants: `--only shoal:float32,shoal:int8,l
 done in pieces: `--figures` keeps every run in a file, and the table is made of all runs in it (`--runs 0`: only that).
 
 Measured: output tokens per second over the workload, all requests at once, at most 32 running; decode and prefill speed
-of one request; seconds to load; peak memory. How each engine is set up stands in cpu_engines.py. Owns the order of runs
-and the table; knows no engine.
+of one request; seconds to load; peak memory. The set-up of each engine is in cpu_engines.py. Owns the order of runs and
+the table; knows no engine.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Best = dict[str, dict[str, float]]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", help="JSON list of [prompt, output] lengths; none: single requests only")
-    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--requests", type=int, help="use only the first N")
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--gguf", action="append", default=[], metavar="VARIANT=FILE", help="for llama.cpp")
     parser.add_argument(
@@ -62,15 +62,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--llama-context", type=int, default=24576, help="KV cells of llama.cpp for all sequences")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--only", help="engines, or ENGINE:VARIANT; commas between")
+    parser.add_argument("--only", help="engines, or ENGINE:VARIANT, separated by commas")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=INTERPRETER")
-    parser.add_argument("--figures", type=Path, help="file to which runs are added; the table is of all in it")
+    parser.add_argument("--figures", type=Path, help="file to which runs are appended; the table covers all runs in it")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
 def rows_of(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """(engine, variant, path of the model) of all that can run."""
+    """(engine, variant, path of the model) of everything that can run."""
     exported = pairs(args.openvino)
     paths = {"llama.cpp": pairs(args.gguf), "openvino": exported, "openvino-padded": exported}
     weights = any(Path(args.model).glob("*.safetensors"))
@@ -81,13 +81,13 @@ def rows_of(args: argparse.Namespace) -> list[tuple[str, str, str]]:
         elif weights or engine == "shoal":
             rows += [(engine, variant, args.model) for variant in VARIANTS[engine]]
     if args.only:
-        wanted = args.only.split(",")
-        unknown = {one for one in wanted if one.split(":")[0] not in MODULES}
+        names = args.only.split(",")
+        unknown = {one for one in names if one.split(":")[0] not in MODULES}
         if unknown:
             raise SystemExit(f"--only: there is no engine {', '.join(unknown)}; known: {', '.join(MODULES)}")
-        rows = [row for row in rows if row[0] in wanted or f"{row[0]}:{row[1]}" in wanted]
-        asked = {one for one in wanted if ":" in one} - {f"{engine}:{variant}" for engine, variant, _ in rows}
-        free = [one.split(":", 1) for one in sorted(asked)]
+        rows = [row for row in rows if row[0] in names or f"{row[0]}:{row[1]}" in names]
+        unlisted = {one for one in names if ":" in one} - {f"{engine}:{variant}" for engine, variant, _ in rows}
+        free = [one.split(":", 1) for one in sorted(unlisted)]
         rows += [(engine, variant, args.model) for engine, variant in free if engine in VARIANTS]
     return rows
 
@@ -158,14 +158,14 @@ def best_of(runs: list[dict[str, Any]]) -> Best:
         so_far["runs"] = so_far.get("runs", 0) + 1
         so_far["workloads"] = so_far.get("workloads", 0) + ("output_tok_s" in run)
         for _, key in COLUMNS + COSTS:
-            better = min if key == "load_s" else max  # of peak memory the worst: a run without the workload needs less
+            better = min if key == "load_s" else max  # the worst peak memory: a run without the workload needs less
             if key in run:
                 so_far[key] = better(run[key], so_far.get(key, run[key]))
     return best
 
 
 def table(best: Best) -> str:
-    """All figures, then each of Shoal's rows over the best peer of its kind (8 bits, or more).
+    """All figures, then each of Shoal's rows over the best peer of its class (8 bits, or more).
 
     Runs are counted twice: those with the workload, and all.
     """

@@ -2,11 +2,11 @@
 
     python benchmarks/grammar_beside.py --requests 8 --tokens 64 --rounds 3 [--json out.json]
 
-The default model. The same watched requests run alone, beside as many other plain requests, and beside as many that
-must follow a JSON schema; the three ways take turns. Prints the time between two tokens of the watched requests while
-all are running, and what the grammars cost beside what the same company costs without them. "masks" is the host's time
-per pass for computing masks, which runs while the device computes; "device busy" is the share of the time in which it
-did compute, and falls where it had to wait for masks.
+The default model. The same measured requests run alone, beside as many other plain requests, and beside as many that
+follow a JSON schema; the three cases alternate. Prints the time between two tokens of the measured requests while all
+are running, and the ratio of the third case to the second. "masks" is the host's time per pass for computing masks,
+which overlaps with the device; "device busy" is the share of the time in which the device computes, and falls where it
+waits for masks.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from shoal.core.params import SamplingParams
 from shoal.core.request import Request
 from shoal.text.grammar import Grammars
 
-SCHEMA = {  # long enough that nobody ends before max_tokens
+SCHEMA = {  # long enough that no request ends before max_tokens
     "type": "array",
     "minItems": 100,
     "items": {
@@ -41,7 +41,7 @@ WAYS = ("alone", "beside plain", "beside grammar")
 
 
 class Bench:
-    """One engine, and the three ways to fill it."""
+    """One engine, and the three cases."""
 
     def __init__(self, built: Built, requests: int, tokens: int) -> None:
         self.loop = built.loop
@@ -53,8 +53,8 @@ class Bench:
         self.grammars.check(self.spec)
         self.prompt = tokenizer.chat([{"role": "user", "content": "List some people as JSON."}])
         self.masks_s = 0.0
-        self._masks = self.loop.engine.masks
-        self.loop.engine.masks = self._timed  # type: ignore[method-assign]
+        self._masks = self.loop.scheduler.masks
+        self.loop.scheduler.masks = self._timed  # type: ignore[method-assign]
 
     def _timed(self):  # type: ignore[no-untyped-def]
         begun_s = time.perf_counter()
@@ -63,21 +63,21 @@ class Bench:
         return masks
 
     def run(self, way: str) -> list[tuple[float, float, float]]:
-        """(seconds since the pass before, device busy, masks) of each pass in which all take part."""
-        watched = [Request(f"watched {n}", self.prompt, self.params, seed=n) for n in range(self.requests)]
+        """(seconds since the previous pass, device busy, masks) of each pass that has all requests."""
+        measured = [Request(f"measured {n}", self.prompt, self.params, seed=n) for n in range(self.requests)]
         others = [Request(f"other {n}", self.prompt, self.params, seed=1000 + n) for n in range(self.requests)]
         if way == "beside grammar":
             for request in others:
                 request.grammar = self.grammars.make(self.spec)
-        everyone = watched if way == "alone" else watched + others
-        for request in everyone:
+        requests = measured if way == "alone" else measured + others
+        for request in requests:
             self.loop.submit(request)
         passes: list[tuple[float, float, float]] = []
         last_s: float | None = None
         while not self.loop.idle:
             before_s = self.masks_s
-            events = self.loop.turn()
-            whole = len(events.owners) == len(everyone)  # else some are not yet there, or have gone
+            events = self.loop.step()
+            whole = len(events.owners) == len(requests)  # else some have not started, or have ended
             if whole and last_s is not None:
                 passes.append((events.committed_s - last_s, events.busy_s, self.masks_s - before_s))
             last_s = events.committed_s if whole else None
@@ -85,7 +85,7 @@ class Bench:
 
 
 def figures(way: str, requests: int, passes: list[tuple[float, float, float]]) -> dict[str, Any]:
-    gaps, busy, masks = ([1000 * one[place] for one in passes] for place in range(3))
+    gaps, busy, masks = ([1000 * one[column] for one in passes] for column in range(3))
     cuts = statistics.quantiles(gaps, n=100)
     return {
         "way": way,
@@ -101,14 +101,14 @@ def figures(way: str, requests: int, passes: list[tuple[float, float, float]]) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=8, help="watched ones, and as many beside them")
+    parser.add_argument("--requests", type=int, default=8, help="measured requests, and as many beside them")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="OUT")
     args = parser.parse_args()
     config = EngineConfig.from_mapping({"max_num_seqs": 2 * args.requests, "prefix_caching": False})
     bench = Bench(build(config), args.requests, args.tokens)
-    bench.run("beside grammar")  # everything is loaded and compiled once
+    bench.run("beside grammar")  # warm-up: loads and compiles everything
     passes: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
         for way in WAYS:

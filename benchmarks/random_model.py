@@ -1,10 +1,10 @@
-"""A model with random weights in a given shape, in the forms that the engines of cpu_peers.py read.
+"""A model with random weights in a given shape, in the formats that the engines of cpu_peers.py read.
 
     python benchmarks/random_model.py --config DIR --out DIR [--gguf f32,bf16,q8_0]
 
 Needs transformers, tokenizers and gguf. Writes a Hugging Face folder in bfloat16 (`--out`) with a byte-level tokenizer
 of the vocabulary's size, and beside it one GGUF file per type, with the same weights. Default: SmolLM2-135M's
-shape. Owns nothing that Shoal needs; knows no engine.
+shape. Not used by Shoal itself; knows no engine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ FILE_TYPES = {
 
 
 def words(count: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Tokens and the merges that make them: all bytes, then pairs and triples of them until there are enough."""
+    """Tokens and their merges: all bytes, then pairs and triples of bytes until there are enough."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     pairs = list(product(letters, letters))
     triples = ((one + other, third) for (one, other), third in product(pairs, letters))
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="folder with a config.json; default: SmolLM2-135M's shape")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--gguf", default="f32,bf16,q8_0", help="types of the GGUF files; commas between")
+    parser.add_argument("--gguf", default="f32,bf16,q8_0", help="types of the GGUF files, separated by commas")
     args = parser.parse_args()
     config = json.loads((args.config / "config.json").read_text()) if args.config else SMOLLM2
     torch.manual_seed(0)

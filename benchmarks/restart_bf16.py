@@ -4,10 +4,10 @@
 
 The default model behind a real `shoal serve`. Half of the streams are greedy, half seeded. The same streams run once to
 warm up and once for reference; then, in each round, once undisturbed (the control) and once with the engine killed by
-SIGKILL when half of all tokens have come. Both are compared with the reference, token by token: a stream has changed if
-any of its tokens differs, and a token has changed if it differs from the reference's at its place. A restarted engine
-computes the positions so far as one prompt, in passes of another shape, and bf16 rounds differently there; where two
-tokens are nearly as likely the other one wins, and from there on the text goes another way. `--dtype float32` must
+SIGKILL when half of all tokens have arrived. Both are compared with the reference, token by token: a stream has changed
+if any of its tokens differs, and a token has changed if it differs from the reference's at the same index. A restarted
+engine computes the positions so far as one prompt, in passes of another shape, and bf16 rounds differently there; where
+two tokens are nearly equally likely, the other one may win, and the texts diverge from there on. `--dtype float32` must
 print zeros.
 """
 
@@ -58,7 +58,7 @@ class Server:
         return 0
 
     def restarts(self) -> float:
-        """As its metrics count them; -1 while it is down."""
+        """The restarts in its metrics; -1 while it is down."""
         try:
             with (
                 urllib.request.urlopen(f"{self.url}/health", timeout=10),
@@ -78,8 +78,8 @@ class Server:
 class Run:
     """All streams once."""
 
-    said: list[list[int]]
-    at_kill: list[int] = field(default_factory=list)  # how much each had said when the engine was killed
+    outputs: list[list[int]]
+    at_kill: list[int] = field(default_factory=list)  # output tokens of each stream when the engine was killed
 
 
 def body_of(number: int, tokens: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def body_of(number: int, tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": tokens, **fixed, **how}
 
 
-def listen(url: str, body: dict[str, Any], said: list[int]) -> None:
+def listen(url: str, body: dict[str, Any], output: list[int]) -> None:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -100,28 +100,28 @@ def listen(url: str, body: dict[str, Any], said: list[int]) -> None:
                 if "error" in event:
                     raise RuntimeError(event["error"])
                 for choice in event["choices"]:
-                    said += choice.get("token_ids") or []
+                    output += choice.get("token_ids") or []
 
 
 def run(server: Server, streams: int, tokens: int, kill: bool = False) -> Run:
     done = Run([[] for _ in range(streams)])
     threads = [
-        threading.Thread(target=listen, args=(server.url, body_of(number, tokens), done.said[number]))
+        threading.Thread(target=listen, args=(server.url, body_of(number, tokens), done.outputs[number]))
         for number in range(streams)
     ]
     for thread in threads:
         thread.start()
     if kill:
-        wait(lambda: sum(map(len, done.said)) >= streams * tokens / 2, "half of all tokens")
+        wait(lambda: sum(map(len, done.outputs)) >= streams * tokens / 2, "half of all tokens")
         before = server.restarts()
-        done.at_kill = [len(said) for said in done.said]
+        done.at_kill = [len(output) for output in done.outputs]
         os.kill(server.engine(), signal.SIGKILL)
         wait(lambda: server.restarts() == before + 1, "the next engine")
     for thread in threads:
         thread.join()
-    short = [number for number, said in enumerate(done.said) if len(said) != tokens]
+    short = [number for number, output in enumerate(done.outputs) if len(output) != tokens]
     if short:
-        raise SystemExit(f"streams {short} have not {tokens} tokens: something was lost")
+        raise SystemExit(f"streams {short} do not have {tokens} tokens: some were lost")
     return done
 
 
@@ -129,21 +129,21 @@ def wait(holds: Callable[[], bool], what: str) -> None:
     end_s = time.monotonic() + RESTART_S
     while not holds():
         if time.monotonic() > end_s:
-            raise SystemExit(f"waited {RESTART_S:g} s in vain for {what}")
+            raise SystemExit(f"timed out after {RESTART_S:g} s waiting for {what}")
         time.sleep(0.01)
 
 
 def compare(reference: Run, other: Run) -> dict[str, Any]:
-    """Counts, and where each stream that changed differs first."""
-    pairs = list(zip(reference.said, other.said, strict=True))
-    differ = [[place for place, (a, b) in enumerate(zip(*pair, strict=True)) if a != b] for pair in pairs]
+    """Counts, and the index of the first difference in each changed stream."""
+    pairs = list(zip(reference.outputs, other.outputs, strict=True))
+    differ = [[index for index, (a, b) in enumerate(zip(*pair, strict=True)) if a != b] for pair in pairs]
     return {
         "streams": len(pairs),
-        "streams_changed": sum(bool(places) for places in differ),
-        "tokens": sum(len(said) for said, _ in pairs),
+        "streams_changed": sum(bool(indexes) for indexes in differ),
+        "tokens": sum(len(output) for output, _ in pairs),
         "tokens_changed": sum(map(len, differ)),
-        "first_changed": [places[0] for places in differ if places],
-        "said_at_kill": other.at_kill,
+        "first_changed": [indexes[0] for indexes in differ if indexes],
+        "tokens_at_kill": other.at_kill,
     }
 
 
@@ -168,7 +168,7 @@ def line_of(name: str, of: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=96, help="of each stream")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of each stream")
     parser.add_argument("--rounds", type=int, default=3, help="each with a control and a kill")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")

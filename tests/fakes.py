@@ -18,17 +18,20 @@ from shoal.core.tiers import Tiers
 from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import Continuous, Dynamic, Static
-from shoal.sched.budget import Fixed, Promise
+from shoal.sched.budget import Fixed, PromiseBudget
+from shoal.sched.drafts import NoDrafter
 from shoal.sched.fair import Fair
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import OnDemand, Predict, Reserve
-from shoal.sched.ordering import Fcfs, Order, Priority, Sjf
-from shoal.sched.preempt import PREEMPT, Auto, CopyTimes, Preempt
+from shoal.sched.order import Order
+from shoal.sched.ordering import Fcfs, Priority, Sjf
+from shoal.sched.policies import Policies
+from shoal.sched.preempt import PREEMPT, Auto, Preempt
 from shoal.sched.prefill import PREFILL
-from shoal.sched.scheduler import Policies, Scheduler
+from shoal.sched.scheduler import Scheduler
 from shoal.sched.slo import Slo
-from shoal.sched.steptime import StepModel
+from shoal.sched.steptime import CopyTimes, StepModel
 from shoal.sched.tenants import TenantLimits, no_limits
 
 VOCAB = 50
@@ -144,7 +147,11 @@ class FakeExecutor:
         self.rows: dict[int, RowStart] = {}
         self.tables: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
+        self.positions: dict[int, int] = {}  # row → the next position to compute, where it is known to the device only
+        self.rejected: dict[int, int] = {}  # row → draft tokens rejected in its present life
+        self.rejected_then: dict[int, list[int]] = {}  # pass → what each of its rows had rejected when it came
         self.queue: deque[StepPlan] = deque()
+        self.accepted_drafts = self.rejected_drafts = 0
         self.masks: dict[int, LateMasks | None] = {}  # by pass, from its sample() to its result()
         self.computed_tokens = 0
 
@@ -152,9 +159,12 @@ class FakeExecutor:
         for start in plan.starting:
             self.rows[start.row] = start
             self.tables[start.row] = list(start.blocks)
+            self.rejected[start.row] = 0
+            self.positions.pop(start.row, None)
         for row, index, block in plan.grown.tolist():
             assert len(self.tables[row]) == index, "a block was added out of order"
             self.tables[row].append(block)
+        self.rejected_then[plan.step] = [self.rejected[row] for row in plan.rows.tolist()]
         self.queue.append(plan)
 
     def sample(self, masks: LateMasks | None) -> None:
@@ -167,31 +177,34 @@ class FakeExecutor:
 
     def result(self) -> StepResult:
         plan = self.queue.popleft()
+        then = self.rejected_then.pop(plan.step)
         allowed = self._allowed(self.masks.pop(plan.step, None))
         self.copies += [(order.id * 7 % (self.slow_copies + 1), order) for order in plan.copies]
         failures: list[tuple[int, str]] = []
         tokens: list[int] = []
+        accepted: list[int] = []
         logprobs, prompt_logprobs = [], []
         offset = 0
-        for place, (row, start, count, sampling) in enumerate(
+        for place, (row, start, count, draws) in enumerate(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.draws.tolist(), strict=True)
         ):
+            start -= self.rejected[row] - then[place]  # planned as if all drafts in flight were accepted
+            assert start == self.positions.get(row, start), "a row goes on at another position than it stopped at"
             ids = plan.tokens[offset : offset + count].tolist()
             offset += count
             begun = self.rows[row]
-            slots = self._read(row, start)
-            for step, token in enumerate(ids):
-                slots.append(fold([self.last[row] if token == FROM_DEVICE else token], fold(slots)))
-                self._write(row, start + step, slots[-1])
-            self.computed_tokens += count
-            if sampling:
+            slots = self._compute(row, start, ids)
+            self.positions[row] = start + count
+            if draws:
                 if row in allowed and not allowed[row]:
-                    failures.append((len(tokens), "nothing is allowed"))
+                    failures.append((len(accepted), "nothing is allowed"))
                     allowed[row] = [0]
-                self.last[row] = draw(slots, begun.seed, begun.sample, start + count, allowed.get(row))
+                drawn = self._verify(row, start, ids, draws, slots, allowed.get(row))
                 if begun.params.logprobs is not None:
-                    logprobs.append((len(tokens), thought(self.last[row])))
-                tokens.append(SCRIPTED_END if begun.ends_at == start + count else self.last[row])
+                    logprobs += [(len(tokens) + index, thought(token)) for index, token in enumerate(drawn)]
+                ends = [start + count - draws + 1 + index == begun.ends_at for index in range(len(drawn))]
+                tokens += [SCRIPTED_END if end else token for end, token in zip(ends, drawn, strict=True)]
+                accepted.append(len(drawn))
             if begun.wants_prompt_logprobs and start < begun.prompt_len - 1:
                 seen = begun.tokens[start + 1 : min(start + count + 1, begun.prompt_len)]
                 prompt_logprobs.append((place, start + 1, tuple(thought(token) for token in seen)))
@@ -201,7 +214,7 @@ class FakeExecutor:
             plan.step,
             plan.rows[chosen],
             plan.generations[chosen],
-            np.ones(len(tokens), dtype=np.int64),
+            np.array(accepted, dtype=np.int64),
             np.array(tokens, dtype=np.int64),
             tuple(logprobs),
             tuple(prompt_logprobs),
@@ -210,6 +223,35 @@ class FakeExecutor:
             tuple(order.id for order in failed),
             padded=(len(plan.rows) + plan.dead) * plan.width - len(plan.tokens) if plan.width else 0,
         )
+
+    def _compute(self, row: int, start: int, ids: list[int]) -> list[int]:
+        """Write the slots of these positions; returns them with all before them."""
+        slots = self._read(row, start)
+        for step, token in enumerate(ids):
+            slots.append(fold([self.last[row] if token == FROM_DEVICE else token], fold(slots)))
+            self._write(row, start + step, slots[-1])
+        self.computed_tokens += len(ids)
+        return slots
+
+    def _verify(
+        self, row: int, start: int, ids: list[int], draws: int, slots: list[int], allowed: list[int] | None
+    ) -> list[int]:
+        """Draw after each of the last positions, up to the first draw that its draft does not confirm. Now and then
+        fewer than that: how many are accepted is the device's own affair."""
+        begun, first = self.rows[row], len(ids) - draws
+        drawn: list[int] = []
+        for place in range(first, len(ids)):
+            position = start + place + 1
+            drawn.append(draw(slots[:position], begun.seed, begun.sample, position, allowed))
+            confirmed = place + 1 < len(ids) and ids[place + 1] == drawn[-1]
+            if not confirmed or fold([position, begun.seed], 11) % 7 == 0:
+                break
+        self.last[row] = drawn[-1]
+        self.rejected[row] += draws - len(drawn)
+        self.positions[row] -= draws - len(drawn)
+        self.accepted_drafts += len(drawn) - 1
+        self.rejected_drafts += draws - len(drawn)
+        return drawn
 
     def _copy(self, everything: bool) -> tuple[list[BlockCopy], list[BlockCopy]]:
         """Do the copies whose time has come, and tell of those done a while ago: (done, failed)."""
@@ -249,6 +291,33 @@ class FakeExecutor:
         pass
 
 
+class FakeDrafter:
+    """Proposes up to `most` tokens for every request; some are what it will generate, and some are not.
+
+    It knows the oracle's answer, so it guesses right also after tokens that are still on their way.
+    """
+
+    def __init__(self, most: int, wrong: int = 3) -> None:
+        self.most = most
+        self.wrong = wrong  # one draft token in so many is wrong; 0: none
+        self._answers: dict[Request, list[int]] = {}
+
+    def propose(self, requests: Sequence[Request], most: int) -> dict[Request, list[int]]:
+        return {request: self._drafts(request) for request in requests}
+
+    def _drafts(self, request: Request) -> list[int]:
+        known = request.outputs + request.pending
+        chance = fold([known, request.sample], request.seed)
+        if request not in self._answers:
+            prompt = request.tokens[: request.prompt_len]
+            self._answers[request] = oracle(prompt, request.max_tokens, frozenset(), request.seed, request.sample)
+        drafts = self._answers[request][known : known + chance % (self.most + 1)]
+        return [
+            (token + 1) % VOCAB if self.wrong and fold([place, known], chance) % self.wrong == 0 else token
+            for place, token in enumerate(drafts)
+        ]
+
+
 def make_scheduler(
     *,
     blocks: int = 64,
@@ -280,6 +349,8 @@ def make_scheduler(
     max_queue: int = 0,
     max_wait_s: float | None = None,
     key_limits: TenantLimits | None = None,
+    drafts: int = 0,
+    wrong_drafts: int = 3,
     kind: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, VOCAB)
@@ -308,12 +379,13 @@ def make_scheduler(
         memories[memory](),
         orders[order](),
         preempts["wait" if memory == "reserve" and when_short == "recompute" and order != "slo" else when_short](),
-        Promise(steps) if budget == "promise" else Fixed(),
+        PromiseBudget(steps) if budget == "promise" else Fixed(),
         Lanes(lane_tokens, long_share, known),
         Headroom(headroom, headroom_tokens, len(known)),
         known,
         steps,
         copies,
+        FakeDrafter(drafts, wrong_drafts) if drafts else NoDrafter(),
     )
     rules = Rules(max_queue, max_wait_s, (lambda tenant: key_limits) if key_limits else no_limits, max_preemptions)
     return kind(limits, KVManager(blocks, block_size, keep, host_blocks), policies, rules)

@@ -71,7 +71,7 @@ class Sim:
             if plan is None:
                 wake_s = self.scheduler.wake_s(self.now_s)
                 known = [at_s for at_s in (wake_s, coming[-1][0] if coming else None) if at_s is not None]
-                self._note(self.scheduler.take_between(self.now_s))
+                self._note(self.scheduler.take_events(self.now_s))
                 if not known:
                     assert self.scheduler.idle, "requests wait and nothing can be planned"
                     break

@@ -11,7 +11,6 @@ import shoal
 
 NEEDS = {
     "shoal.kernels.triton": "triton",
-    "shoal.runner.cuda": "triton",
 }  # modules that can be loaded only where a library is
 
 MODULES = [

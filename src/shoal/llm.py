@@ -1,7 +1,7 @@
 """LLM: the engine in your own program. Generate for many prompts at once, or stream.
 
-Owns prompts in every shape, and the answers: text, logprobs, reasons and times. Not thread-safe; several streams may
-be open at the same time, and whoever asks for the next piece turns the engine for all.
+Owns prompts in every shape, and the answers: text, logprobs, reasons and times. Not thread-safe. Several streams may
+be open at the same time; asking one of them for its next chunk runs the engine for all of them.
 """
 
 import os
@@ -21,12 +21,12 @@ from tqdm import tqdm
 from shoal.build import Built, build, need_tokenizer
 from shoal.config.engine import EngineConfig
 from shoal.core.events import Finished, PassEvents
-from shoal.core.job import GrammarSpec
+from shoal.core.job import GrammarSpec, Job, requests_of
 from shoal.core.params import SamplingParams
-from shoal.core.request import Group, Logprobs, Reason, Request
+from shoal.core.request import Logprobs, Reason, Request
 from shoal.errors import BadParameter, EmptyPrompt, EngineError, ShoalError
 from shoal.text.detok import Detokenizer
-from shoal.text.grammar import Grammars
+from shoal.text.grammar import Grammars, grammars_of
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 Prompt: TypeAlias = str | Sequence[int] | Chat
@@ -34,7 +34,7 @@ WHAT_A_PROMPT_IS = "a prompt is a text, a list of token ids or a chat (a list of
 
 
 @dataclass(frozen=True)
-class Metrics:
+class RequestMetrics:
     """When things happened to one request, in seconds since it arrived."""
 
     prompt_tokens: int
@@ -56,7 +56,7 @@ class Completion:
     finish_reason: str
     stop_reason: str | int | None
     logprobs: list[Logprobs] | None
-    metrics: Metrics
+    metrics: RequestMetrics
     error: str = ""
 
 
@@ -72,7 +72,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next piece of one answer; finish_reason is set on its last piece."""
+    """The next part of one answer; finish_reason is set in its last chunk."""
 
     prompt: int  # which prompt, counted from 0
     index: int  # which of its n samples
@@ -84,7 +84,7 @@ class Chunk:
 
 @dataclass
 class Collector:
-    """One sequence on its way: gathers what the engine tells about it."""
+    """Collects the events of one sequence."""
 
     request: Request
     prompt_number: int
@@ -92,61 +92,61 @@ class Collector:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
-    batch: "Batch | None" = None
+    call: "GenerateCall | None" = None
     queue_s: float | None = None
     first_token_s: float | None = None
     done: Completion | None = None
     stopped: bool = False
 
     def chunk(self, text: str, tokens: list[int], reason: str | None = None, error: str = "") -> None:
-        if self.batch is not None and self.batch.streams:
-            self.batch.chunks.append(Chunk(self.prompt_number, self.request.sample, text, tokens, reason, error))
+        if self.call is not None and self.call.streams:
+            self.call.chunks.append(Chunk(self.prompt_number, self.request.sample, text, tokens, reason, error))
 
 
 @dataclass
-class Batch:
-    """The sequences of one call: how many are left, and the pieces nobody has taken yet."""
+class GenerateCall:
+    """The sequences of one call: how many have not ended, and the chunks that were not read yet."""
 
     streams: bool
-    everyone: list[Collector] = field(default_factory=list)
+    collectors: list[Collector] = field(default_factory=list)
     left: int = 0
     chunks: deque[Chunk] = field(default_factory=deque)
 
     def add(self, one: Collector) -> None:
-        one.batch = self
-        self.everyone.append(one)
+        one.call = self
+        self.collectors.append(one)
         self.left += 1
 
 
-class Stream:
-    """An iterator over the pieces of some answers. Closed, dropped or left by an exception, it ends the requests."""
+class CompletionStream:
+    """An iterator over the chunks of some answers. Closing it, dropping it or an exception ends the requests."""
 
-    def __init__(self, llm: "LLM", batch: Batch) -> None:
+    def __init__(self, llm: "LLM", call: GenerateCall) -> None:
         self._llm = llm
-        self._batch = batch
+        self._call = call
 
-    def __iter__(self) -> "Stream":
+    def __iter__(self) -> "CompletionStream":
         return self
 
     def __next__(self) -> Chunk:
-        while not self._batch.chunks:
-            if not self._batch.left:
+        while not self._call.chunks:
+            if not self._call.left:
                 raise StopIteration
-            self._llm.turn()
-        return self._batch.chunks.popleft()
+            self._llm.step()
+        return self._call.chunks.popleft()
 
     def close(self) -> None:
-        """No more pieces are wanted."""
-        self._llm.forget(self._batch)
+        """End the requests; no more chunks come."""
+        self._llm.forget(self._call)
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "CompletionStream":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        self._llm.drop(self._batch)  # not close(): this may run in the middle of anything
+        self._llm.drop(self._call)  # not close(): the garbage collector may run in the middle of a step
 
 
 class LLM:
@@ -166,7 +166,7 @@ class LLM:
         self._collectors: dict[str, Collector] = {}
         self._count = 0
         self._closed = False
-        self._dropped: deque[Batch] = deque()
+        self._dropped: deque[GenerateCall] = deque()
         self._grammars: Grammars | None = None
         seed = self._built.config.seed
         self._seeds = random.Random(secrets.randbits(64) if seed is None else seed)
@@ -192,19 +192,19 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers to all prompts (texts, lists of token ids or chats), in their order.
 
-        Requests share cached prefixes only with those of the same `cache_salt`. Every answer follows the `grammar`;
-        where it ends, the answer ends, whatever `ignore_eos` and `min_tokens` say.
+        Requests share cached prefixes only with requests of the same `cache_salt`. Every answer follows the `grammar`
+        and ends where the grammar ends, even with `ignore_eos` or `min_tokens`.
         """
-        batch = Batch(streams=False)
-        groups = self._submit(prompts, params, batch, cache_salt, grammar)
-        total = batch.left
+        call = GenerateCall(streams=False)
+        groups = self._submit(prompts, params, call, cache_salt, grammar)
+        total = call.left
         with tqdm(total=total, unit="seq", disable=not progress) as bar:
             try:
-                while batch.left:
-                    self.turn()
-                    bar.update(total - batch.left - bar.n)
+                while call.left:
+                    self.step()
+                    bar.update(total - call.left - bar.n)
             finally:
-                self.forget(batch)
+                self.forget(call)
         return [self._output(group) for group in groups]
 
     def stream(
@@ -214,17 +214,17 @@ class LLM:
         *,
         cache_salt: str = "",
         grammar: GrammarSpec | None = None,
-    ) -> Stream:
-        """Pieces of the answers as they come. Closing or dropping the iterator ends the requests."""
-        batch = Batch(streams=True)
-        self._submit(prompts, params, batch, cache_salt, grammar)
-        return Stream(self, batch)
+    ) -> CompletionStream:
+        """Chunks of the answers as they are computed. Closing or dropping the iterator ends the requests."""
+        call = GenerateCall(streams=True)
+        self._submit(prompts, params, call, cache_salt, grammar)
+        return CompletionStream(self, call)
 
     @property
     def grammars(self) -> Grammars:
         """Compiles grammars for this model."""
         if self._grammars is None:
-            self._grammars = Grammars(need_tokenizer(self._built), self._built.spec.vocab_size, sorted(self._built.eos))
+            self._grammars = grammars_of(self._built.files, need_tokenizer(self._built))
         return self._grammars
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -240,7 +240,7 @@ class LLM:
         return items
 
     def close(self) -> None:
-        """Give the engine's thread and memory back."""
+        """Free the engine's thread and memory."""
         self._closed = True
         self.loop.close()
 
@@ -256,7 +256,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        batch: Batch,
+        call: GenerateCall,
         salt: str,
         grammar: GrammarSpec | None,
     ) -> list[list[Collector]]:
@@ -271,21 +271,19 @@ class LLM:
         try:
             for number, (prompt, how) in enumerate(zip(many, each, strict=True)):
                 groups.append([])
-                for one in self._collect(number, prompt, how, len(many)):
-                    one.request.salt = salt
-                    if grammar is not None:
-                        one.request.grammar = self.grammars.make(grammar)
-                        one.request.stop_ids |= self._built.eos
+                for one in self._collect(number, prompt, how, len(many), salt, grammar):
                     self.loop.submit(one.request)
                     self._collectors[one.request.id] = one
-                    batch.add(one)
+                    call.add(one)
                     groups[-1].append(one)
         except BaseException:
-            self.forget(batch)
+            self.forget(call)
             raise
         return groups
 
-    def _collect(self, number: int, prompt: Prompt, params: SamplingParams, many: int) -> list[Collector]:
+    def _collect(
+        self, number: int, prompt: Prompt, params: SamplingParams, many: int, salt: str, grammar: GrammarSpec | None
+    ) -> list[Collector]:
         """The n sequences of one prompt."""
         try:
             ids = self.encode(prompt)
@@ -295,21 +293,26 @@ class LLM:
             if many > 1:
                 error.args = (f"prompt {number}: {error}",)
             raise
-        params = params.resolved(self._built.defaults)
+        job = self._job(ids, params.resolved(self._built.defaults), salt, grammar)
+        grammars = {sample: self.grammars.make(grammar) for sample in range(job.params.n)} if grammar else None
+        return [
+            Collector(request, number, self._detok(ids, job.params)) for request in requests_of(job, grammars=grammars)
+        ]
+
+    def _job(self, ids: list[int], params: SamplingParams, salt: str, grammar: GrammarSpec | None) -> Job:
         if params.stop:
             need_tokenizer(self._built)
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._built.eos)
+        eos = frozenset[int]() if params.ignore_eos and grammar is None else self._built.eos  # a grammar ends with one
         self._count += 1
-        group = Group(f"group {self._count}") if params.n > 1 else None
-        return [
-            Collector(
-                Request(f"{self._count}.{sample}", ids, params, seed=seed, sample=sample, stop_ids=stops, group=group),
-                number,
-                self._detok(ids, params),
-            )
-            for sample in range(params.n)
-        ]
+        return Job(
+            id=str(self._count),
+            prompt=ids,
+            params=params,
+            seed=params.seed if params.seed is not None else self._seeds.getrandbits(63),
+            stop_ids=frozenset(params.stop_token_ids) | eos,
+            salt=salt,
+            grammar=grammar,
+        )
 
     def _detok(self, ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:
@@ -323,28 +326,28 @@ class LLM:
             params.min_tokens,
         )
 
-    def forget(self, batch: Batch) -> None:
-        """Nobody waits for these any more: end those that still run."""
-        for one in batch.everyone:
+    def forget(self, call: GenerateCall) -> None:
+        """Abort the requests of this call that still run."""
+        for one in call.collectors:
             self._collectors.pop(one.request.id, None)
             if one.done is None:
                 self.loop.abort(one.request.id)
-        batch.left = 0
-        batch.chunks.clear()
+        call.left = 0
+        call.chunks.clear()
 
-    def drop(self, batch: Batch) -> None:
-        """As forget(), but before the next turn."""
-        if batch.left:
-            self._dropped.append(batch)
+    def drop(self, call: GenerateCall) -> None:
+        """As forget(), but put off to the next step."""
+        if call.left:
+            self._dropped.append(call)
 
-    # ---- what the engine tells ------------------------------------------------------------------------------------
+    # ---- events of the engine -------------------------------------------------------------------------------------
 
-    def turn(self) -> None:
-        """Let the engine compute until something has happened, and tell everybody who waits."""
+    def step(self) -> None:
+        """Run the engine until something has happened, and hand the events to the collectors."""
         while self._dropped:
             self.forget(self._dropped.popleft())
         with uninterrupted():
-            self._take(self.loop.turn())
+            self._take(self.loop.step())
 
     def _take(self, events: PassEvents) -> None:
         now_s = events.committed_s
@@ -387,9 +390,9 @@ class LLM:
         rest = detok.finish() if detok is not None else ""
         stopped = detok is not None and detok.stopped is not None and end.reason in (Reason.STOP, Reason.LENGTH)
         reason = Reason.STOP if stopped else end.reason
-        if detok is not None and detok.stop_at is not None:  # found only now, in text that was held back
+        if detok is not None and detok.stop_at is not None:  # found only now, in text that had been held back
             del one.tokens[detok.stop_at :], one.logprobs[detok.stop_at :]
-        metrics = Metrics(
+        metrics = RequestMetrics(
             one.request.prompt_len,
             len(one.tokens),
             end.cached_tokens,
@@ -410,8 +413,8 @@ class LLM:
         )
         one.chunk(rest, [], reason.value, end.error)
         del self._collectors[end.id]
-        if one.batch is not None:
-            one.batch.left -= 1
+        if one.call is not None:
+            one.call.left -= 1
 
     def _output(self, group: list[Collector]) -> RequestOutput:
         first = group[0].request
@@ -424,7 +427,7 @@ class LLM:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end: the engine must not be left in the middle of a pass."""
+    """Delays Ctrl-C until the end of the block: the engine must not stop in the middle of a pass."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -439,7 +442,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also where only one was given.
+    """A list of prompts, even if only one was given.
 
     >>> as_many("hi"), as_many([1, 2]), as_many([[1, 2], "hi"])
     (['hi'], [[1, 2]], [[1, 2], 'hi'])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import ink, plots
+from shoal.bench import giant_plots, plot_style, plots
 from shoal.bench.record import Promise, RunRecord, summarise
 from tests.bench.made import PRESETS, giant_run, made_run
 
@@ -17,7 +17,7 @@ PROMISE = Promise(ttft_s=1.0, gap_s=0.1)
 class Drawn:
     runs: list[RunRecord]
     rows: list[dict[str, Any]]
-    svgs: dict[str, Path]  # a PNG lies beside each
+    svgs: dict[str, Path]  # with a PNG beside each
 
 
 def rows_of(runs: list[RunRecord]) -> list[dict[str, Any]]:
@@ -32,5 +32,5 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     runs = [made_run(preset, rate, count=26) for preset in PRESETS for rate in (2.0, 6.0)]
     svgs = plots.draw_all(runs, PROMISE, folder)
     giants = {prefill: giant_run(prefill) for prefill in ("inline", "exclusive", "chunked")}
-    svgs["giant"] = ink.save(plots.giant_plot(giants), folder, "giant")
+    svgs["giant"] = plot_style.save(giant_plots.giant_plot(giants), folder, "giant")
     return Drawn(runs, rows_of(runs), svgs)

@@ -1,4 +1,4 @@
-"""RunRecords made up by a toy of each batching system, so that tables and plots can be tried without a model.
+"""RunRecords made by a toy model of each batching system, so that tables and plots can be tested without an engine.
 
 A pass costs a fixed time and a time per position computed, padding included. Every run is a function of its seed.
 """
@@ -114,7 +114,7 @@ class Toy:
                 del self.computed[number]
 
     def let_go(self) -> None:
-        """The group has ended: its readers get everything now."""
+        """The group has ended: its clients receive everything now."""
         if self.batching == "continuous":
             return
         for number in self.computed:
@@ -133,7 +133,7 @@ def made_requests(count: int, rate: float, seed: int = 0) -> list[RequestRecord]
 
 
 def made_run(preset: str, rate: float, count: int = 48, requests: list[RequestRecord] | None = None) -> RunRecord:
-    """One preset at one rate. A name not in PRESETS plays as shoal does."""
+    """One preset at one rate. A name that is not in PRESETS behaves like shoal."""
     axes = PRESETS.get(preset, PRESETS["shoal"])
     toy = Toy(made_requests(count, rate) if requests is None else requests, *axes)
     toy.play()
@@ -149,7 +149,7 @@ def empty_run(preset: str, rate: float) -> RunRecord:
 
 
 def failed_run(preset: str, rate: float) -> RunRecord:
-    """Requests came, none was ever served."""
+    """Requests arrived, none was served."""
     requests = made_requests(6, rate)
     for request in requests:
         request.reason, request.ended_s = "error", request.arrived_s
@@ -157,7 +157,7 @@ def failed_run(preset: str, rate: float) -> RunRecord:
 
 
 def giant_run(prefill: str, streams: int = 16) -> RunRecord:
-    """A prompt of 2,000 tokens arrives while `streams` others speak."""
+    """A prompt of 2,000 tokens arrives while `streams` others decode."""
     requests = [RequestRecord(0.0, 16, 120) for _ in range(streams)] + [RequestRecord(1.5, 2000, 20)]
     toy = Toy(requests, "continuous", "ragged", prefill, "ondemand", slots=streams + 1)
     toy.play()

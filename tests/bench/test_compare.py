@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.bench import quiet
+from shoal.bench import cpu_noise
 from shoal.bench.compare import (
-    Plan,
+    ComparePlan,
     arrive,
     at_latency,
     compare,
@@ -21,19 +21,18 @@ from shoal.bench.compare import (
     speed_up,
     variants,
 )
+from shoal.bench.cpu_noise import NoiseWatch
 from shoal.bench.giant import giant_rows, run_giant
-from shoal.bench.quiet import Watch
 from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
 from shoal.bench.replay import replay
-from shoal.build import make_scheduler
 from shoal.cli import main
 from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS
 from shoal.core.clock import VirtualClock
 from shoal.core.plan import StepResult
-from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.sched.admission import Limits
+from shoal.sched.make import make_scheduler
 from shoal.workload.traces import TraceRequest
 from tests.bench.test_page import CHROMIUM, chromium
 from tests.fakes import VOCAB, FakeExecutor
@@ -41,7 +40,7 @@ from tests.story.models import save_model
 
 
 class Timed(FakeExecutor):
-    """A device that takes 10 ms a pass and 1 ms a position, padding included."""
+    """A device that takes 10 ms per pass and 1 ms per position, padding included."""
 
     def __init__(self, blocks: int, block_size: int, clock: VirtualClock) -> None:
         super().__init__(blocks, block_size)
@@ -59,12 +58,10 @@ def make_engine(settings: dict[str, object]) -> EngineLoop:
     clock = VirtualClock()
     limits = Limits(2000, config.max_num_seqs, config.max_num_batched_tokens, VOCAB)
     scheduler = make_scheduler(config, limits, 400)
-    return EngineLoop(
-        Engine(scheduler), Timed(400, config.block_size, clock), clock, depth=config.depth or 2, check=True
-    )
+    return EngineLoop(scheduler, Timed(400, config.block_size, clock), clock, depth=config.depth or 2, check=True)
 
 
-def make_plan(count: int = 24, **more: object) -> Plan:
+def make_plan(count: int = 24, **more: object) -> ComparePlan:
     trace = [TraceRequest(0.0, 3 + 5 * (n % 6), 2 + 7 * (n % 4)) for n in range(count)]
     values: dict[str, object] = {
         "presets": tuple(PRESETS),
@@ -76,10 +73,10 @@ def make_plan(count: int = 24, **more: object) -> Plan:
         "promise": Promise(1.0, 0.1),
         "price_per_hour": 1.0,
     }
-    return Plan(**{**values, **more})  # type: ignore[arg-type]
+    return ComparePlan(**{**values, **more})  # type: ignore[arg-type]
 
 
-def test_requests_come_when_the_trace_says_and_end_at_its_lengths() -> None:
+def test_requests_arrive_at_the_traces_times_and_end_at_its_lengths() -> None:
     trace = [TraceRequest(0.0, 5, 4), TraceRequest(0.5, 3, 9), TraceRequest(7.0, 2, 1)]
     run = replay(
         make_engine({"depth": 1}), trace, [[1] * 5, [2] * 3, [3] * 2], preset="p", label="p", rate=1, max_tokens=50
@@ -161,20 +158,20 @@ def test_a_promise_is_about_the_first_token_and_the_mean_gap() -> None:
     assert keeps(record, Promise(0.5, 0.2))
     assert not keeps(record, Promise(0.4, 0.2))
     assert not keeps(record, Promise(0.5, 0.19))
-    assert not keeps(RequestRecord(0.0, 1, 3), Promise(9, 9)), "one never answered keeps no promise"
+    assert not keeps(RequestRecord(0.0, 1, 3), Promise(9, 9)), "a request without an answer meets no promise"
     assert spread([])["p99"] == 0.0
     nothing = RunRecord("p", "p", 1.0, {}, 4, [RequestRecord(0.0, 1, 1)], [], 0.0, 0.0)
     assert summarise(nothing, Promise(1, 1), 1.0)["finished"] == 0
 
 
-def test_chunked_spares_the_streams_when_a_giant_comes() -> None:
+def test_chunked_prefill_spares_the_streams_when_a_giant_arrives() -> None:
     rows = {row["prefill"]: row for row in giant_rows(run_giant(make_engine, VOCAB, streams=6, giant=600, output=40))}
     assert rows["chunked"]["largest_gap_s"] < rows["inline"]["largest_gap_s"] / 4
     assert rows["chunked"]["giant_ttft_s"] < rows["inline"]["giant_ttft_s"] * 1.5
     assert rows["inline"]["gap_of_inline"] == 1.0
 
 
-def test_the_giant_comes_when_all_streams_speak() -> None:
+def test_the_giant_arrives_when_all_streams_decode() -> None:
     for run in run_giant(make_engine, VOCAB, streams=3, giant=100, warm_passes=5, output=20).values():
         *streams, giant = run.requests
         assert all(len([at for at in stream.token_s if at <= giant.arrived_s]) >= 5 for stream in streams)
@@ -234,10 +231,10 @@ def test_the_report_opens_in_chromium_with_every_plot(report: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "reason"),
     [
         (["--presets", "orka"], "did you mean 'orca'"),
-        (["--rates", "fast"], "numbers with commas"),
+        (["--rates", "fast"], "numbers separated by commas"),
         (["--rates", "-1"], "not negative"),
         (["--requests", "0"], "at least 1"),
         (["--trace", "/no/such/trace.csv"], "cannot read"),
@@ -245,15 +242,17 @@ def test_the_report_opens_in_chromium_with_every_plot(report: Path, tmp_path: Pa
         (["--config", "."], "--load-format dummy"),
     ],
 )
-def test_mistakes_are_named(flags: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_refused_with_the_reason(
+    flags: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = [] if "--config" in flags else ["--model", str(save_model(tmp_path / "model"))]
     assert main(["compare", *model, *flags, "--out", str(tmp_path / "out")]) == 2
-    assert says in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
-def test_a_run_that_others_disturbed_is_repeated_and_the_quietest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disturbed_run_is_repeated_and_the_least_disturbed_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = [0.5, 0.2, 0.3]
-    monkeypatch.setattr(Watch, "others", lambda self: shares.pop(0))
+    monkeypatch.setattr(NoiseWatch, "others", lambda self: shares.pop(0))
     run = run_one(make_plan(repeats=2), make_engine, "shoal", "shoal", {}, 20.0)
     assert run.others == 0.2
     assert not shares
@@ -262,9 +261,9 @@ def test_a_run_that_others_disturbed_is_repeated_and_the_quietest_kept(monkeypat
     assert shares == [0.9], "a quiet run is not repeated"
 
 
-def test_other_programs_are_what_the_machine_did_and_we_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_the_machines_cpu_time_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = os.cpu_count() or 1
-    monkeypatch.setattr(quiet, "time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
-    monkeypatch.setattr(quiet, "busy_seconds", iter([100.0, 100.0 + 7.0 * cores]).__next__)
-    monkeypatch.setattr(quiet, "own_seconds", iter([50.0, 50.0 + 4.0 * cores]).__next__)
-    assert quiet.Watch().others() == pytest.approx(0.3)
+    monkeypatch.setattr(cpu_noise, "time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
+    monkeypatch.setattr(cpu_noise, "busy_seconds", iter([100.0, 100.0 + 7.0 * cores]).__next__)
+    monkeypatch.setattr(cpu_noise, "own_seconds", iter([50.0, 50.0 + 4.0 * cores]).__next__)
+    assert cpu_noise.NoiseWatch().others() == pytest.approx(0.3)

@@ -1,4 +1,4 @@
-"""The report: whole, escaped, alone, and visible in a real browser."""
+"""The report: complete, escaped, self-contained, and visible in a real browser."""
 
 import re
 import shutil
@@ -77,7 +77,7 @@ def test_every_plot_has_a_caption() -> None:
     assert set(page.CAPTIONS) == {*plots.PLOTS, "giant"}
 
 
-def test_the_page_needs_nothing_from_outside(drawn: Drawn, tmp_path: Path) -> None:
+def test_the_page_fetches_nothing(drawn: Drawn, tmp_path: Path) -> None:
     text = write(drawn, tmp_path / "report.html")
     assert "http:" not in text
     assert "https:" not in text
@@ -97,7 +97,7 @@ def test_ids_are_unique_and_found(drawn: Drawn, tmp_path: Path) -> None:
     }
 
 
-def test_whatever_it_is_handed_is_escaped(tmp_path: Path) -> None:
+def test_all_input_is_escaped(tmp_path: Path) -> None:
     evil = "<script>alert('x')</script>\"&|`*\n_"
     run = made_run("shoal", 1.0, count=3)
     run.preset = run.label = evil
@@ -123,14 +123,14 @@ def test_the_best_of_each_rate_is_marked() -> None:
 WORTH = [("a", 1.0, 5.0), ("b", 1.0, 9.0), ("a", 2.0, 7.0), ("b", 2.0, 8.0), ("alone", 3.0, 1.0)]
 
 
-def test_an_answer_in_one_piece_wins_no_prize_for_its_gaps(drawn: Drawn) -> None:
+def test_an_answer_that_is_not_streamed_is_never_best_in_gaps(drawn: Drawn) -> None:
     column = next(column for column in page.COLUMNS if column.key == "gap_s.p99")
     winners = {drawn.rows[at]["preset"] for at in page.best(drawn.rows, column)}
     assert winners
     assert not winners & {"transformers", "fastertransformer", "classic-dynamic"}
 
 
-def test_most_being_equal_nobody_is_best() -> None:
+def test_no_row_is_best_when_most_are_equal() -> None:
     rows = [{"label": "x", "rate": 1.0, "finished": 1, "padding_share": value} for value in (0.0, 0.0, 0.0, 0.4)]
     assert page.best(rows, next(column for column in page.COLUMNS if column.key == "padding_share")) == set()
 
@@ -141,8 +141,8 @@ def test_most_being_equal_nobody_is_best() -> None:
 def test_runs_that_failed(runs: list[Any], tmp_path: Path) -> None:
     page.write_html(tmp_path / "report.html", {}, rows_of(runs), {})
     page.write_markdown(tmp_path / "report.md", {}, rows_of(runs), {})
-    told = Reader((tmp_path / "report.html").read_text()).text
-    assert ("Nothing was run" if not runs else "No request finished with") in told
+    found = Reader((tmp_path / "report.html").read_text()).text
+    assert ("Nothing was run" if not runs else "No request finished with") in found
 
 
 def test_the_markdown_table_is_aligned(drawn: Drawn, tmp_path: Path) -> None:
@@ -161,19 +161,19 @@ def test_the_markdown_table_is_aligned(drawn: Drawn, tmp_path: Path) -> None:
 
 MEASURE = """<script>
 addEventListener("load", function () {
-  var told = Array.from(document.querySelectorAll("figure svg")).map(function (svg) {
+  var found = Array.from(document.querySelectorAll("figure svg")).map(function (svg) {
     var box = svg.getBoundingClientRect(), name = svg.closest("section").id;
-    var inks = Array.from(svg.querySelectorAll("path, use, text")).filter(function (one) {
+    var shapes = Array.from(svg.querySelectorAll("path, use, text")).filter(function (one) {
       var b = one.getBoundingClientRect();
       return b.width + b.height > 0 && b.right > box.left && b.left < box.right;
     }).length;
-    return [name, Math.round(box.left), Math.round(box.width), Math.round(box.height), inks].join(" ");
+    return [name, Math.round(box.left), Math.round(box.width), Math.round(box.height), shapes].join(" ");
   });
   document.querySelector("table.figures thead th:nth-child(4) button").click();
-  told.push("top " + document.querySelector("table.figures tbody tr").cells[3].dataset.v);
+  found.push("top " + document.querySelector("table.figures tbody tr").cells[3].dataset.v);
   var out = document.createElement("pre");
   out.id = "measured";
-  out.textContent = told.join("\\n");
+  out.textContent = found.join("\\n");
   document.body.appendChild(out);
 });
 </script></body>"""
@@ -199,11 +199,11 @@ def test_every_plot_is_visible_in_chromium(drawn: Drawn, tmp_path: Path, flags: 
     *boxes, top = measured[1].splitlines()
     assert [line.split()[0] for line in boxes] == [f"plot-{name}" for name in drawn.svgs]
     for line in boxes:
-        left, width, height, inks = map(int, line.split()[1:])
+        left, width, height, shapes = map(int, line.split()[1:])
         assert left >= 0
         assert width > 500
         assert height > 150
-        assert inks > 30, f"{line}: nothing drawn"
+        assert shapes > 30, f"{line}: nothing drawn"
     assert float(top.split()[1]) == max(row["output_tok_s"] for row in drawn.rows), "a click sorts the table"
     shot = tmp_path / "shot.png"
     size = "--window-size=1400,6000"

@@ -1,4 +1,4 @@
-"""Where the time of a pass goes: own times of nested calls, shares, and what a pass takes beyond computing."""
+"""Where the time of a pass goes: times without nested calls, shares, and the time beyond computing."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from shoal.bench.phases import REST, PassPhases, TimedCalls, Watch, watching
+from shoal.bench.phases import REST, PassPhases, PhaseTimer, TimedCalls, timing
 from shoal.core.events import PassEvents
 
 
 class Hands:
-    """A clock that is moved by hand."""
+    """A manual clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -36,35 +36,35 @@ def events(requests: int, tokens: int | None = None) -> PassEvents:
 
 def test_the_time_of_an_inner_call_is_not_the_outer_ones() -> None:
     clock = Hands()
-    watch = Watch(clock)
-    inner = watch.wrap(clock.spend(2.0), "inner")
-    outer = watch.wrap(clock.spend(1.0, then=inner), "outer")
+    timer = PhaseTimer(clock)
+    inner = timer.wrap(clock.spend(2.0), "inner")
+    outer = timer.wrap(clock.spend(1.0, then=inner), "outer")
     assert outer() == 2.0
     outer()
-    assert dict(watch.seconds) == {"outer": 2.0, "inner": 4.0}
+    assert dict(timer.seconds) == {"outer": 2.0, "inner": 4.0}
 
 
 def test_a_call_that_raises_is_timed_too() -> None:
     clock = Hands()
-    watch = Watch(clock)
+    timer = PhaseTimer(clock)
 
     def breaks() -> None:
         clock.now_s += 3.0
         raise ValueError("broken")
 
-    outer = watch.wrap(clock.spend(1.0, then=watch.wrap(breaks, "inner")), "outer")
+    outer = timer.wrap(clock.spend(1.0, then=timer.wrap(breaks, "inner")), "outer")
     with pytest.raises(ValueError, match="broken"):
         outer()
-    assert dict(watch.seconds) == {"outer": 1.0, "inner": 3.0}
-    watch.wrap(clock.spend(5.0), "outer")()
-    assert watch.seconds["outer"] == 6.0
+    assert dict(timer.seconds) == {"outer": 1.0, "inner": 3.0}
+    timer.wrap(clock.spend(5.0), "outer")()
+    assert timer.seconds["outer"] == 6.0
 
 
 def made_phases() -> PassPhases:
     """Two passes of 32 and 16 requests, 10 s each: 1 s of planning, 8 s of layers; and others that do not count."""
     clock = Hands()
     phases = PassPhases(clock)
-    plan, layers = phases.watch.wrap(clock.spend(1.0), "plan"), phases.watch.wrap(clock.spend(8.0), "layers")
+    plan, layers = phases.timer.wrap(clock.spend(1.0), "plan"), phases.timer.wrap(clock.spend(8.0), "layers")
 
     def one_pass(made: PassEvents) -> None:
         plan()
@@ -93,12 +93,12 @@ def test_shares_are_of_the_passes_that_are_decodes_alone() -> None:
     assert "host work: 20.0% of a pass" in phases.table()
 
 
-def test_host_work_behind_computing_costs_nothing() -> None:
+def test_host_work_hidden_behind_computing_is_not_counted() -> None:
     """Two passes in flight: planning takes 3 s of the 10 s in which layers take 9."""
     clock = Hands()
     phases = PassPhases(clock)
     phases.step(events(1))
-    phases.watch.seconds.update({"plan": 3.0, "layers": 9.0})
+    phases.timer.seconds.update({"plan": 3.0, "layers": 9.0})
     clock.now_s = 10.0
     phases.step(events(1))
     assert phases.host_share == pytest.approx(0.1)
@@ -110,9 +110,9 @@ def test_a_run_without_such_passes_says_so() -> None:
     assert PassPhases().host_share == 0
 
 
-def test_the_parts_of_a_loop_are_watched_and_left_as_they_were() -> None:
+def test_the_parts_of_a_loop_are_timed_and_restored() -> None:
     clock = Hands()
-    watch = Watch(clock)
+    timer = PhaseTimer(clock)
 
     def part(**calls: Callable[..., Any]) -> Any:
         return type("Part", (), {name: staticmethod(call) for name, call in calls.items()})()
@@ -126,18 +126,18 @@ def test_the_parts_of_a_loop_are_watched_and_left_as_they_were() -> None:
     runner.model, runner.tables = model, part(gather=clock.spend(0.2))
     runner.sampler = part(sample=lambda: ops.calls.shoal_draw())
     loop: Any = SimpleNamespace(
-        engine=part(begin=clock.spend(0.3), finish=clock.spend(0.4)), executor=SimpleNamespace(runner=runner)
+        scheduler=part(plan=clock.spend(0.3), commit=clock.spend(0.4)), executor=SimpleNamespace(runner=runner)
     )
-    with watching(loop, watch):
-        for call in (loop.engine.begin, loop.engine.finish, runner.update, runner.tables.gather, runner.forward):
+    with timing(loop, timer):
+        for call in (loop.scheduler.plan, loop.scheduler.commit, runner.update, runner.tables.gather, runner.forward):
             call()
         runner.sample()
         runner.sampler.sample()
         assert isinstance(ops.calls, TimedCalls)
-    found = {name: round(seconds, 6) for name, seconds in watch.seconds.items() if seconds}
+    found = {name: round(seconds, 6) for name, seconds in timer.seconds.items() if seconds}
     assert found == {"plan": 0.3, "commit": 0.4, "inputs": 0.3, "layers": 5.0, "head": 2.0, "draw": 1.0}
-    watch.seconds.clear()
-    for call in (loop.engine.begin, runner.update, runner.forward, runner.sample, runner.sampler.sample):
+    timer.seconds.clear()
+    for call in (loop.scheduler.plan, runner.update, runner.forward, runner.sample, runner.sampler.sample):
         call()
     assert ops.calls is library
-    assert not watch.seconds
+    assert not timer.seconds

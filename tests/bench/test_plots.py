@@ -1,4 +1,4 @@
-"""The plots: every one draws, whatever it is given, and says what the records say."""
+"""The plots: each draws any input, and agrees with the records."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from shoal.bench import ink, plots
+from shoal.bench import giant_plots, pass_plots, plot_runs, plot_style, plots, timeline_plots
 from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT, Piece, lanes, rectangle_width, spans
 from shoal.bench.record import PassRecord, RequestRecord, RunRecord
 from tests.bench.conftest import PROMISE, Drawn
@@ -23,7 +23,7 @@ NAMES = [*PRESETS, "mine", "yours"]
 ALL: dict[str, Callable[[list[RunRecord]], Any]] = {
     name: (lambda runs, draw=draw: draw(runs, PROMISE)) for name, draw in plots.PLOTS.items()
 }
-ALL["giant"] = lambda runs: plots.giant_plot({run.label: run for run in runs[:3]})
+ALL["giant"] = lambda runs: giant_plots.giant_plot({run.label: run for run in runs[:3]})
 
 
 def texts(svg: Path) -> str:
@@ -42,25 +42,25 @@ def test_every_plot_is_written_as_svg_and_png(drawn: Drawn) -> None:
 
 @pytest.mark.parametrize("name", ["timeline", "kv", "tokens", "throughput", "latency", "waiting"])
 def test_every_preset_is_named_in(drawn: Drawn, name: str) -> None:
-    told = texts(drawn.svgs[name])
+    text = texts(drawn.svgs[name])
     for run in drawn.runs:
-        assert run.label in told
+        assert run.label in text
 
 
-def test_work_shows_one_run_for_each_way_of_prefill(drawn: Drawn) -> None:
-    told = texts(drawn.svgs["work"])
-    assert all(name in told for name in ("inline", "exclusive", "chunked", "longest pass"))
-    _, mine = plots.at_middle(drawn.runs)
-    assert all(run.settings["layout"] == "ragged" for run in plots.one_per_prefill(mine))
+def test_work_shows_one_run_for_each_prefill_policy(drawn: Drawn) -> None:
+    text = texts(drawn.svgs["work"])
+    assert all(name in text for name in ("inline", "exclusive", "chunked", "longest pass"))
+    _, mine = plot_runs.at_middle(drawn.runs)
+    assert all(run.settings["layout"] == "ragged" for run in pass_plots.one_per_prefill(mine))
 
 
 def test_the_giants_figures_are_written_out(drawn: Drawn) -> None:
-    told = texts(drawn.svgs["giant"])
+    text = texts(drawn.svgs["giant"])
     worst = max(gap for request in giant_run("inline").requests[:16] for gap in request.gaps_s)
-    assert f"largest gap {worst * 1e3:,.0f} ms" in told
+    assert f"largest gap {worst * 1e3:,.0f} ms" in text
     ttft = giant_run("chunked").requests[16].ttft_s
     assert ttft is not None
-    assert f"after {ttft:.2f} s" in told
+    assert f"after {ttft:.2f} s" in text
 
 
 @pytest.mark.parametrize("name", list(ALL))
@@ -77,7 +77,7 @@ def test_few_and_many(name: str, presets: int, rates: int) -> None:
     ids=["nothing", "empty", "failed"],
 )
 def test_runs_that_failed(name: str, runs: list[RunRecord], tmp_path: Path) -> None:
-    assert ElementTree.fromstring(ink.save(ALL[name](runs), tmp_path, name).read_text()) is not None
+    assert ElementTree.fromstring(plot_style.save(ALL[name](runs), tmp_path, name).read_text()) is not None
 
 
 @pytest.mark.parametrize("label", ["$x$ $", "_hidden", "<script>&\"'", "a\nb\x00c", "\N{FISH}" * 40, "x" * 300, ""])
@@ -85,14 +85,14 @@ def test_strange_labels(label: str, tmp_path: Path) -> None:
     run = made_run("shoal", 2.0, count=3)
     run.preset = run.label = label
     for name in ("timeline", "tokens", "throughput"):
-        ElementTree.fromstring(ink.save(ALL[name]([run]), tmp_path, name).read_text())
+        ElementTree.fromstring(plot_style.save(ALL[name]([run]), tmp_path, name).read_text())
 
 
 def test_titles_and_legends_do_not_overlap() -> None:
     runs = [made_run(preset, 6.0, count=24) for preset in NAMES]
     for run in runs:
         run.label = f"{run.preset}(group=16, window=0.05)"
-    for draw in (plots.timeline_plot, plots.kv_plot):
+    for draw in (timeline_plots.timeline_plot, pass_plots.kv_plot):
         figure = draw(runs)
         figure.draw_without_rendering()
         for axes in figure.axes:
@@ -103,14 +103,14 @@ def test_titles_and_legends_do_not_overlap() -> None:
 
 def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     runs = [made_run(preset, 4.0, count=6) for preset in ("orca", "transformers")]
-    once, again = (ink.save(plots.timeline_plot(runs), tmp_path / folder, "t") for folder in "ab")
+    once, again = (plot_style.save(timeline_plots.timeline_plot(runs), tmp_path / folder, "t") for folder in "ab")
     assert once.read_bytes() == again.read_bytes()
     assert once.with_suffix(".png").read_bytes() == again.with_suffix(".png").read_bytes()
 
 
 def test_no_global_state_is_left_behind(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
-    ink.save(plots.tokens_plot([made_run("orca", 1.0, count=3)]), tmp_path, "tokens")
+    plot_style.save(pass_plots.tokens_plot([made_run("orca", 1.0, count=3)]), tmp_path, "tokens")
     assert dict(matplotlib.rcParams) == before
 
 
@@ -120,9 +120,9 @@ def test_matplotlib_is_loaded_only_to_draw() -> None:
 
 
 def test_fourteen_presets_can_be_told_apart() -> None:
-    looks = ink.styles(NAMES)
+    looks = plot_style.styles(NAMES)
     assert len({(style.colour, str(style.line)) for style in looks.values()}) == 14
-    assert looks["shoal"] == ink.styles(["shoal"])["shoal"], "the same ink in every report"
+    assert looks["shoal"] == plot_style.styles(["shoal"])["shoal"], "the same colour in every report"
 
 
 # ---- lanes
@@ -136,7 +136,7 @@ def a_run(requests: list[RequestRecord], *passes: PassRecord) -> RunRecord:
     return RunRecord("p", "p", 1.0, {}, 4, requests, list(passes), 9.0, 9.0)
 
 
-def test_a_prompt_that_joins_a_rectangle_pads_everybody() -> None:
+def test_a_prompt_that_joins_a_rectangle_pads_every_row() -> None:
     run = a_run(
         [RequestRecord(0, 2, 3), RequestRecord(0, 4, 1)],
         a_pass(0, 1, (0, 0, 2)),
@@ -148,7 +148,7 @@ def test_a_prompt_that_joins_a_rectangle_pads_everybody() -> None:
     assert new.pieces == [Piece(PROMPT, 1, 5), Piece(PAD, 5, 6)]
 
 
-def test_what_was_lost_is_computed_again() -> None:
+def test_lost_positions_are_recomputed() -> None:
     run = a_run([RequestRecord(0, 4, 3)], a_pass(0, 1, (0, 0, 4)), a_pass(2, 3, (0, 0, 4)), a_pass(3, 4, (0, 4, 1)))
     assert [piece.kind for piece in lanes(run, 1)[0].pieces] == [PROMPT, AGAIN, DECODE]
 
@@ -158,7 +158,7 @@ def test_a_pass_planned_early_starts_when_the_last_one_ends() -> None:
     assert [(from_s, to_s) for from_s, to_s, _ in spans(passes)] == [(0, 2), (2, 3), (7, 8)]
 
 
-def test_padding_without_a_rectangle_is_nobodys_lane() -> None:
+def test_padding_without_a_rectangle_is_in_no_lane() -> None:
     assert rectangle_width(a_pass(0, 1, (0, 0, 8), (1, 9, 1), padded=7)) == 8
     assert rectangle_width(a_pass(0, 1, (0, 0, 8), (1, 9, 1), padded=3)) == 0, "rounded up, not a rectangle"
 
@@ -168,8 +168,8 @@ def test_padding_without_a_rectangle_is_nobodys_lane() -> None:
     st.lists(st.tuples(st.floats(0, 3), st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=14),
     st.sampled_from(sorted(PRESETS)),
 )
-def test_grey_is_exactly_the_padding_counted(wanted: list[tuple[float, int, int]], preset: str) -> None:
-    requests = [RequestRecord(*one) for one in wanted]
+def test_grey_is_exactly_the_padding_counted(drawn_requests: list[tuple[float, int, int]], preset: str) -> None:
+    requests = [RequestRecord(*one) for one in drawn_requests]
     run = made_run(preset, 1.0, requests=requests)
     drawn = lanes(run, len(requests))
     grey_s = sum(piece.to_s - piece.from_s for lane in drawn for piece in lane.pieces if piece.kind == PAD)
@@ -182,7 +182,7 @@ def test_grey_is_exactly_the_padding_counted(wanted: list[tuple[float, int, int]
         assert edges == sorted(edges), "pieces of a lane overlap"
 
 
-def test_the_toy_plays_the_known_case() -> None:
+def test_the_toy_reproduces_the_known_case() -> None:
     """400/50/200/30 outputs in one static group: 680 of 1,600."""
     requests = [RequestRecord(0.0, 1, output) for output in (400, 50, 200, 30)]
     run = made_run("transformers", 0.0, requests=requests)

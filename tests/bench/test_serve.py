@@ -16,7 +16,7 @@ from aiohttp import web
 from shoal.bench import serve_command
 from shoal.bench.record import Promise, RunRecord
 from shoal.bench.serve import as_text, base_url, first_model, run_serve, serve_summary, serve_table
-from shoal.bench.sse import Answer, Events, error_text, spread_tokens
+from shoal.bench.sse import Events, StreamedAnswer, error_text, spread_tokens
 from shoal.cli.common import new_command
 from shoal.errors import BadConfig, ImpossiblePair
 from shoal.workload.traces import TraceRequest
@@ -40,7 +40,7 @@ def within(work: Coroutine[Any, Any, T], seconds: float = 60) -> T:
 
 @dataclass
 class Fake:
-    """An OpenAI server. `answer` writes one stream; everything it was asked is kept."""
+    """An OpenAI server. `answer` writes one stream; every request body is kept."""
 
     answer: Callable[["Fake", Body, web.StreamResponse], Awaitable[None]]
     refuse: Callable[["Fake", Body], web.Response | None] = lambda fake, body: None
@@ -142,7 +142,7 @@ def one(answer: Callable[[Fake, Body, web.StreamResponse], Awaitable[None]], out
 
 
 def test_the_open_loop_is_open() -> None:
-    """No answer begins before the last request has come: a client that waited for answers would wait for ever."""
+    """No answer begins before the last request has arrived: a client that waited for answers would deadlock."""
     all_came = asyncio.Event()
 
     async def late(fake: Fake, body: Body, out: web.StreamResponse) -> None:
@@ -159,7 +159,7 @@ def test_the_open_loop_is_open() -> None:
     assert min(request.token_s[0] for request in record.requests) >= record.requests[-1].arrived_s
 
 
-def test_requests_go_out_by_their_times_in_whatever_order_they_stand() -> None:
+def test_requests_are_sent_by_their_times_in_any_order_of_the_list() -> None:
     requests = [TraceRequest(at_s, 3, output) for at_s, output in ((0.4, 3), (0.0, 1), (0.2, 2))]
     fake = Fake(plain)
     record = within(run(fake, requests))
@@ -172,7 +172,7 @@ def test_requests_go_out_by_their_times_in_whatever_order_they_stand() -> None:
 
 
 def test_the_closed_loop_keeps_its_concurrency() -> None:
-    """Three at a time, always: answers come only when three are asking, and never are there more."""
+    """Always three at a time: answers begin only when three requests are open, and there are never more."""
     three = asyncio.Barrier(3)
 
     async def together(fake: Fake, body: Body, out: web.StreamResponse) -> None:
@@ -262,15 +262,15 @@ def test_the_key_and_passwords_are_in_no_record() -> None:
             url = fake.url.replace("http://", "http://me:hidden@")
             return await run_serve(url, asking(1), ["x"], model="fish", api_key=None)
 
-    said = repr(within(whole()))
-    assert "hidden" not in said
+    output = repr(within(whole()))
+    assert "hidden" not in output
     assert "secret" not in repr(within(run(Fake(plain), asking(1), api_key="secret")))
 
 
 # ---- what comes back ------------------------------------------------------------------------------------------------
 
 
-def test_token_times_are_when_they_came() -> None:
+def test_token_times_are_arrival_times() -> None:
     record = one(says(text("a"), 0.2, text("b"), text("c"), 0.2, text("d", "length"), usage(3, 4), b"data: [DONE]\n\n"))
     request = record.requests[0]
     assert request.token_s == sorted(request.token_s)
@@ -288,7 +288,7 @@ def test_several_tokens_in_an_event() -> None:
     assert times[0] == times[2] < times[3] == times[4]
 
 
-def test_events_that_say_how_many_tokens_they_hold() -> None:
+def test_events_that_contain_their_number_of_tokens() -> None:
     record = one(says(text("a", token_ids=[1]), 0.05, text("b c d", "length", token_ids=[2, 3, 4])))
     times = record.requests[0].token_s
     assert times[0] < times[1] == times[3]
@@ -302,7 +302,7 @@ def test_several_events_in_a_packet_and_events_torn_in_two() -> None:
     record = one(says(whole[:50], 0.02, whole[50:51], 0.02, whole[51:-9], 0.02, whole[-9:]))
     assert (record.requests[0].reason, len(record.requests[0].token_s)) == ("stop", 4)
     assert record.settings["counted"] == {"events": 1}
-    assert "told no token count" in serve_table(serve_summary(record, EASY))
+    assert "reported no token count" in serve_table(serve_summary(record, EASY))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_a_server_that_does_not_stream() -> None:
     assert (request.reason, len(request.token_s)) == ("length", 2)
 
 
-def test_usage_tells_prompts_and_what_was_cached() -> None:
+def test_usage_contains_prompt_and_cached_tokens() -> None:
     last = {"prompt_tokens": 77, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 64}}
     request = one(says(text("a", "stop"), data({"choices": [], "usage": last}))).requests[0]
     assert (request.prompt, request.cached_tokens) == (77, 64)
@@ -387,7 +387,7 @@ def test_a_connection_lost_in_mid_stream() -> None:
     assert (request.reason, len(request.token_s)) == ("cut off", 1)
 
 
-def test_a_timeout_keeps_the_tokens_that_came() -> None:
+def test_a_timeout_keeps_the_tokens_received() -> None:
     request = one(says(text("a"), 30.0), timeout_s=2.0).requests[0]
     assert (request.reason, len(request.token_s)) == ("timeout", 1)
 
@@ -438,16 +438,16 @@ def test_a_refused_connection_is_a_result() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://x", "http://", "http://x:nine", "localhost"])
-def test_what_is_no_address(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(BadConfig, match=r"http://127\.0\.0\.1:8000"):
         base_url(url)
 
 
-def test_arguments_that_mean_nothing() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for bad in ({"closed": 0}, {"timeout_s": 0}, {"chat": True}):
         with pytest.raises(BadConfig):
             within(run_serve("http://127.0.0.1:1", asking(1), [[1]], model="m", **bad))
-    with pytest.raises(BadConfig, match="as many prompts"):
+    with pytest.raises(BadConfig, match="2 requests need 2 prompts"):
         within(run_serve("http://127.0.0.1:1", asking(2), [[1]], model="m"))
 
 
@@ -470,9 +470,9 @@ def test_summary_figures() -> None:
 
 
 def test_the_table_names_every_spread() -> None:
-    said = serve_table(serve_summary(within(run(Fake(plain), asking(3, gap_s=0.01))), EASY, 1.0))
+    output = serve_table(serve_summary(within(run(Fake(plain), asking(3, gap_s=0.01))), EASY, 1.0))
     for word in ("first token", "between tokens", "end to end", "p99", "open loop", "goodput", "per million", "fish"):
-        assert word in said
+        assert word in output
     closed = within(run(Fake(plain), asking(3), closed=2))
     assert "2 users, closed loop" in serve_table(serve_summary(closed, EASY))
 
@@ -491,7 +491,7 @@ def test_events_do_not_depend_on_how_bytes_are_cut(step: int) -> None:
 
 
 def test_a_running_usage_counts_tokens() -> None:
-    answer = Answer()
+    answer = StreamedAnswer()
     for now_s, total in ((1.0, 1), (2.0, 4), (3.0, 5)):
         chunk = {"choices": [{"text": "x"}], "usage": {"prompt_tokens": 1, "completion_tokens": total}}
         answer.add(json.dumps(chunk).encode(), now_s)
@@ -523,7 +523,7 @@ def command(*argv: str) -> argparse.Namespace:
 
 
 async def run_command(fake: Fake, *argv: str) -> int:
-    """The command makes a loop of its own, so it runs on a thread."""
+    """The command creates its own event loop, so it runs on a thread."""
     async with served(fake):
         return await asyncio.to_thread(serve_command.run, command("--url", fake.url + "/v1", *argv))
 
@@ -564,7 +564,7 @@ def test_the_command_replays_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     argv = ("--trace", str(trace), "--replay", "--time-scale", "0.05", "--max-output", "3", "--model", "m")
     assert within(run_command(fake, *argv)) == 0
     assert [(len(body["prompt"]), body["max_tokens"]) for body in fake.asked] == [(5, 1), (6, 2), (7, 3)]
-    assert "33.3% of requests were cut" in capsys.readouterr().out
+    assert "33.3% of requests were shortened" in capsys.readouterr().out
     placed, _ = serve_command.requests_from(command(*argv))
     assert [one.at_s for one in placed] == pytest.approx([0, 0.1, 0.2])
     placed, _ = serve_command.requests_from(command("--trace", str(trace), "--replay", "--rate", "10"))
@@ -644,6 +644,6 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         command("--help")
     assert left.value.code == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for word in ("example:", "shoal bench serve --url", "--gamma-cv", "--promise-ttft", "--time-scale"):
-        assert word in said
+        assert word in output

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from shoal.build import make_scheduler
 from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS, preset_of
 from shoal.core.params import SamplingParams
@@ -15,6 +14,7 @@ from shoal.sched.admission import Limits
 from shoal.sched.batching import BATCHING
 from shoal.sched.budget import BUDGET
 from shoal.sched.layout import LAYOUT
+from shoal.sched.make import make_scheduler
 from shoal.sched.memory import MEMORY
 from shoal.sched.ordering import ORDER
 from shoal.sched.preempt import PREEMPT
@@ -51,7 +51,7 @@ def test_no_two_presets_are_the_same() -> None:
         assert configs[0] != configs[1], f"{one} and {two} are the same settings"
 
 
-def test_every_preset_says_what_it_does_and_where_it_differs() -> None:
+def test_every_preset_has_its_description_and_its_difference() -> None:
     for preset in PRESETS.values():
         assert preset.does
         assert preset.differs
@@ -64,7 +64,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("memory", ["ondemand", "predict"])
 def test_waiting_without_reservation_is_refused_with_the_reason(memory: str) -> None:
-    with pytest.raises(ImpossiblePair, match="wait for ever"):
+    with pytest.raises(ImpossiblePair, match="deadlock"):
         EngineConfig(memory=memory, when_short="wait")
 
 
@@ -77,7 +77,7 @@ def test_the_rules_of_admission_reach_the_scheduler() -> None:
     limits = Limits(100, 16, 64, 50)
     config = EngineConfig(max_queue=3, max_wait=2.5, key_max_concurrent=2, key_tokens_per_minute=5)
     scheduler = make_scheduler(config, limits, 20)
-    assert (scheduler.admission.max_queue, scheduler.deadlines.max_wait_s) == (3, 2.5)
+    assert (scheduler.tables.admission.max_queue, scheduler.tables.deadlines.max_wait_s) == (3, 2.5)
     params = SamplingParams(max_tokens=1)
     scheduler.submit(Request("a", [1] * 4, params, tenant="t"), 0.0)
     with pytest.raises(RateLimited, match="5 tokens per minute"):
@@ -106,7 +106,7 @@ def test_every_other_combination_builds() -> None:
             continue
         make_scheduler(config, limits, 20)
         built += 1
-    orders, budgets, others = 5, 2, 4  # of when_short, all but `wait`, which goes with reserve alone
+    orders, budgets, others = 5, 2, 4  # of when_short, all but `wait`, which needs reserve
     assert built == 3 * 3 * 3 * orders * budgets * (3 * others + 1)
 
 
@@ -123,7 +123,7 @@ def test_tiers_come_from_text_from_a_file_or_from_a_table(tmp_path: Path) -> Non
         assert tiers[1].name == "batch"
 
 
-def test_slo_has_tiers_without_being_told() -> None:
+def test_slo_has_default_tiers() -> None:
     assert [tier.name for tier in EngineConfig(order="slo").read_tiers()] == ["premium", "standard", "batch"]
     assert len(EngineConfig().read_tiers()) == 1
 
@@ -146,7 +146,7 @@ def test_slo_has_tiers_without_being_told() -> None:
         ({"budget": "promises"}, "did you mean 'promise'"),
     ],
 )
-def test_policies_that_mean_nothing_are_refused(options: dict[str, object], match: str) -> None:
+def test_invalid_policies_are_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(BadConfig, match=match):
         EngineConfig.from_mapping(options)
 
@@ -161,7 +161,7 @@ def test_a_preset_with_other_settings_can_be_compared() -> None:
             preset_of(wrong)
 
 
-def test_what_a_pass_holds_depends_on_the_device_unless_told() -> None:
+def test_the_default_size_of_a_pass_depends_on_the_device() -> None:
     config = EngineConfig()
     assert (config.settled("cpu").slots, config.settled("cpu").pass_tokens) == (64, 512)
     assert (config.settled("cuda").slots, config.settled("cuda").pass_tokens) == (512, 2048)

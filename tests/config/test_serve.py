@@ -19,7 +19,7 @@ def options(*flags: str, environ: dict[str, str] | None = None) -> tuple[EngineC
     return read_options(make_parser().parse_args(["serve", *flags]), environ or {})
 
 
-def test_a_flag_wins_over_a_variable_and_a_variable_over_the_file(tmp_path: Path) -> None:
+def test_a_flag_overrides_a_variable_and_a_variable_the_file(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("port: 1\nmax-num-seqs: 2\nblock_size: 8\nserved-model-name: [a, b]\nkv-memory: 1GiB\n")
     flags = ["--config", str(file), "--port", "3"]
@@ -66,7 +66,7 @@ def test_flags_that_users_of_other_servers_know() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "reason"),
     [
         ("prot: 1", "did you mean 'port'"),
         ("- port", "must hold 'option: value' lines"),
@@ -75,18 +75,18 @@ def test_flags_that_users_of_other_servers_know() -> None:
         ("log_prompts: 3", "log_prompts must be true or false"),
         ("api_key: {a: b}", "api_key must be a list of texts"),
         ("memory: lots", "unknown memory 'lots'"),
-        ("memory: ondemand\nwhen_short: wait", "would wait for ever"),
+        ("memory: ondemand\nwhen_short: wait", "which is a deadlock"),
     ],
 )
-def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
+def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "server.yaml"
     file.write_text(text)
-    with pytest.raises(BadConfig, match=says):
+    with pytest.raises(BadConfig, match=reason):
         options("--config", str(file))
 
 
 @pytest.mark.parametrize(
-    ("environ", "says"),
+    ("environ", "reason"),
     [
         ({"SHOAL_PROT": "1"}, "did you mean 'port'"),
         ({"SHOAL_PORT": "x"}, "SHOAL_PORT cannot be 'x'"),
@@ -94,18 +94,18 @@ def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, text: str, says: 
         ({"SHOAL_KV_MEMORY": "much"}, "cannot read 'much' as a size"),
     ],
 )
-def test_a_bad_variable_is_refused_by_name(environ: dict[str, str], says: str) -> None:
-    with pytest.raises(BadConfig, match=says):
+def test_a_bad_variable_is_refused_by_name(environ: dict[str, str], reason: str) -> None:
+    with pytest.raises(BadConfig, match=reason):
         options(environ=environ)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "reason"),
     [
         ({"port": 70000}, "port must be between"),
         ({"api_key": ("short",)}, "at least 8 characters"),
-        ({"api_key": ("a=sk-123456789", "b=sk-123456789")}, "each must be its own"),
-        ({"api_key": ("a=sk-123456789", "a=sk-987654321")}, "each must be its own"),
+        ({"api_key": ("a=sk-123456789", "b=sk-123456789")}, "each must be unique"),
+        ({"api_key": ("a=sk-123456789", "a=sk-987654321")}, "each must be unique"),
         ({"ssl_certfile": "x.pem"}, "needs both"),
         ({"ssl_certfile": "x.pem", "ssl_keyfile": "y.pem"}, "cannot read ssl_certfile"),
         ({"api_workers": 0}, "api_workers must be at least 1"),
@@ -113,8 +113,8 @@ def test_a_bad_variable_is_refused_by_name(environ: dict[str, str], says: str) -
         ({"max_body": 3}, "max_body must be at least 1024"),
     ],
 )
-def test_a_bad_value_is_refused_with_the_reason(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(BadConfig, match=says):
+def test_a_bad_value_is_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadConfig, match=reason):
         ServeConfig(**given)
 
 
@@ -123,12 +123,12 @@ def test_a_missing_file_is_refused() -> None:
         options("--config", "/nowhere/server.yaml")
 
 
-def test_a_folder_is_no_config_file(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_config_file(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=f"is a folder, not a YAML file; for a model's folder: shoal serve {tmp_path}"):
         options("--config", str(tmp_path))
 
 
-def test_a_config_survives_the_way_to_another_process() -> None:
+def test_a_config_can_be_sent_to_another_process() -> None:
     serve = ServeConfig(api_key=("a=sk-123456789",), served_model_name=("x", "y"), port=0)
     assert serve_config_from_json(json.loads(json.dumps(as_json(serve)))) == serve
     engine = EngineConfig(max_num_seqs=3)

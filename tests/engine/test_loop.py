@@ -8,7 +8,6 @@ from shoal.core.clock import VirtualClock
 from shoal.core.events import Finished
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Reason
-from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from tests.fakes import FakeExecutor, make_request, make_scheduler, oracle
 
@@ -36,7 +35,7 @@ class Fragile(FakeExecutor):
 def make_loop(depth: int, bad: set[int] | None = None, early: bool = False) -> EngineLoop:
     scheduler = make_scheduler(max_num_seqs=3)
     executor = Fragile(scheduler.kv.pool.total, scheduler.kv.block_size, bad or set(), early)
-    return EngineLoop(Engine(scheduler), executor, VirtualClock(), depth=depth, check=True)
+    return EngineLoop(scheduler, executor, VirtualClock(), depth=depth, check=True)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -46,8 +45,8 @@ def test_as_many_passes_in_flight_as_allowed(depth: int) -> None:
     told: list[int] = []
     most = 0
     while not loop.idle:
-        told += loop.turn().tokens
-        most = max(most, loop.engine.in_flight + 1)
+        told += loop.step().tokens
+        most = max(most, loop.scheduler.in_flight + 1)
     assert most == depth
     assert told == oracle([1], 20, frozenset(), 0, 0)
 
@@ -61,14 +60,14 @@ def test_a_fault_that_does_not_come_back_hurts_nobody(depth: int, early: bool) -
     told: dict[str, list[int]] = {str(number): [] for number in range(7)}
     reasons: dict[str, Reason] = {}
     while not loop.idle:
-        events = loop.turn()
+        events = loop.step()
         for owner, token in zip(events.owners, events.tokens, strict=True):
             told[owner].append(token)
         reasons |= {end.id: end.reason for end in events.finished}
     assert reasons == {str(number): Reason.LENGTH for number in range(7)}
     for number in range(7):
         assert told[str(number)] == oracle([number + 1], 6, frozenset(), number, 0)
-    assert loop.engine.scheduler.kv.pool.held == 0
+    assert loop.scheduler.kv.pool.held == 0
 
 
 class Poisoned(FakeExecutor):
@@ -105,7 +104,7 @@ class Poisoned(FakeExecutor):
 def test_a_poisoned_request_fails_alone(depth: int, early: bool, poison: set[int]) -> None:
     scheduler = make_scheduler(max_num_seqs=32, blocks=400, max_num_batched_tokens=200)
     executor = Poisoned(400, scheduler.kv.block_size, poison, set(), early)
-    told, ends = run_to_end(EngineLoop(Engine(scheduler), executor, VirtualClock(), depth=depth, check=True), 32)
+    told, ends = run_to_end(EngineLoop(scheduler, executor, VirtualClock(), depth=depth, check=True), 32)
     failed = {number for number, end in ends.items() if end.reason is Reason.ERROR}
     assert failed == poison
     assert {ends[number].error for number in failed} == {"RuntimeError: poisoned"}
@@ -120,12 +119,12 @@ def test_a_poisoned_request_fails_alone(depth: int, early: bool, poison: set[int
 def test_two_that_only_break_together_both_live(depth: int) -> None:
     scheduler = make_scheduler(max_num_seqs=32, blocks=400, max_num_batched_tokens=200)
     executor = Poisoned(400, scheduler.kv.block_size, set(), {2, 29}, False)
-    loop = EngineLoop(Engine(scheduler), executor, VirtualClock(), depth=depth, check=True)
+    loop = EngineLoop(scheduler, executor, VirtualClock(), depth=depth, check=True)
     for number in range(32):
         loop.submit(make_request(str(number), [number + 1], max_tokens=3, seed=number))
     faults = 0
     for _ in range(60):
-        faults += loop.turn().faults
+        faults += loop.step().faults
         if loop.idle:
             break
     assert 1 <= faults < 40
@@ -140,7 +139,7 @@ def run_to_end(loop: EngineLoop, count: int) -> tuple[dict[int, list[int]], dict
     for _ in range(2000):
         if loop.idle:
             break
-        events = loop.turn()
+        events = loop.step()
         for owner, token in zip(events.owners, events.tokens, strict=True):
             told[int(owner)].append(token)
         ends |= {int(end.id): end for end in events.finished}
@@ -152,7 +151,7 @@ def run_to_end(loop: EngineLoop, count: int) -> tuple[dict[int, list[int]], dict
 def test_an_executor_that_always_breaks_ends_everybody_and_does_not_spin(depth: int) -> None:
     scheduler = make_scheduler(max_num_seqs=32, blocks=400, max_num_batched_tokens=200)
     executor = Poisoned(400, scheduler.kv.block_size, set(range(99)), set(), False)
-    _, ends = run_to_end(EngineLoop(Engine(scheduler), executor, VirtualClock(), depth=depth, check=True), 20)
+    _, ends = run_to_end(EngineLoop(scheduler, executor, VirtualClock(), depth=depth, check=True), 20)
     assert {end.reason for end in ends.values()} == {Reason.ERROR}
     assert executor.faults <= 4 * 20
 
@@ -161,7 +160,7 @@ def test_an_abort_while_nothing_computes_is_told() -> None:
     loop = make_loop(2)
     loop.submit(make_request("a", [1]))
     assert loop.abort("a")
-    assert [end.reason for end in loop.turn().finished] == [Reason.ABORT]
+    assert [end.reason for end in loop.step().finished] == [Reason.ABORT]
     assert loop.idle
 
 
@@ -172,22 +171,22 @@ def test_spare_work_is_done_while_nobody_waits(depth: int) -> None:
 
     def work() -> Iterator[None]:
         for number in range(3):
-            assert loop.engine.in_flight == 0
+            assert loop.scheduler.in_flight == 0
             assert loop.idle
             done.append(number)
             yield
 
     loop.spare = work()
-    loop.turn(until_s=0.0)
+    loop.step(until_s=0.0)
     assert done == [0]
     loop.submit(make_request("a", [1], max_tokens=5))
     told: list[int] = []
     while not loop.idle:
-        told += loop.turn().tokens
+        told += loop.step().tokens
     assert told == oracle([1], 5, frozenset(), 0, 0)
     assert done == [0]  # no more while somebody was there
     for _ in range(5):
-        loop.turn(until_s=loop.clock.now_s() + 1)
+        loop.step(until_s=loop.clock.now_s() + 1)
     assert done == [0, 1, 2]
     assert loop.spare is None
 
@@ -200,11 +199,11 @@ def test_spare_work_that_fails_is_left_and_hurts_nobody(caplog: pytest.LogCaptur
         yield
 
     loop.spare = work()
-    loop.turn(until_s=0.0)
+    loop.step(until_s=0.0)
     assert loop.spare is None
     assert "no memory left" in caplog.text
     loop.submit(make_request("a", [1], max_tokens=5))
     told: list[int] = []
     while not loop.idle:
-        told += loop.turn().tokens
+        told += loop.step().tokens
     assert told == oracle([1], 5, frozenset(), 0, 0)

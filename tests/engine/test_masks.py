@@ -15,7 +15,6 @@ from shoal.core.params import SamplingParams
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Group, Reason, Request
-from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.errors import PromptTooLong
 from tests.fakes import FakeExecutor, FakeGrammar, make_request, make_scheduler, oracle
@@ -74,8 +73,8 @@ class Run:
         self.told[request.id] = []
 
     def turn(self) -> None:
-        events = self.loop.turn()
-        self.loop.engine.scheduler.check()
+        events = self.loop.step()
+        self.loop.scheduler.check()
         for id, index, token in zip(events.owners, events.indexes, events.tokens, strict=True):
             assert id not in self.ended
             assert index == len(self.told[id])
@@ -94,7 +93,7 @@ class Run:
 
     def verify(self) -> None:
         assert self.ended.keys() == self.requests.keys()
-        assert self.loop.engine.scheduler.kv.pool.held == 0
+        assert self.loop.scheduler.kv.pool.held == 0
         assert not self.executor.queue, "a pass was left with the executor"
         assert self.executor.owed == 0
         for id, request in self.requests.items():
@@ -122,7 +121,7 @@ class Run:
 def make_run(depth: int, bad: dict[int, str] | None = None, **config: object) -> Run:
     scheduler = make_scheduler(**config)  # type: ignore[arg-type]
     executor = Watchful(scheduler.kv.pool.total, scheduler.kv.block_size, bad)
-    return Run(EngineLoop(Engine(scheduler), executor, VirtualClock(), depth=depth, check=True), executor)
+    return Run(EngineLoop(scheduler, executor, VirtualClock(), depth=depth, check=True), executor)
 
 
 Move = tuple[object, ...]
@@ -175,7 +174,7 @@ def arrive(
         try:
             run.submit(make_request(f"r{number}.{sample}", prompt, params=params, **more))
         except PromptTooLong:
-            assert len(prompt) + max_tokens - 1 > run.loop.engine.scheduler.admission.kv_tokens
+            assert len(prompt) + max_tokens - 1 > run.loop.scheduler.tables.admission.kv_tokens
 
 
 def play(run: Run, traffic: list[Move]) -> None:

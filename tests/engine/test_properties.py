@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 
 from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams
+from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Group, Reason, Request, State
-from shoal.engine.engine import Engine
 from shoal.errors import BadRequest, PromptTooLong, QueueFull, RateLimited, Rejected
 from shoal.sched.memory import Reserve
 from shoal.sched.ordering import Fcfs
+from shoal.sched.pass_builder import PassBuilder
 from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
-from shoal.sched.scheduler import Draft, Scheduler
+from shoal.sched.scheduler import Scheduler
 from shoal.sched.tenants import TenantLimits
-from tests.fakes import FakeExecutor, make_request, make_scheduler, oracle
+from tests.fakes import FakeExecutor, FakeGrammar, make_request, make_scheduler, oracle
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Run:
     prompts_seen: dict[str, list[int]] = field(default_factory=dict)  # tokens whose prompt logprobs were told
     admitted: list[str] = field(default_factory=list)  # in the order of their first start
     plans: list[bytes] = field(default_factory=list)  # what each pass was to compute
+    device: type[FakeExecutor] = FakeExecutor
     slow_copies: int = 0  # passes that a copy of blocks may take
     failing: Callable[[int], bool] = lambda number: False  # copies that fail
     computing: int = 0  # passes so far in which somebody computed something
@@ -50,9 +52,8 @@ class Run:
 
     def __post_init__(self) -> None:
         kv = self.scheduler.kv
-        self.engine = Engine(self.scheduler)
         host = kv.host.total if kv.host is not None else 0
-        self.executor = FakeExecutor(kv.pool.total, kv.block_size, host, self.slow_copies, self.failing)
+        self.executor = self.device(kv.pool.total, kv.block_size, host, self.slow_copies, self.failing)
 
     @property
     def now_s(self) -> float:
@@ -63,17 +64,17 @@ class Run:
         self.passes += 1
 
     def submit(self, *requests: Request, resumed: bool = False) -> None:
-        self.engine.submit_all(requests, self.now_s, resumed)
+        self.scheduler.submit_all(requests, self.now_s, resumed)
         for request in requests:
             self.requests[request.id] = request
             self.told[request.id] = request.output_tokens
             # once, and again after each time it gave way: every pass computes at least one position of somebody
-            self.allowed += (len(request.tokens) + request.max_tokens) * (self.scheduler.max_preemptions + 1)
+            self.allowed += (len(request.tokens) + request.max_tokens) * (self.scheduler.tables.max_preemptions + 1)
 
     def begin(self) -> bool:
-        if self.engine.in_flight >= self.depth:
+        if self.scheduler.in_flight >= self.depth:
             return False
-        plan = self.engine.begin(self.now_s)
+        plan = self.scheduler.plan(self.now_s)
         self.scheduler.check()
         if plan is None:
             return False
@@ -84,6 +85,7 @@ class Run:
         within = plan.tokens.size <= self.scheduler.limits.max_num_batched_tokens
         assert within or (whole and not (chunked and not self.scheduler.policies.batching.grouped)), "over the budget"
         assert plan.tokens.size == plan.counts.sum()
+        assert (plan.draws <= plan.counts).all(), "a row draws more often than it computes positions"
         assert plan.tokens.size or plan.copies or self.scheduler.kv.transfers, "a pass for nothing"
         arrays = (plan.rows, plan.starts, plan.counts, plan.draws, plan.tokens, plan.grown)
         self.plans.append(b"|".join(array.tobytes() for array in arrays) + repr(plan.copies).encode())
@@ -93,9 +95,9 @@ class Run:
         return True
 
     def finish(self) -> bool:
-        if not self.engine.in_flight:
+        if not self.scheduler.in_flight:
             return False
-        self.note(self.engine.finish(self.executor.result(), self.now_s))
+        self.note(self.scheduler.commit(self.executor.result(), self.now_s))
         self.passes += 1
         return True
 
@@ -128,22 +130,22 @@ class Run:
         for plan in self.executor.queue:  # copies do not depend on what the passes compute
             self.executor.copies += [(0, order) for order in plan.copies]
         self.executor.queue.clear()
-        self.note(self.engine.fail("broken", self.now_s))
+        self.note(self.scheduler.fail("broken", self.now_s))
 
     def drain(self) -> None:
         """To the end: everything admitted must be answered within a bound."""
         left = sum(len(r.tokens) + r.max_tokens for r in self.requests.values()) * 4 + 100
         left *= 4 if self.scheduler.kv.host is not None else 1  # copies take passes, too
-        while not self.engine.idle:
+        while not self.scheduler.idle:
             began = self.begin()
-            if not self.finish() and not began and not self.engine.idle:
-                wake_s = self.engine.wake_s(self.now_s)
+            if not self.finish() and not began and not self.scheduler.idle:
+                wake_s = self.scheduler.wake_s(self.now_s)
                 assert wake_s is not None, "requests wait, yet nothing can be planned"
                 assert wake_s > self.now_s, "it was to wake for nothing"
                 self.wait()
             left -= 1
             assert left > 0, "the engine does not come to an end"
-        self.note(self.engine.rest(self.now_s))
+        self.note(self.scheduler.take_events(self.now_s))
 
     def verify(self) -> None:
         assert self.ended.keys() == self.requests.keys(), "a request was never answered"
@@ -153,7 +155,7 @@ class Run:
             assert self.preemptions == 0, "reservation never preempts"
         assert self.preemptions == sum(request.preemptions for request in self.requests.values())
         assert max((request.preemptions for request in self.requests.values()), default=0) <= (
-            self.scheduler.max_preemptions
+            self.scheduler.tables.max_preemptions
         )
         arrivals = [self.requests[id].order for id in self.admitted]
         grouped = any(request.group for request in self.requests.values())
@@ -228,6 +230,7 @@ configs = st.fixed_dictionaries(
         "long_share": st.sampled_from([0.1, 0.5]),
         "headroom": st.sampled_from([0.0, 0.0, 0.3]),
         "headroom_tokens": st.sampled_from([0, 6]),
+        "drafts": st.sampled_from([0, 0, 1, 4]),  # tokens drafted for a row and pass, at most
     }
 )
 
@@ -259,7 +262,7 @@ def arrive(
         try:
             run.submit(request)
         except PromptTooLong:
-            assert len(prompt) + max_tokens - 1 > run.scheduler.admission.kv_tokens
+            assert len(prompt) + max_tokens - 1 > run.scheduler.tables.admission.kv_tokens
 
 
 def play(run: Run, traffic: list[Move], drain: bool = True, first: int = 0) -> None:
@@ -286,11 +289,11 @@ def end_one(run: Run, what: str, which: int) -> None:
         return
     id = alive[which % len(alive)]
     if what == "abort":
-        run.engine.abort(id)
+        run.scheduler.abort(id)
     elif run.told[id]:  # the front found a stop string in some token it has already been told
         at = 1 + which % len(run.told[id])
         run.cuts[id] = at
-        if run.engine.finish_at(id, at):
+        if run.scheduler.finish_at(id, at):
             assert run.requests[id].outputs == at
 
 
@@ -347,10 +350,15 @@ def test_depth_changes_no_tokens(config: dict[str, int], traffic: list[Move]) ->
 # ---- a busy standard load, and the rules broken on purpose ----------------------------------------------------------
 
 
-def busy(kind: type[Scheduler] = Scheduler, depth: int = 2) -> Run:
+def busy(
+    kind: type[Scheduler] = Scheduler,
+    depth: int = 2,
+    device: type[FakeExecutor] = FakeExecutor,
+    **config: object,
+) -> Run:
     """Tiny memory, shared prefixes, passes in flight, stops and aborts in between: preempts all the time."""
-    tight = {"blocks": 14, "max_num_seqs": 6, "max_num_batched_tokens": 24, "watermark": 0.0}
-    run = Run(make_scheduler(kind=kind, **tight), depth)  # type: ignore[arg-type]
+    tight = {"blocks": 14, "max_num_seqs": 6, "max_num_batched_tokens": 24, "watermark": 0.0, **config}
+    run = Run(make_scheduler(kind=kind, **tight), depth, device=device)  # type: ignore[arg-type]
     for number in range(60):
         prompt = [number % 3] * 5 + [number % 7, number % 5] * (1 + number % 4)
         stop = frozenset({1, 2, 3}) if number % 2 else frozenset()
@@ -359,7 +367,7 @@ def busy(kind: type[Scheduler] = Scheduler, depth: int = 2) -> Run:
             pass
         run.finish()
         if number % 9 == 8:
-            run.engine.abort(f"r{number - 1}")
+            run.scheduler.abort(f"r{number - 1}")
     run.drain()
     run.verify()
     return run
@@ -377,7 +385,7 @@ class RowsAtOnce(Scheduler):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        self.rows = EagerRows(self.limits.max_num_seqs)
+        self.tables.rows = EagerRows(self.limits.max_num_seqs)
 
 
 class EagerRows(RowTable):
@@ -399,14 +407,18 @@ class PublishesEarly(Scheduler):
 class FreesBeforeUse(Scheduler):
     """Breaks the rule: the blocks of a running request go back to the pool although its next pass reads them."""
 
-    def _freeze(self, draft: Draft, events: PassEvents):  # type: ignore[no-untyped-def]
-        for request in list(draft.takes)[:1]:
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.freeze, self.planner.freeze = self.planner.freeze, self.freeze_too_late  # type: ignore[method-assign]
+
+    def freeze_too_late(self, batch: PassBuilder, events: PassEvents):  # type: ignore[no-untyped-def]
+        for request in list(batch.takes)[:1]:
             if request.planned > self.kv.block_size and self.kv.pool.references[request.holding.blocks[0]] == 1:
                 spare = self.kv.pool.grab(1)
                 if spare:
                     self.kv.pool.drop([request.holding.blocks[0]])
                     request.holding.blocks[0] = spare[0]
-        return super()._freeze(draft, events)
+        return self.freeze(batch, events)
 
 
 @pytest.mark.parametrize("depth", [2, 3])
@@ -414,6 +426,131 @@ class FreesBeforeUse(Scheduler):
 def test_a_broken_rule_is_noticed(broken: type[Scheduler], depth: int) -> None:
     with pytest.raises((AssertionError, KeyError, IndexError)):
         busy(kind=broken, depth=depth)
+
+
+# ---- several tokens per row and pass --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("when_short", ["recompute", "swap"])
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_the_busy_load_verifies_drafts(depth: int, when_short: str, batching: str) -> None:
+    """So that the random traffic above is known to accept and to reject, with and without passes planned on top."""
+    config = {"batching": batching, "group_size": 6, "when_short": when_short, "host_blocks": 30, "order": "fair"}
+    run = busy(depth=depth, drafts=4, **config)
+    assert run.executor.accepted_drafts > 50
+    assert run.executor.rejected_drafts > 50
+    assert run.preemptions > 2
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_right_drafts_make_fewer_passes_and_wrong_ones_change_no_token(depth: int) -> None:
+    def passes(**config: object) -> tuple[int, dict[str, list[int]]]:
+        run = Run(make_scheduler(blocks=200, max_num_batched_tokens=64, **config), depth)  # type: ignore[arg-type]
+        for number in range(6):
+            run.submit(make_request(f"r{number}", [number] * 5, 24, seed=number, stop_ids=frozenset({number})))
+        run.drain()
+        run.verify()
+        return run.passes, run.told
+
+    plain, drafted, misled = passes(), passes(drafts=4, wrong_drafts=0), passes(drafts=4, wrong_drafts=1)
+    assert drafted[0] < 0.8 * plain[0]
+    assert misled[0] <= plain[0] + depth
+    assert plain[1] == drafted[1] == misled[1]
+
+
+def test_drafts_take_only_what_is_left_and_preempt_no_request() -> None:
+    scheduler = make_scheduler(blocks=6, block_size=4, max_num_batched_tokens=9, drafts=4, wrong_drafts=0, watermark=0)
+    run = Run(scheduler, depth=1)
+    run.submit(make_request("decoding", [1] * 4, 12, seed=2))
+    assert run.begin()
+    assert run.finish()
+    run.submit(make_request("prompt", [2] * 20, 1, seed=3))
+    assert run.begin()
+    counts = dict(zip(scheduler.newest_ids, scheduler.flights[-1].plan.counts.tolist(), strict=True))
+    assert counts["prompt"] == 8 if "prompt" in counts else counts["decoding"] > 1
+    run.drain()
+    run.verify()
+    assert run.preemptions == 0
+
+
+def test_nothing_is_drafted_past_max_tokens_nor_for_a_grammar() -> None:
+    run = Run(make_scheduler(drafts=4, wrong_drafts=0, max_num_batched_tokens=64), depth=2)
+    run.submit(make_request("short", [1] * 3, 2, seed=1), make_request("long", [2] * 3, 9, seed=2))
+    run.submit(make_request("bound", [3] * 3, 9, seed=3, grammar=FakeGrammar(3, 9)))
+    most: dict[str, int] = {}
+    while not run.scheduler.idle:
+        plan = run.scheduler.plan(run.now_s)
+        if plan is not None:
+            for id, draws in zip(run.scheduler.newest_ids, plan.draws.tolist(), strict=True):
+                most[id] = max(most.get(id, 0), draws)
+            run.executor.forward(plan)
+            run.executor.sample(run.scheduler.masks())
+        run.finish()
+    assert most["short"] == 1, "its second token is its last"
+    assert most["long"] > 2
+    assert most["bound"] == 1, "a row has one mask"
+    assert [len(run.told[id]) for id in ("short", "long", "bound")] == [2, 9, 9]
+
+
+class ForgetsRejections(Scheduler):
+    """Breaks the rule: what was planned for rejected tokens counts as computed."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.committer._reject = lambda request, rejected, end, alive: end  # type: ignore[method-assign]
+
+
+class CorrectsOnePass(Scheduler):
+    """Breaks the rule: passes planned on top of rejected tokens are not corrected."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.committer._reject = self.reject  # type: ignore[method-assign]
+
+    def reject(self, request: Request, rejected: int, end: int, alive: bool) -> int:
+        if alive:
+            request.planned -= rejected
+        return end - rejected
+
+
+class PublishesDrafts(Scheduler):
+    """Breaks the rule: blocks are published as far as they were computed, rejected tokens included."""
+
+    def commit(self, result: StepResult, now_s: float) -> PassEvents:
+        flight = self.flights[0]
+        events = super().commit(result, now_s)
+        for request, end, draws in zip(flight.requests, flight.ends, flight.draws, strict=True):
+            if draws > 1 and request.state is State.RUNNING:
+                padded = request.tokens + [0] * (end - len(request.tokens))
+                self.kv.publish(request.holding, padded, min(end, request.holding.capacity))
+        return events
+
+
+class CountsOnDrafts(FakeExecutor):
+    """Breaks the rule: a pass starts where it was planned, whatever was rejected since."""
+
+    def forward(self, plan: StepPlan) -> None:
+        super().forward(plan)
+        self.rejected_then[plan.step] = [0] * len(plan.rows)
+
+    def _verify(self, *args: object) -> list[int]:
+        drawn = super()._verify(*args)  # type: ignore[arg-type]
+        self.rejected.update(dict.fromkeys(self.rejected, 0))
+        return drawn
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("broken", [ForgetsRejections, CorrectsOnePass, PublishesDrafts])
+def test_a_broken_rule_of_drafts_is_noticed(broken: type[Scheduler], depth: int) -> None:
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        busy(kind=broken, depth=depth, drafts=4)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_device_that_counts_on_its_drafts_is_noticed(depth: int) -> None:
+    with pytest.raises(AssertionError, match="another position"):
+        busy(device=CountsOnDrafts, depth=depth, drafts=4)
 
 
 # ---- deadlines and limits, on a clock of their own ------------------------------------------------------------------
@@ -436,10 +573,10 @@ class Clocked(Run):
         self.time_s += 1
 
     def begin(self) -> bool:
-        asked = self.engine.in_flight < self.depth
+        asked = self.scheduler.in_flight < self.depth
         began = super().begin()
         if asked:
-            max_wait_s = self.scheduler.deadlines.max_wait_s
+            max_wait_s = self.scheduler.tables.deadlines.max_wait_s
             for request in self.scheduler.requests.values():
                 assert request.deadline_s > self.now_s, f"{request} has outlived its deadline"
                 new = request in set(self.scheduler.waiting) and not request.began
@@ -448,7 +585,7 @@ class Clocked(Run):
         return began
 
     def finish(self) -> bool:
-        self.time_s += self.pass_s if self.engine.in_flight else 0
+        self.time_s += self.pass_s if self.scheduler.in_flight else 0
         finished = super().finish()
         if finished and not self.scheduler.policies.batching.grouped:
             ended = {id for id, request in self.requests.items() if request.state is State.FINISHED}
@@ -458,9 +595,9 @@ class Clocked(Run):
     def tables(self) -> object:
         """Everything a refusal must leave alone."""
         scheduler = self.scheduler
-        alive = {tenant: scheduler.tenants.alive(tenant) for tenant in ("", "a", "b")}
+        alive = {tenant: scheduler.tables.tenants.alive(tenant) for tenant in ("", "a", "b")}
         lines = [list(scheduler.requests), list(scheduler.waiting), list(scheduler.running)]
-        return lines, alive, len(scheduler.tenants), scheduler.deadlines.next_s(), scheduler.kv.pool.held
+        return lines, alive, len(scheduler.tables.tenants), scheduler.tables.deadlines.next_s(), scheduler.kv.pool.held
 
     def offer(self, requests: list[Request]) -> None:
         """Submit a job; a refusal must have its reason, and leave no trace."""
@@ -471,7 +608,7 @@ class Clocked(Run):
             refusal = error
         if refusal is None:
             self.accepted.append((self.now_s, requests[0].tenant, requests[0].prompt_len))
-            most = self.scheduler.admission.max_queue
+            most = self.scheduler.tables.admission.max_queue
             assert not most or self.scheduler.waiting.newcomers <= most, "too many wait"
             return
         self.refused.append(type(refusal).__name__)
@@ -481,7 +618,7 @@ class Clocked(Run):
 
     def check_refusal(self, refusal: Exception, n: int, tenant: str) -> None:
         if isinstance(refusal, QueueFull):
-            assert self.scheduler.waiting.newcomers + n > self.scheduler.admission.max_queue > 0
+            assert self.scheduler.waiting.newcomers + n > self.scheduler.tables.admission.max_queue > 0
             assert 1 <= (refusal.retry_after_s or 0) <= 60
         elif isinstance(refusal, RateLimited):
             assert tenant
@@ -558,7 +695,7 @@ def play_timed(run: Clocked, limits: TenantLimits | None, traffic: list[Move]) -
         elif what == "tick":
             run.time_s += how[0]  # type: ignore[operator]
         elif what == "expire":
-            run.engine.expire(run.now_s)
+            run.scheduler.expire(run.now_s)
         elif what == "fail":
             run.fail()
         else:
@@ -574,10 +711,10 @@ def play_timed(run: Clocked, limits: TenantLimits | None, traffic: list[Move]) -
 def check_forgotten(run: Clocked) -> None:
     """All have ended, so nothing is left of them."""
     scheduler = run.scheduler
-    assert scheduler.deadlines.next_s() is None, "a deadline is remembered of somebody who has ended"
+    assert scheduler.tables.deadlines.next_s() is None, "a deadline is remembered of somebody who has ended"
     assert scheduler.wake_s(run.now_s) is None
     scheduler.expire(run.now_s + 24 * 3600)
-    assert len(scheduler.tenants) == 0, "a tenant is remembered for ever"
+    assert len(scheduler.tables.tenants) == 0, "a tenant is remembered for ever"
     assert not scheduler.news
 
 
@@ -654,7 +791,7 @@ def test_who_resumes_on_a_fresh_engine_says_what_it_would_have_said(
         try:
             second.submit(again, resumed=True)
         except PromptTooLong:
-            assert old.end > second.scheduler.admission.kv_tokens
+            assert old.end > second.scheduler.tables.admission.kv_tokens
     play(second, [])
     second.verify()
 
@@ -703,7 +840,7 @@ class Deserted(Run):
         request = self.requests[id]
         self.places.add((request.row, request.generation))
         self.were_held += request.state is State.RUNNING
-        assert self.engine.abort(id)
+        assert self.scheduler.abort(id)
         self.gone[request] = self.commits
 
     def begin(self) -> bool:

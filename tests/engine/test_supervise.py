@@ -124,7 +124,7 @@ def gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
 
 
-def test_everybody_starts_and_leaves_fronts_first(tmp_path: Path) -> None:
+def test_all_children_start_and_the_fronts_end_first(tmp_path: Path) -> None:
     family = Family(tmp_path)
     assert [family.line(), family.line()] == ["begin", "ready"]
     assert family.end() == (0, "")
@@ -143,7 +143,7 @@ def test_a_killed_child_is_started_again_in_a_new_life(tmp_path: Path) -> None:
     assert "engine was killed by SIGKILL" in errors
 
 
-def test_a_hangup_is_answered_and_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_hangup_is_handled_and_no_child_restarts(tmp_path: Path) -> None:
     family = Family(tmp_path)
     assert [family.line(), family.line()] == ["begin", "ready"]
     before = family.lines()
@@ -154,7 +154,7 @@ def test_a_hangup_is_answered_and_disturbs_nobody(tmp_path: Path) -> None:
     assert family.end() == (0, "")
 
 
-def test_a_child_that_asks_for_the_impossible_ends_it_all_with_code_2(tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_served_ends_the_server_with_code_2(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"exit": 2})
     family.process.communicate(timeout=30)
     assert family.process.returncode == 2
@@ -175,7 +175,7 @@ def test_a_few_failed_starts_do_not(tmp_path: Path) -> None:
     assert family.end()[0] == 0
 
 
-def test_a_child_that_does_not_listen_is_killed(tmp_path: Path) -> None:
+def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"deaf": True}, front={"deaf": True})
     assert [family.line(), family.line()] == ["begin", "ready"]
     engine, front = family.pid("engine"), family.pid("front")
@@ -210,7 +210,7 @@ def test_a_child_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_path
     assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 2
 
 
-def test_who_crashes_is_at_fault_and_who_is_killed_is_not(tmp_path: Path) -> None:
+def test_a_crash_is_a_fault_and_a_kill_from_outside_is_not(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"crash": {"0": 2}})
     assert [family.line(), family.line()] == ["begin", "ready"]
     wait_for(family, "engine 1 ")
@@ -221,7 +221,7 @@ def test_who_crashes_is_at_fault_and_who_is_killed_is_not(tmp_path: Path) -> Non
     assert sum("after a fault" in line for line in family.lines()) == 1
 
 
-def test_an_engine_that_never_comes_back_leaves_the_fronts_to_say_so(tmp_path: Path) -> None:
+def test_fronts_go_on_without_an_engine_that_cannot_be_restarted(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"never_again": 1})
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("engine"), signal.SIGKILL)
@@ -229,25 +229,25 @@ def test_an_engine_that_never_comes_back_leaves_the_fronts_to_say_so(tmp_path: P
     assert family.process.poll() is None
     code, errors = family.end()
     assert code == 0
-    assert "is not tried again" in errors
+    assert "is not started again" in errors
     assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 6
     assert "front left" in family.lines()
 
 
-def test_if_the_fronts_cannot_be_told_it_ends_with_code_1(tmp_path: Path) -> None:
-    """They would wait for an engine for ever."""
+def test_if_the_fronts_cannot_learn_of_it_the_server_ends_with_code_1(tmp_path: Path) -> None:
+    """They would wait for an engine forever."""
     family = Family(tmp_path, engine={"never_again": 1}, untold=True)
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("engine"), signal.SIGKILL)
     _, errors = family.process.communicate(timeout=30)
     assert family.process.returncode == 1
-    assert "the fronts cannot be told that no engine will come: [Errno 2] No such file" in errors
+    assert "cannot let the fronts know that no engine will come back: [Errno 2] No such file" in errors
     assert "engine failed to start 5 times in a row; giving up" in errors
     assert "Traceback" not in errors
     assert "front left" in family.lines()
 
 
-def test_a_child_that_cannot_even_be_told_what_to_do_ends_it_with_code_1(tmp_path: Path) -> None:
+def test_a_child_whose_config_cannot_be_made_ends_the_server_with_code_1(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"no_more": 1})
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("engine"), signal.SIGKILL)
@@ -258,7 +258,7 @@ def test_a_child_that_cannot_even_be_told_what_to_do_ends_it_with_code_1(tmp_pat
     assert "front left" in family.lines()
 
 
-def test_without_a_single_front_there_is_nobody_to_say_anything(tmp_path: Path) -> None:
+def test_without_a_single_front_the_server_ends_with_code_1(tmp_path: Path) -> None:
     family = Family(tmp_path, front={"never_again": 1})
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("front"), signal.SIGKILL)
@@ -268,13 +268,13 @@ def test_without_a_single_front_there_is_nobody_to_say_anything(tmp_path: Path) 
     assert "engine left" in family.lines()
 
 
-def test_an_engine_that_cannot_start_while_the_fronts_drain_is_not_tried_for_ever(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_while_the_fronts_drain_is_given_up(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"never_again": 1}, front={"deaf": True}, drain_s=4.0)
     assert [family.line(), family.line()] == ["begin", "ready"]
     family.process.send_signal(signal.SIGTERM)
     os.kill(family.pid("engine"), signal.SIGKILL)
     assert family.line() == "given up"
-    code, errors = family.end()  # asked twice: now
+    code, errors = family.end()  # the second signal: at once
     assert code == 0
-    assert "is not tried again" in errors
+    assert "is not started again" in errors
     assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 6

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,42 @@ import pytest
 import zmq
 
 from shoal.core.events import PassEvents
-from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, Sink
+from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, Sink, requests_of
 from shoal.core.params import SamplingParams
 from shoal.core.request import Logprobs
 from shoal.engine import client as client_module
 from shoal.engine import host as host_module
 from shoal.engine import wire
 from shoal.engine.client import ZmqClient
-from shoal.engine.engine import Engine
 from shoal.engine.host import Host, InboxClock, open_socket
 from shoal.engine.loop import EngineLoop
 from shoal.errors import EngineDown
 from tests.fakes import VOCAB, FakeExecutor, make_scheduler, oracle
 
 
-class NoMetrics:
-    def take(self, events: PassEvents) -> None:
-        pass
+class PassCount:
+    """An observer: how many records it was shown."""
 
-    def render(self) -> bytes:
-        return b"passes 1\n"
+    def __init__(self) -> None:
+        self.records = 0
+        self.tokens = 0
+
+    def take(self, events: PassEvents) -> None:
+        self.records += 1
+        self.tokens += len(events.tokens)
+
+
+class AnyText:
+    """A grammar that allows everything."""
+
+    ended = False
+    error = ""
+
+    def accept(self, token: int) -> bool:
+        return True
+
+    def fill(self, line: Any) -> None:
+        line[:] = 2**32 - 1
 
 
 class SlowExecutor(FakeExecutor):
@@ -56,14 +73,15 @@ class EngineThread:
         self.gate = gate
         self.socket = open_socket(folder)
         info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake")
-        self.loop = EngineLoop(Engine(scheduler), executor, InboxClock(self.socket), check=True)
-        self.host = Host(self.loop, self.socket, info, NoMetrics())
+        self.loop = EngineLoop(scheduler, executor, InboxClock(self.socket), check=True)
+        self.observers = [PassCount(), PassCount()]
+        self.host = Host(self.loop, self.socket, info, self.observers, {"metrics": lambda: b"passes 1\n"})
         self.socket.bind(f"ipc://{folder / wire.ADDRESS}")
         self.thread = threading.Thread(target=self.host.run, daemon=True)
         self.thread.start()
 
     def kill(self) -> None:
-        """As abrupt as a thread can end: nobody is told anything."""
+        """As abrupt as a thread can end: no message is sent."""
         self.host.stop()
         if self.gate is not None:
             self.gate.release()
@@ -73,7 +91,7 @@ class EngineThread:
 
 
 class Notes(Sink):
-    """Writes down what it is told."""
+    """Keeps all events."""
 
     def __init__(self, samples: int = 1) -> None:
         self.tokens: dict[int, list[int]] = {sample: [] for sample in range(samples)}
@@ -145,6 +163,10 @@ def run(story: Any) -> None:
     asyncio.run(asyncio.wait_for(story, 60))
 
 
+TWELVE_JOBS = [make_job(f"job-{k}", [k + 1] * (k + 1), n=1 + k % 3) for k in range(12)]
+SAMPLES_OF_JOBS = [(job, sample) for job in TWELVE_JOBS for sample in range(job.params.n)]
+
+
 def test_tokens_arrive_as_if_there_were_no_wire(tmp_path: Path) -> None:
     engine = EngineThread(tmp_path)
 
@@ -152,7 +174,7 @@ def test_tokens_arrive_as_if_there_were_no_wire(tmp_path: Path) -> None:
         async with connected(tmp_path) as client:
             assert client.info is not None
             assert client.info.max_model_len == 200
-            jobs = [make_job(f"job-{k}", [k + 1] * (k + 1), n=1 + k % 3) for k in range(12)]
+            jobs = TWELVE_JOBS
             notes = [Notes(job.params.n) for job in jobs]
             for job, note in zip(jobs, notes, strict=True):
                 client.submit(job, note)
@@ -169,6 +191,9 @@ def test_tokens_arrive_as_if_there_were_no_wire(tmp_path: Path) -> None:
 
     run(story())
     engine.kill()
+    first, second = engine.observers
+    assert first.records == second.records > 0, "every observer is shown every record"
+    assert first.tokens == second.tokens == sum(len(expected(job, sample)) for job, sample in SAMPLES_OF_JOBS)
 
 
 def test_logprobs_cross_the_wire(tmp_path: Path) -> None:
@@ -219,7 +244,7 @@ def test_what_cannot_be_served_is_refused_alone(tmp_path: Path, job: Job, kind: 
     engine.kill()
 
 
-def test_an_aborted_job_says_nothing_more_and_holds_nothing(tmp_path: Path) -> None:
+def test_an_aborted_job_sends_nothing_more_and_holds_nothing(tmp_path: Path) -> None:
     engine = EngineThread(tmp_path, gate=(gate := threading.Semaphore(3)))
 
     async def story() -> None:
@@ -228,17 +253,17 @@ def test_an_aborted_job_says_nothing_more_and_holds_nothing(tmp_path: Path) -> N
             client.submit(make_job(n=2, max_tokens=100, min_tokens=100), note)
             await note.grew.wait()
             client.abort("a")
-            said = {sample: list(tokens) for sample, tokens in note.tokens.items()}
+            before = {sample: list(tokens) for sample, tokens in note.tokens.items()}
             assert client.jobs == 0
             for _ in range(10):
                 gate.release()
             await until(lambda: engine.loop.idle, "the engine is idle")
             await asyncio.sleep(0.05)
-            assert note.tokens == said
+            assert note.tokens == before
             state = await client.ask("state")
             assert state["owners"] == state["queue_s"] == state["blocks"]["held"] == 0
             client.abort("a")  # once more does no harm
-            client.abort("nobody")
+            client.abort("unknown")
 
     run(story())
     engine.kill()
@@ -326,7 +351,7 @@ def test_a_silent_front_is_forgotten_and_its_jobs_aborted(tmp_path: Path, monkey
     front.connect(f"ipc://{tmp_path / wire.ADDRESS}")
     front.send(wire.pack(wire.Hello()))
     assert isinstance(wire.read_engine(front.recv()), wire.Ready)
-    front.send(wire.pack(wire.pack_job(1, make_job(max_tokens=100, min_tokens=100))))
+    front.send(wire.pack(wire.Submit.of(1, make_job(max_tokens=100, min_tokens=100))))
     front.close(linger=1000)
 
     async def story() -> None:
@@ -357,19 +382,19 @@ def test_a_front_that_cannot_be_reached_is_named_once_in_each_of_its_absences(
         gate.release()
         while not isinstance(wire.read_engine(front.recv()), wire.Ready):
             pass  # what its old job said while it came
-        front.send(wire.pack(wire.pack_job(times, make_job(f"job{times}", max_tokens=100, min_tokens=100))))
+        front.send(wire.pack(wire.Submit.of(times, make_job(f"job{times}", max_tokens=100, min_tokens=100))))
         for _ in range(3):
             gate.release()
         assert isinstance(wire.read_engine(front.recv()), wire.Pass)
         front.close(linger=0)
         end_s = time.monotonic() + 30
-        while caplog.text.count("front-0.0 cannot be told anything") < times and time.monotonic() < end_s:
+        while caplog.text.count("front-0.0 cannot be reached") < times and time.monotonic() < end_s:
             gate.release()
             time.sleep(0.01)
         for _ in range(20):
             gate.release()
             time.sleep(0.005)
-        assert caplog.text.count("front-0.0 cannot be told anything") == times
+        assert caplog.text.count("front-0.0 cannot be reached") == times
 
     passes_without_it(1)
     passes_without_it(2)
@@ -393,7 +418,7 @@ def test_a_front_that_was_only_stuck_hands_its_jobs_over_again(tmp_path: Path, m
             while engine.host.fronts and time.monotonic() < end_s:  # this front's event loop stands still
                 gate.release()
                 time.sleep(0.02)
-            assert not engine.host.owners, "it was given up"
+            assert not engine.host.owners, "the front was forgotten"
             for _ in range(200):
                 gate.release()
             await note.done.wait()
@@ -404,7 +429,9 @@ def test_a_front_that_was_only_stuck_hands_its_jobs_over_again(tmp_path: Path, m
     engine.kill()
 
 
-def test_when_no_engine_will_come_those_who_wait_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_wait_for_an_engine_are_refused_when_none_will_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client_module, "PING_S", 0.05)
     engine = EngineThread(tmp_path, gate=(gate := threading.Semaphore(2)))
 
@@ -433,7 +460,7 @@ def test_when_no_engine_will_come_those_who_wait_are_told(tmp_path: Path, monkey
     del gate
 
 
-def test_noise_on_the_socket_harms_nobody(tmp_path: Path) -> None:
+def test_noise_on_the_socket_is_dropped(tmp_path: Path) -> None:
     engine = EngineThread(tmp_path)
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
@@ -471,6 +498,93 @@ def test_jobs_are_packed_without_loss() -> None:
         id="x", prompt=[1, 2], params=params, seed=-(2**63), stop_ids=frozenset({4, 5}), tenant="t", salt="s",
         priority=-3, timeout_s=1.5, grammar=GrammarSpec("choice", '["a"]'), tier="gold",
     )  # fmt: skip
-    said = wire.read_front(wire.pack(wire.pack_job(3, job)))
-    assert isinstance(said, wire.Submit)
-    assert wire.unpack_job(said) == job
+    message = wire.read_front(wire.pack(wire.Submit.of(3, job, {1: [7]})))
+    assert isinstance(message, wire.Submit)
+    assert (message.number, message.job(), message.outputs) == (3, job, {1: [7]})
+    assert isinstance(message.job().stop_ids, frozenset)
+
+
+def test_every_field_of_a_job_reaches_its_requests() -> None:
+    """One value apart from the default per field, so that a field that requests_of() forgets is found."""
+    job = Job(
+        id="x", prompt=[1, 2], params=SamplingParams(n=2, max_tokens=9), seed=5, stop_ids=frozenset({4}), tenant="t",
+        salt="s", priority=-3, tier="gold", timeout_s=1.5, grammar=GrammarSpec("regex", "a"),
+    )  # fmt: skip
+    defaults = {item.name: item.default for item in fields(Job)}
+    assert all(getattr(job, name) != value for name, value in defaults.items()), "give the new field a value here"
+    grammars = {sample: AnyText() for sample in range(2)}
+    requests = requests_of(job, grammars=grammars)
+    assert [request.id for request in requests] == ["x.0", "x.1"]
+    for sample, request in enumerate(requests):
+        assert request.tokens == job.prompt
+        assert request.grammar is grammars[sample]
+        assert request.sample == sample
+        for name in defaults.keys() - {"id", "prompt", "grammar"}:
+            assert getattr(request, name) == getattr(job, name), name
+    assert requests[0].group is requests[1].group is not None
+    (resumed,) = requests_of(job, {1: [8, 9]})
+    assert (resumed.id, resumed.output_tokens, resumed.group) == ("x.1", [8, 9], None)
+
+
+def packed_job(**changes: Any) -> bytes:
+    """A Submit whose job has these values instead of its own; dots lead into its parameters."""
+    job = msgspec.msgpack.decode(msgspec.msgpack.encode(make_job("bad")))
+    for name, value in changes.items():
+        part, _, inner = name.partition("__")
+        if inner:
+            job[part][inner] = value
+        else:
+            job[part] = value
+    return wire.pack(wire.Submit(1, msgspec.Raw(msgspec.msgpack.encode(job))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"params__temperature": 1000.0}, "temperature must be between 0 and 100, not 1000"),
+        ({"params__temperature": "hot"}, "params.temperature"),
+        ({"params__logit_bias": {5: 1e9}}, "logit_bias[5]"),
+        ({"params__temprature": 1.0}, "'temprature'"),
+        ({"prompt": "text"}, "prompt"),
+        ({"pirority": 3}, "'pirority'"),
+    ],
+)
+def test_a_bad_job_is_refused_by_its_number_with_what_is_wrong(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    engine = EngineThread(tmp_path)
+    context = zmq.Context()
+    front = context.socket(zmq.DEALER)
+    front.setsockopt(zmq.RCVTIMEO, 20_000)
+    front.connect(f"ipc://{tmp_path / wire.ADDRESS}")
+    front.send(wire.pack(wire.Hello()))
+    assert wire.read_engine(front.recv()) == wire.Ready(engine.host.info)
+    front.send(packed_job(**changes))
+    answer = wire.read_engine(front.recv())
+    assert isinstance(answer, wire.Pass)
+    ((key, refusal),) = answer.refused
+    assert key == wire.SAMPLES
+    assert refusal.kind == "BadParameter"
+    assert named in refusal.message
+    front.send(packed_job())
+    answer = wire.read_engine(front.recv())
+    assert isinstance(answer, wire.Pass)
+    assert answer.keys[0] == wire.SAMPLES, "a good one after it is computed"
+    engine.kill()
+    front.close(linger=0)
+    context.term()
+
+
+def test_an_unknown_question_is_dropped_and_a_known_one_answered(tmp_path: Path) -> None:
+    engine = EngineThread(tmp_path)
+    context = zmq.Context()
+    front = context.socket(zmq.DEALER)
+    front.setsockopt(zmq.RCVTIMEO, 20_000)
+    front.connect(f"ipc://{tmp_path / wire.ADDRESS}")
+    for message in (wire.Hello(), wire.Ask(1, "weather"), wire.Ask(2, "metrics")):
+        front.send(wire.pack(message))
+    assert isinstance(wire.read_engine(front.recv()), wire.Ready)
+    assert wire.read_engine(front.recv()) == wire.Reply(2, "metrics", b"passes 1\n")
+    engine.kill()
+    front.close(linger=0)
+    context.term()

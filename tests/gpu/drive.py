@@ -48,7 +48,7 @@ def ask(
         found.tokens[str(number)] = []
         built.loop.submit(Request(str(number), list(prompt), one, seed=one.seed or number, **more))
     while not built.loop.idle:
-        events = built.loop.turn()
+        events = built.loop.step()
         for owner, token in zip(events.owners, events.tokens, strict=True):
             found.tokens[owner].append(token)
         found.logprobs |= events.logprobs

@@ -152,7 +152,7 @@ def test_damaged_weights_fail_their_requests_only(tmp_path: Path) -> None:
             built.loop.submit(Request(str(number), prompt, greedy(5), seed=1))
         ends = {}
         while not built.loop.idle:
-            ends |= {end.id: end.error for end in built.loop.turn().finished}
+            ends |= {end.id: end.error for end in built.loop.step().finished}
     assert ends["0"] == ends["2"] == ""
     assert "not finite" in ends["1"]
 
@@ -182,7 +182,7 @@ def test_random_traffic_with_the_integrity_check(tmp_path: Path) -> None:
                 name = source.choice(list(said))
                 if loop.abort(name):
                     aborted += 1
-            events = loop.turn()  # checks every invariant
+            events = loop.step()  # checks every invariant
             preempted += len(events.preempted)
             for owner, token in zip(events.owners, events.tokens, strict=True):
                 said[owner].append(token)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from shoal.kernels import Batch, ref
+from shoal.kernels.draw_table import COLUMNS, Filters, fill, filters_of
 from shoal.kernels.ref import RefOps
-from shoal.kernels.wants import WANTS, Filters
 from shoal.kernels.weights import DenseWeight
 from shoal.runner.sampler import Sampler
+from tests.kernels.draw_rows import late, start_rows_of_all_kinds, start_with_edits
 from tests.kernels.ragged import Tables
-from tests.kernels.wanted import wants_of_all_kinds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -135,26 +135,52 @@ def test_draws_are_the_twins_and_the_samplers(dtype: torch.dtype, spread: float,
     scores = (spread * torch.randn(lines, vocab, device="cuda")).to(dtype)
     scores[0, 3] = float("-inf")
     sampler = Sampler(lines, vocab, "cuda")
-    wants_of_all_kinds(sampler, source)
+    start_rows_of_all_kinds(sampler, source)
     rows, positions = np.arange(lines), np.array([source.randrange(10**5) for _ in range(lines)])
     wanted, best, _ = sampler.sample(scores.float(), rows, positions)
-    table = np.zeros((WANTS, lines + 3), dtype=np.int32)
-    sampler.tell(table, rows, positions)
-    wants = torch.from_numpy(table).cuda()
+    table = np.zeros((COLUMNS, lines + 3), dtype=np.int32)
+    fill(table, sampler.state, rows, positions)
+    draw_table = torch.from_numpy(table).cuda()
     padded = torch.cat([scores, torch.zeros(3, vocab, device="cuda", dtype=dtype)])
     tokens = torch.full((lines + 3,), -1, dtype=torch.int32, device="cuda")
     found, last = torch.zeros(lines + 3, device="cuda"), torch.full((lines,), -1, device="cuda")
-    filters = sampler.filters(rows) or Filters(True, True)
-    draw(padded, wants, last, tokens, found, filters)
+    filters = filters_of(sampler.state, rows) or Filters(True, True)
+    draw(padded, draw_table, last, tokens, found, filters)
     assert tokens[:lines].tolist() == wanted.tolist() == last.tolist()
     assert torch.equal(found[:lines], best)
     twins, twin_found, twin_last = tokens.clone(), found.clone(), last.clone()
     for one in (twins, twin_found, twin_last):
         one.fill_(-1)
-    ref.draw(padded, wants, twin_last, twins, twin_found)
+    ref.draw(padded, draw_table, twin_last, twins, twin_found)
     assert tokens.tolist() == twins.tolist()
     assert last.tolist() == twin_last.tolist()
     assert torch.equal(found, twin_found)
+
+
+def test_tokens_are_chosen_as_ref_does(ops) -> None:  # type: ignore[no-untyped-def]
+    """Edits, masks, temperature and filters, over passes in which rows end and others take their place."""
+    numbers, vocab, rows = np.random.default_rng(5), 517, 12
+    made = [Sampler(rows, vocab, "cuda", one) for one in (ops, REF)]
+
+    def begin(row: int, at: int) -> None:
+        start = start_with_edits(row, vocab, at, numbers)
+        for one in made:
+            one.start(start)
+
+    for row in range(rows):
+        begin(row, 30)
+    for at in range(30, 50):
+        begin(int(numbers.integers(rows)), at)
+        present = numbers.permutation(rows)[:9]
+        logits = torch.from_numpy(numbers.normal(size=(9, vocab)).astype(np.float32)).cuda() * 2
+        masked = sorted(numbers.permutation(9)[:3].tolist())
+        allowed = {int(present[line]): numbers.integers(vocab, size=60).tolist() for line in masked}
+        masks = late(allowed, vocab) if at % 2 else None
+        got, want = (one.ops.choose(logits, present, np.full(9, at), one.state, masks) for one in made)
+        assert torch.equal(got[1], want[1]), "the best scores differ"
+        assert torch.equal(got[0], want[0])
+    assert torch.equal(made[0].edits.counts, made[1].edits.counts)
+    assert torch.equal(made[0].edits.seen, made[1].edits.seen)
 
 
 def test_a_line_without_numbers_spoils_no_other() -> None:
@@ -162,12 +188,12 @@ def test_a_line_without_numbers_spoils_no_other() -> None:
 
     scores = torch.randn(3, 5000, device="cuda").to(torch.bfloat16)
     sampler = Sampler(3, 5000, "cuda")
-    wants_of_all_kinds(sampler, random.Random(4))
+    start_rows_of_all_kinds(sampler, random.Random(4))
     rows = np.arange(3)
-    sampler.rows.temperature[:], sampler.rows.top_k[:], sampler.rows.top_p[:] = 1.0, 40, 0.9
+    sampler.state.temperature[:], sampler.state.top_k[:], sampler.state.top_p[:] = 1.0, 40, 0.9
     wanted = sampler.sample(scores.float(), rows, rows)[0].tolist()
-    table = np.zeros((WANTS, 3), dtype=np.int32)
-    sampler.tell(table, rows, rows)
+    table = np.zeros((COLUMNS, 3), dtype=np.int32)
+    fill(table, sampler.state, rows, rows)
     for bad in (float("nan"), float("inf"), float("-inf")):
         spoilt = scores.clone()
         spoilt[1] = bad

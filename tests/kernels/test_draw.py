@@ -11,9 +11,9 @@ import torch
 
 from shoal.kernels import ref
 from shoal.kernels.cpu import CpuOps
-from shoal.kernels.wants import WANTS
+from shoal.kernels.draw_table import COLUMNS, fill
 from shoal.runner.sampler import Sampler
-from tests.kernels.wanted import wants_of_all_kinds
+from tests.kernels.draw_rows import start_rows_of_all_kinds
 
 
 @pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
@@ -24,11 +24,11 @@ def test_the_twin_draws_what_the_sampler_draws(spread: float, lines: int, vocab:
     scores = (spread * torch.randn(lines + 3, vocab)).to(torch.bfloat16)
     scores[0, 3] = float("-inf")
     sampler = Sampler(lines, vocab, "cpu", CpuOps())
-    wants_of_all_kinds(sampler, source)
+    start_rows_of_all_kinds(sampler, source)
     rows, positions = np.arange(lines), np.array([source.randrange(10**5) for _ in range(lines)])
     wanted, best, _ = sampler.sample(scores[:lines].float(), rows, positions)
-    table = np.zeros((WANTS, lines + 3), dtype=np.int32)
-    sampler.tell(table, rows, positions)
+    table = np.zeros((COLUMNS, lines + 3), dtype=np.int32)
+    fill(table, sampler.state, rows, positions)
     tokens, last = torch.full((lines + 3,), -1, dtype=torch.int32), torch.full((lines,), -1)
     found = torch.zeros(lines + 3)
     ref.draw(scores, torch.from_numpy(table), last, tokens, found)

@@ -253,21 +253,6 @@ def test_many_heads_of_one_group(ops: NativeOps) -> None:
 
 
 @pytest.mark.parametrize("ops", NATIVE)
-def test_the_likeliest_token(ops: NativeOps) -> None:
-    scores = torch.randn(5, 1003)
-    scores[1, 1002] = 9.0
-    scores[2, 17] = scores[2, 40] = 9.0
-    scores[3, 500] = float("nan")
-    scores[4] = -torch.inf
-    best, index = ops.best(scores)
-    assert torch.equal(index[:3], scores[:3].argmax(-1))
-    assert int(index[2]) == 17
-    assert torch.equal(best[:3], scores[:3].amax(-1))
-    assert best[3].isnan()
-    assert best[4] == -torch.inf
-
-
-@pytest.mark.parametrize("ops", NATIVE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_embeddings_are_wide(ops: NativeOps, dtype: torch.dtype) -> None:
     weight, ids = torch.randn(20, 33).to(dtype), torch.tensor([3, 0, 19, 3])

@@ -16,10 +16,10 @@ from shoal.cli.serve import PrivateFolder, load_keys, reload_keys
 from shoal.config.engine import EngineConfig
 from shoal.config.serve import ServeConfig
 from shoal.core.tiers import Tiers
-from shoal.engine.limits import KeyLimits
 from shoal.errors import BadConfig, EngineError
 from shoal.keys.api_key import ApiKey, digest_of
 from shoal.keys.file import MOST_KEYS, PUBLISHED, KeyBook, hashed, joined, line_of, new_key, publish, read_key_file
+from shoal.keys.limits import KeyLimits
 from shoal.sched.tenants import TenantLimits
 
 HASH = hashlib.sha256(b"sk-alice-key").hexdigest()
@@ -52,14 +52,14 @@ def test_a_key_has_a_name_a_hash_and_what_it_may_do(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "must be a list of keys"),
-        ("[]", "not an empty one"),
+        ("[]", "at least one;"),
         ("alice: sk-secret-key", "must be a list of keys"),
         ("- [sk-secret-key", r"is not YAML \(line"),
-        ("- sk-secret-key", "key 1 must have at least a name and a sha256"),
+        ("- sk-secret-key", "key 1 must be an entry with a name and a sha256"),
         ("- {name: a, key: sk-secret-key}", "shoal key NAME --stdin"),
         ("- {name: a, sha256: sk-secret-key}", "64 hexadecimal digits.*shoal key NAME --stdin"),
         (f"- {{name: a, sha256: {'zz' * 32}}}", "64 hexadecimal digits"),
-        (f"- {{name: a, sha256: {hashlib.sha256().hexdigest()}}}", "empty text"),
+        (f"- {{name: a, sha256: {hashlib.sha256().hexdigest()}}}", "empty string"),
         ("- {name: a}", "sha256 must be"),
         (f"- {{sha256: {HASH}}}", "needs a name"),
         (f"- {{name: a b, sha256: {HASH}}}", "needs a name"),
@@ -86,7 +86,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_keys_that_are_the_same_are_refused() -> None:
-    with pytest.raises(BadConfig, match="called 'a'"):
+    with pytest.raises(BadConfig, match="named 'a'"):
         joined(hashed([("a", "sk-12345678")]), hashed([("a", "sk-87654321")]))
     with pytest.raises(BadConfig, match="'b' and 'a' are the same"):
         joined(hashed([("a", "sk-12345678")]), hashed([("b", "sk-12345678")]))
@@ -159,7 +159,7 @@ def test_what_is_published_is_read_and_read_again(tmp_path: Path) -> None:
 
 
 def test_lost_keys_are_never_taken_for_no_keys(tmp_path: Path) -> None:
-    with pytest.raises(BadConfig, match="lost its keys"):
+    with pytest.raises(BadConfig, match="has no keys"):
         KeyBook(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_a_good_file_is_read_again_and_a_bad_one_changes_nothing(
     assert [key.name for key in book()] == ["flag", "a"]
     file.write_text("- {name: b}")
     reload_keys(serve, Tiers(), folder)
-    assert "stay as they were" in caplog.text
+    assert "keys are unchanged" in caplog.text
     assert "sha256 must be" in caplog.text
     assert [key.name for key in book()] == ["flag", "a"]
     file.write_text(line_of(hashed([("b", "sk-12345678")])[0]))
@@ -191,7 +191,7 @@ def test_a_good_file_is_read_again_and_a_bad_one_changes_nothing(
     assert "sk-" not in (folder.path / PUBLISHED).read_text()
     shutil.rmtree(folder.path)
     reload_keys(serve, Tiers(), folder)
-    assert caplog.text.count("stay as they were") == 2
+    assert caplog.text.count("keys are unchanged") == 2
     folder.mend()
     assert [key.name for key in book()] == ["flag", "b"]
 
@@ -214,7 +214,7 @@ def test_a_tier_that_the_server_does_not_have_is_refused_at_the_start_and_on_han
     assert book() == (alice,)
     file.write_text(line_of(replace(alice, tier="gold")))
     reload_keys(serve, tiers, folder)
-    assert "the API keys stay as they were: API key 'alice': tier 'gold' is not known" in caplog.text
+    assert "the API keys are unchanged: API key 'alice': tier 'gold' is not known" in caplog.text
     assert book() == (alice,)
 
 
@@ -227,19 +227,19 @@ def test_a_private_folder_that_was_removed_is_made_again_for_this_user_alone(
     assert not caplog.text
     shutil.rmtree(folder.path)
     folder.mend()
-    assert "was removed and is made again" in caplog.text
+    assert "was removed and is recreated" in caplog.text
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert [key.name for key in KeyBook(folder.path)()] == ["a"]
     folder.path.chmod(0o755)
-    with pytest.raises(EngineError, match="this user alone"):
+    with pytest.raises(EngineError, match="only this user can enter"):
         folder.mend()
     shutil.rmtree(folder.path)
     folder.path.symlink_to(tmp_path)
-    with pytest.raises(EngineError, match="this user alone"):
+    with pytest.raises(EngineError, match="only this user can enter"):
         folder.mend()
     folder.path.unlink()
     shutil.rmtree(folder.path.parent)
-    with pytest.raises(EngineError, match="cannot be made again: No such file"):
+    with pytest.raises(EngineError, match="cannot be recreated: No such file"):
         folder.mend()
 
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from shoal.core.events import Admitted, Finished, PassEvents, Rejected
+from shoal.core.events import Admitted, Finished, PassEvents, Rejection
 from shoal.core.job import EngineInfo
 from shoal.core.request import Reason
 from shoal.errors import PromptTooLong
@@ -46,7 +46,7 @@ class Drive:
     def turn(self, plan_s: float, commit_s: float) -> PassEvents:
         plan = self.scheduler.plan(plan_s)
         if plan is None:
-            return self.note(self.scheduler.take_between(commit_s))
+            return self.note(self.scheduler.take_events(commit_s))
         self.executor.forward(plan)
         return self.note(self.scheduler.commit(self.executor.result(), commit_s))
 
@@ -133,9 +133,9 @@ def test_random_traffic_adds_up_and_leaves_nothing_behind(seed: int) -> None:
         if scheduler.flights:
             drive.note(scheduler.commit(drive.executor.result(), now_s))
         else:
-            drive.note(scheduler.take_between(now_s))
+            drive.note(scheduler.take_events(now_s))
         assert drive.metrics.tracked <= 2 * len(scheduler.requests)
-    drive.note(scheduler.take_between(now_s))
+    drive.note(scheduler.take_events(now_s))
     seen = drive.read()
     first = {owner for events in drive.records for owner in events.owners}
     tokens = drive.total(lambda events: len(events.owners))
@@ -183,9 +183,9 @@ def test_a_refusal_is_counted_by_its_kind_and_leaves_nothing_behind() -> None:
     with pytest.raises(PromptTooLong):
         drive.scheduler.submit(make_request("a", [1] * 40), 0.0)
     drive.turn(0.0, 1.0)
-    late = Rejected("b", "DeadlinePassed", "it waited too long")
+    late = Rejection("b", "DeadlinePassed", "it waited too long")
     drive.note(PassEvents(-1, arrived=["b"], arrived_s=[1.0], rejected=[late]))
-    drive.note(PassEvents(-1, rejected=[Rejected(f"c{number}", f"Made{number}", "") for number in range(50)]))
+    drive.note(PassEvents(-1, rejected=[Rejection(f"c{number}", f"Made{number}", "") for number in range(50)]))
     seen = drive.read()
     assert seen['shoal_requests_rejected_total{kind="PromptTooLong"}'] == 1
     assert seen['shoal_requests_rejected_total{kind="DeadlinePassed"}'] == 1

@@ -22,13 +22,14 @@ from transformers import (
 from shoal import SamplingParams, kernels
 from shoal.core.plan import Ints, RowStart
 from shoal.core.ports import LateMasks
-from shoal.kernels import Ops
+from shoal.kernels import Ops, torch_choose
 from shoal.kernels.cpu import NativeOps
-from shoal.kernels.noise import gumbel
-from shoal.runner.changes import Edits
-from shoal.runner.draws import draw_keys
-from shoal.runner.runner import FORBIDDEN, NOT_FINITE, failed
+from shoal.kernels.draw_table import stretches
+from shoal.kernels.noise import draw_keys, gumbel
+from shoal.runner.logit_edits import TokenLists
+from shoal.runner.results import FORBIDDEN, NOT_FINITE, failures
 from shoal.runner.sampler import Sampler, logprobs_of
+from tests.kernels.draw_rows import late as packed
 
 VOCAB = 60
 
@@ -232,7 +233,7 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     for penalty in (0.5, 1.2, 3.0):
         made.start(start(0, SamplingParams(temperature=0, repetition_penalty=penalty), tokens, prompt_len=3))
         want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits.unsqueeze(0).clone())
-        got = made._changed(logits.unsqueeze(0), np.array([0]), np.array([5]))
+        got = torch_choose.edited(logits.unsqueeze(0), np.array([0]), np.array([5]), made.state)
         torch.testing.assert_close(got, want)
 
 
@@ -245,7 +246,8 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     want = logits.clone()
     for token, count in {5: 1, 9: 3, 40: 1}.items():
         want[token] -= 0.7 + -0.3 * count
-    torch.testing.assert_close(made._changed(logits.unsqueeze(0), np.array([0]), np.array([8]))[0], want)
+    got = torch_choose.edited(logits.unsqueeze(0), np.array([0]), np.array([8]), made.state)
+    torch.testing.assert_close(got[0], want)
 
 
 def test_counts_go_on_with_what_is_drawn() -> None:
@@ -270,7 +272,7 @@ def test_many_rows_with_penalties_keep_their_counts_apart() -> None:
     logits = torch.zeros((20, VOCAB))
     for row in range(20):
         made.start(start(row, SamplingParams(temperature=0, frequency_penalty=1.0), range(row + 1), prompt_len=0))
-    got = made._changed(logits, np.arange(20), np.full(20, 30))
+    got = torch_choose.edited(logits, np.arange(20), np.full(20, 30), made.state)
     want = -(torch.arange(VOCAB) <= torch.arange(20).unsqueeze(1)).float()
     torch.testing.assert_close(got, want)
 
@@ -428,12 +430,8 @@ def test_minus_infinity_is_never_drawn() -> None:
 
 
 def late(allowed: dict[int, Sequence[int]], vocab: int = VOCAB) -> LateMasks:
-    """Row → the tokens it may say."""
-    bits = np.zeros((len(allowed), -(-vocab // 32) * 32), dtype=np.uint8)
-    for line, tokens in zip(bits, allowed.values(), strict=True):
-        line[list(tokens)] = 1
-    words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
-    return LateMasks(np.array(list(allowed), dtype=np.int64), words)
+    """Row → the tokens that its grammar allows."""
+    return packed(allowed, vocab)
 
 
 @pytest.mark.parametrize("values", [*FILTERS, {"temperature": 0.0}], ids=str)
@@ -523,24 +521,24 @@ def test_a_row_that_may_say_nothing_is_told_from_damaged_weights(values: dict[st
     logits[3] = torch.nan
     rows, masks = np.arange(4), late({1: [], 2: [8]})
     tokens, best, _ = made.sample(logits, rows, np.full(4, 1), masks)
-    assert failed(best, rows, masks) == [(1, FORBIDDEN), (3, NOT_FINITE)]
+    assert failures(best.numpy(), rows, masks) == ((1, FORBIDDEN), (3, NOT_FINITE))
     assert tokens[2] == 8
-    assert failed(best[[0, 2]], rows[[0, 2]], masks) == []
+    assert failures(best[[0, 2]].numpy(), rows[[0, 2]], masks) == ()
 
 
 @pytest.mark.parametrize("way", ["cpu"], indirect=True)
-def test_few_allowed_tokens_need_no_second_look() -> None:
+def test_few_allowed_tokens_need_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """top_k over a vocabulary of which a grammar leaves three tokens: the rest is forbidden, not unseen."""
     made = sampler(5000)
     made.start(start(0, SamplingParams(temperature=1.0, top_k=50)))
     looks: list[int] = []
-    look = made._from_top
+    look = torch_choose._from_top
 
-    def watch(scaled: Tensor, keys: Tensor, rows: Any, most: int) -> tuple[Tensor, Tensor]:
+    def watch(scaled: Tensor, keys: Tensor, rows: Any, state: Any, most: int) -> tuple[Tensor, Tensor]:
         looks.append(most)
-        return look(scaled, keys, rows, most)
+        return look(scaled, keys, rows, state, most)
 
-    made._from_top = watch  # type: ignore[method-assign]
+    monkeypatch.setattr(torch_choose, "_from_top", watch)
     masks = late({0: [1, 2, 3]}, 5000)
     tokens, _, _ = made.sample(crafted(5000).unsqueeze(0), np.array([0]), np.array([1]), masks)
     assert tokens[0] in (1, 2, 3)
@@ -553,13 +551,13 @@ def test_few_allowed_tokens_need_no_second_look() -> None:
 @pytest.mark.parametrize("way", ["cpu"], indirect=True)
 def test_lists_stay_whole_while_rows_come_and_go() -> None:
     numbers = np.random.default_rng(0)
-    edits, want = Edits(9), {row: [] for row in range(9)}
+    edits, want = TokenLists(9), {row: [] for row in range(9)}
     for _ in range(400):
         row = int(numbers.integers(9))
         want[row] = [(int(token), float(token % 7)) for token in numbers.integers(1000, size=numbers.integers(30))]
         edits.set(row, want[row])
         rows = numbers.permutation(9)[: numbers.integers(1, 10)]
-        places, at = edits.find(rows, edits.count[rows])
+        places, at = stretches(edits.first[rows], edits.count[rows])
         found = list(zip(places.tolist(), edits.ids[at].tolist(), edits.amounts[at].tolist(), strict=True))
         assert found == [(place, *one) for place, row in enumerate(rows.tolist()) for one in want[row]]
     assert len(edits.ids) < 2000, "lists that nobody uses are not thrown away"
@@ -611,7 +609,7 @@ def test_c_draws_what_torch_draws(values: dict[str, Any], spread: float, way: st
 
 
 @pytest.mark.parametrize("way", NATIVE, indirect=True)
-def test_c_changes_scores_as_torch_does(way: str) -> None:
+def test_c_edits_scores_as_torch_does(way: str) -> None:
     """Everything at once, over many passes in which rows end and others take their place; to the last bit."""
     numbers, vocab, rows = np.random.default_rng(1), 517, 16
     made = [Sampler(rows, vocab, "cpu", ops) for ops in (WAYS[way], WAYS["cpu"])]
@@ -646,9 +644,9 @@ def test_c_changes_scores_as_torch_does(way: str) -> None:
         got, want = (one.sample(logits, present, np.full(11, at), masks)[:2] for one in made)
         assert torch.equal(got[1], want[1]), "the best scores differ"
         assert torch.equal(got[0], want[0])
-    assert torch.equal(made[0].changes.said, made[1].changes.said)
-    assert torch.equal(made[0].changes.seen, made[1].changes.seen)
-    assert int(made[0].changes.said.sum()) > 100
+    assert torch.equal(made[0].edits.counts, made[1].edits.counts)
+    assert torch.equal(made[0].edits.seen, made[1].edits.seen)
+    assert int(made[0].edits.counts.sum()) > 100
 
 
 @pytest.mark.parametrize("way", NATIVE, indirect=True)
@@ -658,7 +656,7 @@ def test_threads_and_neighbours_change_no_draw_in_c(way: str) -> None:
     made = sampler(vocab)
     for row in range(count):
         made.start(start(row, mixed(2 * row), seed=row))
-    for row in np.flatnonzero(made.changes.line[:count] >= 0):  # counts would go on from draw to draw
+    for row in np.flatnonzero(made.edits.penalty_slot[:count] >= 0):  # counts would go on from draw to draw
         made.start(start(int(row), SamplingParams(temperature=1.0, top_p=0.8), seed=int(row)))
     before, positions = torch.get_num_threads(), np.full(count, 3)
     try:

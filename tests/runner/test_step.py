@@ -5,8 +5,9 @@ import pytest
 
 from shoal.core.params import SamplingParams
 from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan
+from shoal.runner.draws import draws_of
 from shoal.runner.graphs import LINES, TOKENS, size_for
-from shoal.runner.step import ALIGN, NOBODY, Room, Tables, changes, count_blocks, fill, lay_out
+from shoal.runner.step import ALIGN, PADDING, PassShape, Tables, count_blocks, fill, lay_out, new_blocks
 
 QUERIES = 4
 
@@ -29,17 +30,17 @@ def plan_of(*parts: tuple[int, int, int, bool], grown: tuple[tuple[int, int, int
     )
 
 
-def filled(plan: StepPlan, room: Room, first: int = 8) -> Tables:
-    buffer = np.full(first + room.size, 777, dtype=np.int32)
-    tables = lay_out(buffer, room, first)
-    fill(tables, plan, QUERIES)
+def filled(plan: StepPlan, shape: PassShape, first: int = 8) -> Tables:
+    buffer = np.full(first + shape.size, 777, dtype=np.int32)
+    tables = lay_out(buffer, shape, first)
+    fill(tables, plan, draws_of(plan), QUERIES)
     assert (buffer[:first] == 777).all()
     return tables
 
 
 def test_one_position_each() -> None:
-    tables = filled(plan_of((7, 20, 1, True), (3, 0, 1, True)), Room(3, 3, 0, 3))
-    assert tables.tokens.tolist() == [[-1, -1, 0], [7, 3, NOBODY], [20, 0, 0]]
+    tables = filled(plan_of((7, 20, 1, True), (3, 0, 1, True)), PassShape(3, 3, 0, 3))
+    assert tables.tokens.tolist() == [[-1, -1, 0], [7, 3, PADDING], [20, 0, 0]]
     assert tables.decodes.tolist() == [[7, 3, 0], [21, 1, 0], [0, 1, 0]]
     assert tables.blocks.shape == (5, 0)
     assert tables.index.tolist() == [0, 1, 0]
@@ -49,8 +50,8 @@ def test_chunks_beside_decodes() -> None:
     """Row 5 computes positions 10 to 18 in three blocks of queries; the last has the longest past: it is first."""
     plan = plan_of((7, 20, 1, True), (5, 10, 9, False), (2, 4, 1, True), (1, 0, 2, True))
     assert count_blocks(plan, QUERIES) == 4
-    tables = filled(plan, Room(16, 4, 6, 4))
-    assert tables.tokens[1].tolist() == [7] + [5] * 9 + [2] + [1] * 2 + [NOBODY] * 3
+    tables = filled(plan, PassShape(16, 4, 6, 4))
+    assert tables.tokens[1].tolist() == [7] + [5] * 9 + [2] + [1] * 2 + [PADDING] * 3
     assert tables.tokens[2].tolist() == [20, *range(10, 19), 4, 0, 1, 0, 0, 0]
     assert tables.decodes.tolist() == [[7, 2, 0, 0], [21, 5, 0, 0], [0, 10, 0, 0]]
     assert tables.blocks[:, :4].T.tolist() == [
@@ -59,7 +60,7 @@ def test_chunks_beside_decodes() -> None:
         [5, 1, 9, 0, 19],
         [1, 11, 2, 0, 2],
     ]
-    assert (tables.blocks[0, 4:] == NOBODY).all()
+    assert (tables.blocks[0, 4:] == PADDING).all()
     assert tables.index.tolist() == [0, 10, 12, 0]
 
 
@@ -70,11 +71,11 @@ def test_every_query_is_in_one_place(seed: int) -> None:
     counts = np.where(source.random(count) < 0.5, 1, source.integers(2, 30, count))
     parts = [(row, int(source.integers(0, 50)), int(many), True) for row, many in enumerate(counts)]
     plan = plan_of(*parts)
-    room = Room(int(counts.sum()) + 3, count + 1, count_blocks(plan, QUERIES) + 2, count)
-    tables = filled(plan, room)
+    shape = PassShape(int(counts.sum()) + 3, count + 1, count_blocks(plan, QUERIES) + 2, count)
+    tables = filled(plan, shape)
     seen = [int(place) for context, place in tables.decodes[1:].T if context]
     for row, begin, many, first, context in tables.blocks.T.tolist():
-        if row != NOBODY:
+        if row != PADDING:
             seen += range(begin + first, begin + min(first + QUERIES, many))
             assert context == parts[row][1] + many
     assert sorted(seen) == list(range(int(counts.sum())))
@@ -83,8 +84,8 @@ def test_every_query_is_in_one_place(seed: int) -> None:
 def test_tables_are_aligned() -> None:
     buffer = np.zeros(1000, dtype=np.int32)
     for size in range(1, 9):
-        room = Room(size, size, size, size)
-        tables = lay_out(buffer, room, 16)
+        shape = PassShape(size, size, size, size)
+        tables = lay_out(buffer, shape, 16)
         for lines in (tables.tokens, tables.decodes, tables.blocks, tables.index[None]):
             for line in lines:
                 offset = line.__array_interface__["data"][0] - buffer.__array_interface__["data"][0]
@@ -95,8 +96,8 @@ def test_what_is_new_in_the_block_tables() -> None:
     start = RowStart(4, 0, (1, 2), 2, SamplingParams(), 0, 0, frozenset(), (9, 8), False)
     plan = plan_of((4, 0, 2, True), grown=((2, 5, 6),))
     plan = StepPlan(0, (start,), *(getattr(plan, name) for name in list(StepPlan.__slots__)[2:9]))
-    assert changes(plan).tolist() == [[2, 5, 6], [4, 0, 9], [4, 1, 8]]
-    assert changes(plan_of((1, 1, 1, True))).shape == (0, 3)
+    assert new_blocks(plan).tolist() == [[2, 5, 6], [4, 0, 9], [4, 1, 8]]
+    assert new_blocks(plan_of((1, 1, 1, True))).shape == (0, 3)
 
 
 def test_sizes_grow() -> None:

@@ -10,7 +10,6 @@ from shoal.core.clock import VirtualClock
 from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Reason, Request, State
-from shoal.engine.engine import Engine
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, BadParameter, BadRequest, EngineError, PromptTooLong, QueueFull
 from shoal.sched.admission import Pace
@@ -54,7 +53,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         scheduler.submit(make_request("c", [1]), 0.0)
     assert refused.value.retry_after_s == 1.0, "nobody has ended yet, so nobody knows"
     assert list(scheduler.requests) == ["a", "b"]
-    told = scheduler.take_between(0.0)
+    told = scheduler.take_events(0.0)
     assert told.arrived == ["a", "b"]
     assert [(one.id, one.kind, one.retry_after_s) for one in told.rejected] == [("c", "QueueFull", 1.0)]
     scheduler.check()
@@ -146,7 +145,7 @@ def test_a_job_that_does_not_fit_the_queue_whole_is_refused_whole() -> None:
         scheduler.submit_all(refused, 0.0)
     assert len(scheduler.waiting) == 2
     assert {request.order for request in refused} == {-1}
-    assert [one.id for one in scheduler.take_between(0.0).rejected] == ["second.0", "second.1", "second.2"]
+    assert [one.id for one in scheduler.take_events(0.0).rejected] == ["second.0", "second.1", "second.2"]
     scheduler.submit_all(job("third", 2, [1]), 0.0)
     scheduler.check()
 
@@ -165,8 +164,8 @@ def test_one_bad_member_refuses_all_and_nothing_has_moved() -> None:
         scheduler.submit_all([good, make_request("bad", [1] * 30)], 0.0)
     assert scheduler.idle
     assert (good.max_tokens, good.order, good.deadline_s) == (0, -1, math.inf)
-    assert len(scheduler.tenants) == 0
-    assert scheduler.deadlines.next_s() is None
+    assert len(scheduler.tables.tenants) == 0
+    assert scheduler.tables.deadlines.next_s() is None
     scheduler.check()
     scheduler.submit(good, 1.0)
     assert (good.max_tokens, good.order, good.deadline_s) == (19, 0, 6.0)
@@ -217,7 +216,7 @@ def test_who_computes_its_prompt_past_its_timeout_is_refused_and_its_blocks_are_
     assert not begin(scheduler, executor, 2.0)
     assert scheduler.idle
     assert scheduler.kv.pool.held == 0
-    told = scheduler.take_between(2.0)
+    told = scheduler.take_events(2.0)
     assert ends(told) == [("a", Reason.REJECTED)]
     assert [one.kind for one in told.rejected] == ["DeadlinePassed"]
     scheduler.check()
@@ -241,7 +240,7 @@ def test_who_has_said_something_keeps_it() -> None:
     scheduler.submit(make_request("a", [1, 2], max_tokens=50, timeout_s=2.0), 0.0)
     said = [step(scheduler, executor, 0.5 * number).tokens for number in range(3)]
     assert not begin(scheduler, executor, 2.0)
-    told = scheduler.take_between(2.0)
+    told = scheduler.take_events(2.0)
     assert ends(told) == [("a", Reason.TIMEOUT)]
     assert told.rejected == []
     assert told.finished[0].outputs == 3
@@ -306,7 +305,7 @@ def test_a_timeout_holds_beside_the_longest_wait() -> None:
     step(scheduler, executor, 1.0)
     step(scheduler, executor, 4.0)
     assert not begin(scheduler, executor, 5.0)
-    assert ends(scheduler.take_between(5.0)) == [("a", Reason.TIMEOUT)]
+    assert ends(scheduler.take_events(5.0)) == [("a", Reason.TIMEOUT)]
 
 
 def test_a_member_of_a_group_that_is_late_is_told_with_its_group() -> None:
@@ -328,7 +327,7 @@ def test_nobody_is_late_twice_and_the_ended_are_never_late() -> None:
     scheduler.expire(1.0)
     scheduler.expire(1.0)
     assert not begin(scheduler, executor, 2.0)
-    told = scheduler.take_between(2.0)
+    told = scheduler.take_events(2.0)
     assert ends(told) == [("a", Reason.ABORT), ("b", Reason.REJECTED), ("c", Reason.REJECTED)]
 
 
@@ -339,7 +338,7 @@ def test_deadlines_of_the_ended_are_not_kept() -> None:
     for number in range(3000):
         scheduler.submit(make_request(str(number), [1], timeout_s=1e6), 0.0)
         scheduler.finish(str(number), Reason.ABORT)
-        scheduler.deadlines.check(scheduler.requests.values())
+        scheduler.tables.deadlines.check(scheduler.requests.values())
     assert scheduler.wake_s(0.0) == 1e6
     scheduler.finish("stays", Reason.ABORT)
     assert scheduler.wake_s(0.0) is None
@@ -365,7 +364,7 @@ def sleeper(**config: object) -> EngineLoop:
     """Its requests wait for a group that does not fill."""
     scheduler, executor = started(batching="static", group_size=4, **config)
     scheduler.more_coming = True
-    return EngineLoop(Engine(scheduler), executor, VirtualClock(), check=True)
+    return EngineLoop(scheduler, executor, VirtualClock(), check=True)
 
 
 def test_a_sleeping_loop_wakes_for_a_deadline() -> None:
@@ -374,7 +373,7 @@ def test_a_sleeping_loop_wakes_for_a_deadline() -> None:
     loop.submit(make_request("later", [1]))
     found: list[tuple[float, str]] = []
     for _ in range(4):
-        found += [(loop.clock.now_s(), end.id) for end in loop.turn().finished]
+        found += [(loop.clock.now_s(), end.id) for end in loop.step().finished]
     assert found == [(3.0, "soon"), (7.0, "later")]
     assert loop.idle
 
@@ -382,11 +381,11 @@ def test_a_sleeping_loop_wakes_for_a_deadline() -> None:
 def test_a_sleeping_loop_does_not_wait_beyond_what_it_was_told() -> None:
     loop = sleeper()
     loop.submit(make_request("a", [1], timeout_s=3.0))
-    loop.turn(until_s=2.0)
+    loop.step(until_s=2.0)
     assert loop.clock.now_s() == 2.0
-    loop.turn(until_s=50.0)
+    loop.step(until_s=50.0)
     assert loop.clock.now_s() == 3.0
-    assert ends(loop.turn(until_s=50.0)) == [("a", Reason.REJECTED)]
+    assert ends(loop.step(until_s=50.0)) == [("a", Reason.REJECTED)]
     assert loop.clock.now_s() == 3.0, "what has happened is told before it sleeps again"
 
 
@@ -394,13 +393,13 @@ def test_a_group_whose_last_members_were_late_is_told_at_once() -> None:
     scheduler, executor = started(batching="static", group_size=2)
     scheduler.more_coming = True
     clock = VirtualClock()
-    loop = EngineLoop(Engine(scheduler), executor, clock, depth=1, check=True)
+    loop = EngineLoop(scheduler, executor, clock, depth=1, check=True)
     for name in "ab":
         loop.submit(make_request(name, [1], max_tokens=50, timeout_s=2.0))
     loop.submit(make_request("waits for a second", [1], timeout_s=100.0))
-    assert loop.turn().finished == []
+    assert loop.step().finished == []
     clock.advance(5.0)
-    assert ends(loop.turn()) == [("a", Reason.TIMEOUT), ("b", Reason.TIMEOUT)]
+    assert ends(loop.step()) == [("a", Reason.TIMEOUT), ("b", Reason.TIMEOUT)]
     assert clock.now_s() == 5.0
 
 
@@ -429,7 +428,7 @@ def test_who_resumes_and_is_late_keeps_what_it_brought() -> None:
     scheduler, _ = started()
     scheduler.submit(make_request("a", [1], output=[3, 4], timeout_s=1.0), 0.0, resumed=True)
     scheduler.expire(1.0)
-    (end,) = scheduler.take_between(1.0).finished
+    (end,) = scheduler.take_events(1.0).finished
     assert (end.reason, end.outputs) == (Reason.TIMEOUT, 2)
 
 

@@ -259,14 +259,14 @@ def test_reserve_sets_everything_aside_and_never_preempts() -> None:
 def test_predict_starts_with_the_longest_and_learns() -> None:
     memory = Predict(quantile=0.5)
     request = make_request("a", [1] * 10, 100)
-    assert memory.room(request) == 10 + 100 - 1
+    assert memory.tokens_to_hold(request) == 10 + 100 - 1
     for number in range(20):
         ended = make_request(f"e{number}", [1] * 12, 100)
         ended.tokens += [0] * (10 + number)
         memory.learn(ended)
-    assert memory.room(request) == 10 + 19 - 1
-    assert memory.room(make_request("other length", [1] * 100, 100)) == 199
-    assert memory.room(make_request("other tenant", [1] * 10, 100, tenant="b")) == 109
+    assert memory.tokens_to_hold(request) == 10 + 19 - 1
+    assert memory.tokens_to_hold(make_request("other length", [1] * 100, 100)) == 199
+    assert memory.tokens_to_hold(make_request("other tenant", [1] * 10, 100, tenant="b")) == 109
     said = make_request("resumed", [1] * 10, 100)
     said.tokens += [0] * 40
-    assert memory.room(said) == 50, "what it has said already must fit"
+    assert memory.tokens_to_hold(said) == 50, "what it has said already must fit"

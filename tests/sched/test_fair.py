@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.engine import Engine
 from shoal.sched import fair as module
 from shoal.sched.fair import Fair
 from tests.fakes import FakeExecutor, make_request, make_scheduler
@@ -19,7 +18,6 @@ class Shop:
         self.scheduler = make_scheduler(
             order="fair", max_num_seqs=slots, max_num_batched_tokens=budget, blocks=blocks, keep=False
         )
-        self.engine = Engine(self.scheduler)
         self.executor = FakeExecutor(self.scheduler.kv.pool.total, self.scheduler.kv.block_size)
         self.count = 0
         self.started: list[str] = []
@@ -32,17 +30,17 @@ class Shop:
     def ask(self, tenant: str, times: int = 1, prompt: int = 1, output: int = 1) -> None:
         for _ in range(times):
             request = make_request(f"{tenant}{self.count}", [1] * prompt, max_tokens=output, tenant=tenant)
-            self.engine.submit(request, now_s=float(self.count))
+            self.scheduler.submit(request, now_s=float(self.count))
             self.count += 1
 
     def serve(self) -> list[str]:
         """Whose requests start in the next pass."""
-        plan = self.engine.begin(0.0)
+        plan = self.scheduler.plan(0.0)
         if plan is None:
             return []
         self.executor.forward(plan)
         self.executor.sample(None)
-        events = self.engine.finish(self.executor.result(), 0.0)
+        events = self.scheduler.commit(self.executor.result(), 0.0)
         self.scheduler.check()
         started = [one.id[0] for one in events.admitted]
         self.started += started
@@ -121,8 +119,8 @@ def test_counters_of_those_who_left_are_limited(monkeypatch: pytest.MonkeyPatch)
     shop.ask("z", times=1000)
     for number in range(100):
         request = make_request(f"x{number}", [1], max_tokens=1, tenant=f"tenant {number}")
-        shop.engine.submit(request, 0.0)
-        shop.engine.abort(request.id)
+        shop.scheduler.submit(request, 0.0)
+        shop.scheduler.abort(request.id)
     assert len(shop.fair.served) <= 12
     assert set(shop.fair.present) == {"z"}
 

@@ -295,7 +295,7 @@ def test_nobody_starves_under_an_endless_stream_of_the_favoured(order: str, when
     assert seen.ttft_s <= start_s + 2 * longest_s
     # a gap holds one pass, or giving way: waiting again, fetching or computing anew what it had
     assert max(seen.gaps_s) <= again_s + 3 * longest_s
-    assert patient.preemptions <= sim.scheduler.max_preemptions
+    assert patient.preemptions <= sim.scheduler.tables.max_preemptions
     own_s = (patient.preemptions + 1) * 2 * longest_s + 30 * longest_s
     assert seen.token_s[-1] - arrived_s <= start_s + patient.preemptions * again_s + own_s
     assert seen.token_s[-1] < everybody[-1][0], "the stream ended before it: this test says nothing"
@@ -609,8 +609,8 @@ def test_an_abort_while_its_blocks_come_back_frees_them_when_they_have_come() ->
         if plan is None:
             break
         sim._compute(plan)
-        if scheduler.fetching and aborted < 5:
-            victim = next(iter(scheduler.fetching))
+        if scheduler.tables.fetching and aborted < 5:
+            victim = next(iter(scheduler.tables.fetching))
             assert scheduler.finish(victim.id, Reason.ABORT)
             aborted += 1
         scheduler.check()

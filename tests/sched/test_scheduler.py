@@ -6,7 +6,8 @@ import pytest
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Group, IllegalMove, Reason, State
 from shoal.errors import BadParameter, EmptyPrompt, EngineError, PromptTooLong
-from shoal.sched.scheduler import Draft, Scheduler
+from shoal.sched.pass_builder import PassBuilder
+from shoal.sched.scheduler import Scheduler
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 
 
@@ -63,15 +64,15 @@ def test_nobody_joins_in_the_pass_that_took_blocks_from_another() -> None:
 
 
 def test_a_victims_share_of_the_budget_goes_to_others() -> None:
-    """The victim stood in the draft already; what it would have computed is free again."""
+    """The victim stood in the batch already; what it would have computed is free again."""
     scheduler, executor = started(blocks=6, block_size=4, max_num_batched_tokens=9, watermark=0, chunk_tokens=8)
     scheduler.submit(make_request("old", [1] * 24, max_tokens=1), 0.0)
     step(scheduler, executor)
-    draft = Draft(9)
+    batch = PassBuilder(9)
     request = next(iter(scheduler.running))
-    draft.add(request, 5, prompt=True)
-    draft.remove(request)
-    assert (draft.left, draft.takes) == (9, {})
+    batch.add(request, 5, prompt=True)
+    batch.remove(request)
+    assert (batch.left, batch.takes) == (9, {})
 
 
 def test_a_new_leader_takes_over() -> None:
@@ -193,7 +194,7 @@ def test_an_aborted_request_gives_everything_back() -> None:
     assert scheduler.finish("a", Reason.ABORT)
     assert not scheduler.finish("a", Reason.ABORT), "a second time there is nothing to end"
     assert scheduler.kv.pool.held == 0
-    assert scheduler.take_between(0.0).finished[0].reason is Reason.ABORT
+    assert scheduler.take_events(0.0).finished[0].reason is Reason.ABORT
     scheduler.check()
 
 
@@ -218,10 +219,10 @@ def test_who_breaks_a_pass_alone_ends_and_nobody_else_does() -> None:
     for name in ("in it", "waiting"):
         scheduler.submit(make_request(name, [1]), 0.0)
     scheduler.plan(0.0)
-    events = scheduler.fail_flights("the device is gone", 0.0)
+    events = scheduler.fail("the device is gone", 0.0)
     assert not events.finished, "once may be chance"
     scheduler.plan(0.0)
-    events = scheduler.fail_flights("the device is gone", 0.0)
+    events = scheduler.fail("the device is gone", 0.0)
     assert [(end.id, end.error) for end in events.finished] == [("in it", "the device is gone")]
     assert step(scheduler, executor).rows.size == 1
 

@@ -263,10 +263,10 @@ def test_however_a_request_ends_its_place_is_free(how: str) -> None:
         for _ in range(2):  # once may be chance
             plan = scheduler.plan(0.0)
             assert plan is not None
-            scheduler.fail_flights("broken", 0.0)
+            scheduler.fail("broken", 0.0)
     else:
         scheduler.expire(1.0)
-    assert len(scheduler.tenants) == 0
+    assert len(scheduler.tables.tenants) == 0
     scheduler.submit(make_request("b", [1], tenant="t"), 1.0)
 
 
@@ -278,8 +278,8 @@ def test_a_refusal_leaves_no_trace() -> None:
             scheduler.submit(make_request("b", [1] * 9, tenant="t"), now_s)
         with pytest.raises(Rejected):
             scheduler.submit(make_request("b", [1], tenant="stranger"), now_s)
-    assert len(scheduler.tenants) == 1
-    assert scheduler.tenants.alive("t") == 1
+    assert len(scheduler.tables.tenants) == 1
+    assert scheduler.tables.tenants.alive("t") == 1
     scheduler.check()
 
 

@@ -229,7 +229,7 @@ def test_a_bad_request_disturbs_no_other_and_leaves_nothing_behind(model: Path, 
         said += "".join(chunk.text for chunk in stream)
         assert said == want
         assert first(llm.generate("x", greedy(3))).error == ""
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
         assert not llm._collectors
 
 
@@ -251,7 +251,7 @@ def test_logits_that_are_not_numbers_fail_their_own_request_only(folder: Path, m
         assert token_ids([outputs[0], outputs[2], outputs[4]]) == want
         # what the failed ones left in their blocks hurts nobody who gets these blocks next
         assert token_ids(llm.generate(good, greedy(20, logit_bias={200: -100}))) == want
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
 
 
 def test_a_closed_engine_says_so(model: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_cache_larger_than_the_machine_is_refused_at_once(model: Path, name: s
     text = message(BadConfig, lambda: open_llm(model, **{name: "900TiB"}))
     flag = "--" + name.replace("_", "-")
     assert f"{flag} asks for 921600.0 GiB, which do not fit: " in text
-    assert text.endswith(f"GiB in all; lower {flag}")
+    assert text.endswith(f"GiB in total; lower {flag}")
 
 
 @pytest.mark.parametrize("error", [MemoryError("unable to allocate"), RuntimeError("can't allocate memory: 12")])

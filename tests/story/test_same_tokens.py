@@ -58,8 +58,8 @@ def run(folder: Path, places: list[int], **options: object) -> tuple[Answers, in
     with LLM(str(folder), dtype="float32", max_num_seqs=10, watermark=0.0, check=True, **options) as llm:
         outputs = llm.generate([all_requests[i][0] for i in places], [all_requests[i][1] for i in places])
         while not llm.loop.idle:  # blocks of those who have ended may be on their way to host memory
-            llm.turn()
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+            llm.step()
+        assert llm.loop.scheduler.kv.pool.held == 0
     answers: Answers = {}
     preempted = 0
     for place, output in zip(places, outputs, strict=True):

@@ -120,7 +120,7 @@ def test_preemption_changes_no_token(model: Path, depth: int) -> None:
         roomy = llm.generate(prompts, params)
     with open_llm(model, kv_memory=small_kv(14), depth=depth, check=True) as llm:
         tight = llm.generate(prompts, params)
-        assert llm.loop.engine.scheduler.kv.pool.held == 0
+        assert llm.loop.scheduler.kv.pool.held == 0
     assert token_ids(tight) == token_ids(roomy)
     assert [one.outputs[0].text for one in tight] == [one.outputs[0].text for one in roomy]
     assert [one.outputs[0].finish_reason for one in tight] == [one.outputs[0].finish_reason for one in roomy]

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.story_server.poison import poison_env
 from tests.story_server.servers import (
     RESTARTS,
     SMALL,
@@ -168,7 +169,7 @@ def test_killed_while_draining(tiny_model: Path, tmp_path: Path) -> None:
             server.wait_for("all to speak", lambda: speaking(server) == 8)
             (pid,) = server.engine_pids()
             server.terminate()
-            server.wait_for("draining", lambda: "draining: 8 requests run" in server.log())
+            server.wait_for("draining", lambda: "draining: 8 running requests" in server.log())
             os.kill(pid, signal.SIGKILL)
 
         assert asyncio.run(all_answers(server, wanted, drain_and_kill)) == undisturbed
@@ -267,7 +268,7 @@ def test_a_poisoned_request_fails_alone(tiny_model: Path, tmp_path: Path, how: s
     wanted = asks(31, 120)
     poisoned = {**wanted[0], "prompt": [9, POISON, 9], "stream": False}
     flags = (*SMALL, "--max-model-len", "2048")
-    with running(tmp_path, tiny_model, *flags, env={"_SHOAL_TEST_POISON": f"{POISON}:{how}"}) as server:
+    with running(tmp_path, tiny_model, *flags, env=poison_env(POISON, how)) as server:
         undisturbed = asyncio.run(all_answers(server, wanted, lambda: None))
         *neighbours, bad = asyncio.run(all_answers(server, [*wanted, poisoned], lambda: None))
         assert bad == (500, [])
@@ -286,7 +287,7 @@ def test_a_poisoned_request_fails_alone(tiny_model: Path, tmp_path: Path, how: s
 @pytest.mark.slow
 def test_a_request_that_hangs_the_engine_is_found(tiny_model: Path, tmp_path: Path) -> None:
     flags = (*SMALL, "--max-model-len", "2048", "--hang-timeout", "2.5")
-    with running(tmp_path, tiny_model, *flags, env={"_SHOAL_TEST_POISON": f"{POISON}:hang"}) as server:
+    with running(tmp_path, tiny_model, *flags, env=poison_env(POISON, "hang")) as server:
         poisoned = {**asks(1, 8)[0], "prompt": [9, POISON], "stream": False}
         good = asks(3, 60)
         undisturbed = asyncio.run(all_answers(server, good, lambda: None))

@@ -140,18 +140,18 @@ def hang_up(server: Server, until: str) -> None:
 def test_the_file_is_read_again_on_sighup(keyed: Server, file: Path) -> None:
     with long_stream(keyed, 2000, key=BOB) as events:
         write(file, *FILE[:1], *FILE[2:], ApiKey(name="carol", digest=digest_of(CAROL), max_concurrent=1))
-        hang_up(keyed, "was read again")
+        hang_up(keyed, "was reloaded")
         assert get(keyed, "/v1/models", BOB).status_code == 401
         assert get(keyed, "/v1/models", CAROL).status_code == 200
         assert keyed.complete(n=2, max_tokens=1, key=CAROL).status_code == 400, "her limit has reached the engine"
         for _ in range(20):
             assert next(events)["choices"], "who was let in may finish"
     file.write_text("- {name: carol, key: sk-carol-0123}")
-    hang_up(keyed, "stay as they were")
+    hang_up(keyed, "keys are unchanged")
     assert "shoal key NAME --stdin" in keyed.log(10**9)
     assert get(keyed, "/v1/models", CAROL).status_code == 200, "a bad file changes nothing"
     write(file, *FILE)
-    hang_up(keyed, "was read again")
+    hang_up(keyed, "was reloaded")
     assert get(keyed, "/v1/models", BOB).status_code == 200
     keyed.wait_until_idle()
 
@@ -159,18 +159,18 @@ def test_the_file_is_read_again_on_sighup(keyed: Server, file: Path) -> None:
 def test_new_limits_count_at_once_also_for_a_key_that_has_requests_running(keyed: Server, file: Path) -> None:
     with long_stream(keyed, key=BOB):
         write(file, FILE[0], replace(FILE[1], tokens_per_minute=30), FILE[2])
-        hang_up(keyed, "was read again")
+        hang_up(keyed, "was reloaded")
         assert keyed.complete(prompt=[5] * 40, max_tokens=1, key=BOB).status_code == 200, "the bucket was empty"
         refused = keyed.complete(max_tokens=1, key=BOB)
         assert refused.status_code == 429
         assert "30 tokens per minute" in assert_error_shape(refused)["message"]
         write(file, FILE[0], replace(FILE[1], max_concurrent=1, tokens_per_minute=0), FILE[2])
-        hang_up(keyed, "was read again")
+        hang_up(keyed, "was reloaded")
         refused = keyed.complete(max_tokens=1, key=BOB)
         assert refused.status_code == 429
         assert "may have 1 at once" in assert_error_shape(refused)["message"], "no longer the rate"
         write(file, *FILE)
-        hang_up(keyed, "was read again")
+        hang_up(keyed, "was reloaded")
         assert keyed.complete(max_tokens=1, key=BOB).status_code == 200
     keyed.wait_until_idle()
 
@@ -182,7 +182,7 @@ def test_a_private_folder_that_is_removed_comes_back_with_the_next_engine(keyed:
         (pid,) = keyed.engine_pids()
         os.kill(pid, signal.SIGKILL)
         assert len(tokens_in(events)) == 600, "it went on with the next engine"
-    assert f"the folder {folder} was removed and is made again" in keyed.log(10**9)
+    assert f"the folder {folder} was removed and is recreated" in keyed.log(10**9)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert keyed.complete(max_tokens=1, key=BOB).status_code == 200
     assert keyed.complete(max_tokens=1, key=CAROL).status_code == 401

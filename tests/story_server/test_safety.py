@@ -156,6 +156,6 @@ def test_health_is_quick_while_a_long_prompt_is_tokenized(tiny: Server) -> None:
 
 def test_a_hangup_without_a_key_file_changes_nothing(safe: Server, home: Path) -> None:
     safe.process.send_signal(signal.SIGHUP)
-    safe.wait_for("a word about it", lambda: "no key file to read again" in safe.log(10**9))
+    safe.wait_for("a word about it", lambda: "no key file to reload" in safe.log(10**9))
     assert safe.health() == 200
     assert folder_of(home).exists()

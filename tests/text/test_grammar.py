@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from shoal.core.grammar import Grammar
 from shoal.core.job import GRAMMARS, GrammarSpec
-from shoal.core.ports import Grammar
 from shoal.errors import BadGrammar, QueueFull
 from shoal.text import grammar as module
 from shoal.text.grammar import KEPT, MAX_TEXT_BYTES, WHAT, Grammars

@@ -1,4 +1,4 @@
-"""Where the real traces lie, on a machine that has them."""
+"""Paths of the real traces, on a machine that has them."""
 
 from pathlib import Path
 

@@ -62,7 +62,7 @@ def test_twice_the_rate_is_the_same_pattern_in_half_the_time() -> None:
 
 
 @pytest.mark.parametrize("place", [lambda t: poisson(t, 3), lambda t: gamma(t, 3, 4), at_once])
-def test_only_times_change_and_the_first_comes_at_0(place: Callable[[list[TraceRequest]], list[TraceRequest]]) -> None:
+def test_only_times_change_and_the_first_is_at_0(place: Callable[[list[TraceRequest]], list[TraceRequest]]) -> None:
     placed = place(TRACE)
     assert [replace(one, at_s=0) for one in placed] == [replace(one, at_s=0) for one in TRACE]
     assert placed[0].at_s == 0
@@ -74,7 +74,7 @@ def test_at_once() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -1, float("nan"), float("inf")])
-def test_numbers_that_mean_nothing_are_named(bad: float) -> None:
+def test_invalid_numbers_are_named(bad: float) -> None:
     with pytest.raises(BadConfig, match="time scale"):
         replay(TRACE, bad)
     with pytest.raises(BadConfig, match="rate"):

@@ -1,4 +1,4 @@
-"""Prompts: of the right length, and equal exactly where the trace says so."""
+"""Prompts: of the right length, and equal exactly where the trace has equal prefixes."""
 
 import random
 
@@ -17,7 +17,7 @@ def shared(a: list[int], b: list[int]) -> int:
 
 
 def tree(count: int, seed: int = 0) -> list[TraceRequest]:
-    """Requests like Mooncake's: each goes on from a prefix of an earlier one, or begins anew."""
+    """Requests like Mooncake's: each continues a prefix of an earlier one, or starts a new one."""
     source, fresh = random.Random(seed), iter(range(10**6))
     found: list[TraceRequest] = []
     for _ in range(count):
@@ -29,7 +29,7 @@ def tree(count: int, seed: int = 0) -> list[TraceRequest]:
 
 
 def repeated_shares(requests: list[TraceRequest], prompts: list[list[int]]) -> tuple[float, float]:
-    """The share of whole blocks that were there before: as the ids say, and as the tokens up to their ends say."""
+    """The share of whole blocks that occurred before: by ids, and by the tokens up to their ends."""
     by_id, by_tokens, total = set(), set(), 0
     for request, prompt in zip(requests, prompts, strict=True):
         for place, id in enumerate(request.prefix, start=1):
@@ -57,7 +57,7 @@ def test_without_prefixes_nothing_is_shared() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.1, 0.05, 0.037, 0.01, 2.5])
 @pytest.mark.parametrize("cap", [None, 40])
 def test_equal_ids_are_equal_tokens_and_others_differ(scale: float, cap: int | None) -> None:
-    """Also where a scaled block is no whole number of tokens, and where the cap cuts through one."""
+    """Also where a scaled block is no whole number of tokens, and where the cap divides one."""
     fitted = fit(tree(40), scale=scale, max_prompt=cap).requests
     prompts = make_prompts(fitted, VOCAB)
     assert [len(prompt) for prompt in prompts] == [one.prompt for one in fitted]
@@ -71,14 +71,14 @@ def test_equal_ids_are_equal_tokens_and_others_differ(scale: float, cap: int | N
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1, 0.037])
-def test_the_share_of_repeated_blocks_is_what_the_ids_say(scale: float) -> None:
+def test_the_share_of_repeated_blocks_follows_from_the_ids(scale: float) -> None:
     requests = fit(tree(60), scale=scale).requests
     ids, tokens = repeated_shares(requests, make_prompts(requests, VOCAB))
     assert tokens == ids
     assert ids > 0.2
 
 
-def test_a_tail_beyond_the_blocks_is_ones_own() -> None:
+def test_a_tail_beyond_the_blocks_is_unique() -> None:
     requests = [TraceRequest(0, 600, 1, (1,), 512), TraceRequest(0, 700, 1, (1,), 512)]
     one, other = make_prompts(requests, VOCAB)
     assert (len(one), len(other)) == (600, 700)

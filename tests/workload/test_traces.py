@@ -1,4 +1,4 @@
-"""Reading traces: every format, every way to be wrong, and making lengths fit."""
+"""Reading traces: every format, every error, and fitting of lengths."""
 
 import gzip
 import json
@@ -78,8 +78,8 @@ def test_azure_with_a_zone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(time, "tzset"), reason="no time zones to set here")
-def test_azure_does_not_jump_with_the_readers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour that summer time skips in Berlin is an hour like others in a trace."""
+def test_azure_times_do_not_follow_the_local_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour that summer time skips in Berlin is an ordinary hour in a trace."""
     text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-03-26 01:59:59.0000000,1,2\n2023-03-26 03:00:01.0000000,3,4\n"
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
@@ -114,14 +114,14 @@ def test_mooncake_without_hash_ids(tmp_path: Path) -> None:
     assert read_trace(path) == [TraceRequest(0.0, 6, 5)]
 
 
-def test_unsorted_rows_come_by_arrival_and_only_then_are_cut(tmp_path: Path) -> None:
+def test_unsorted_rows_are_sorted_by_arrival_before_the_limit_applies(tmp_path: Path) -> None:
     path = write(tmp_path, "t.csv", "arrival_s,prompt_tokens,output_tokens\n9,1,1\n2,2,2\n5,3,3\n2,4,4\n")
     assert [(one.at_s, one.prompt) for one in read_trace(path)] == [(0, 2), (0, 4), (3, 3), (7, 1)]
     assert [one.prompt for one in read_trace(path, 2)] == [2, 4]
     assert len(read_trace(path, 99)) == 4
 
 
-# ---- ways to be wrong -----------------------------------------------------------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------------------------
 
 HEAD = "arrival_s,prompt_tokens,output_tokens\n1,2,3\n"
 
@@ -142,9 +142,9 @@ HEAD = "arrival_s,prompt_tokens,output_tokens\n1,2,3\n"
     ],
 )
 def test_a_bad_csv_row_is_named_by_file_and_line(tmp_path: Path, row: str, word: str) -> None:
-    said = refusal(write(tmp_path, "t.csv", HEAD + row + "\n4,5,6\n"))
-    assert "t.csv: line 3 " in said
-    assert word in said
+    message = refusal(write(tmp_path, "t.csv", HEAD + row + "\n4,5,6\n"))
+    assert "t.csv: line 3 " in message
+    assert word in message
 
 
 @pytest.mark.parametrize(
@@ -160,21 +160,21 @@ def test_a_bad_csv_row_is_named_by_file_and_line(tmp_path: Path, row: str, word:
 )
 def test_a_bad_jsonl_row_is_named_by_file_and_line(tmp_path: Path, row: str, word: str) -> None:
     good = '{"arrival_s": 1, "prompt_tokens": 2, "output_tokens": 3}\n\n'
-    said = refusal(write(tmp_path, "t.jsonl", good + row + "\n"))
-    assert "t.jsonl: line 3 " in said
-    assert word in said
+    message = refusal(write(tmp_path, "t.jsonl", good + row + "\n"))
+    assert "t.jsonl: line 3 " in message
+    assert word in message
 
 
 @pytest.mark.parametrize("ids", ['"12"', "7", '["a"]', "[1.5]", "null"])
-def test_hash_ids_of_another_kind(tmp_path: Path, ids: str) -> None:
+def test_hash_ids_of_another_type(tmp_path: Path, ids: str) -> None:
     row = f'{{"timestamp": 7, "input_length": 6, "output_length": 5, "hash_ids": {ids}}}'
-    said = refusal(write(tmp_path, "m.jsonl", row))
-    assert "line 1" in said
-    assert "hash_ids" in said
+    message = refusal(write(tmp_path, "m.jsonl", row))
+    assert "line 1" in message
+    assert "hash_ids" in message
 
 
 @pytest.mark.parametrize("stamp", ["yesterday", "", "46.68"])
-def test_an_azure_time_that_is_none(tmp_path: Path, stamp: str) -> None:
+def test_an_azure_time_that_is_invalid(tmp_path: Path, stamp: str) -> None:
     assert "a.csv: line 5 " in refusal(write(tmp_path, "a.csv", AZURE + f"{stamp},1,2\n"))
 
 
@@ -182,7 +182,7 @@ def test_an_azure_time_that_is_none(tmp_path: Path, stamp: str) -> None:
     ("name", "text"), [("t.csv", "when,how_long\n1,2\n"), ("t.jsonl", '{"when": 1, "how_long": 2}')]
 )
 def test_unknown_columns_are_listed_with_the_known_formats(tmp_path: Path, name: str, text: str) -> None:
-    said = refusal(write(tmp_path, name, text))
+    message = refusal(write(tmp_path, name, text))
     for word in (
         name,
         "when, how_long",
@@ -192,24 +192,24 @@ def test_unknown_columns_are_listed_with_the_known_formats(tmp_path: Path, name:
         "input_length",
         "Request tokens",
     ):
-        assert word in said
+        assert word in message
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.jsonl"])
 def test_not_utf8_names_the_line(tmp_path: Path, name: str) -> None:
     text = MOON.replace("\n\n", "\n") if "json" in name else HEAD
-    said = refusal(write(tmp_path, name, text.encode() + b"\xff\xfe,1,2\n"))
-    assert f"{name}: line 3 is not UTF-8" in said
+    message = refusal(write(tmp_path, name, text.encode() + b"\xff\xfe,1,2\n"))
+    assert f"{name}: line 3 is not UTF-8" in message
 
 
 @pytest.mark.parametrize("name", ["none.csv", "none.csv.gz", "none.jsonl"])
 def test_a_missing_file(tmp_path: Path, name: str) -> None:
-    said = refusal(tmp_path / name)
-    assert name in said
-    assert "No such file" in said
+    message = refusal(tmp_path / name)
+    assert name in message
+    assert "No such file" in message
 
 
-def test_a_folder_is_no_trace(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_trace(tmp_path: Path) -> None:
     assert str(tmp_path) in refusal(tmp_path)
 
 
@@ -239,10 +239,10 @@ def test_a_trace_without_requests(tmp_path: Path, text: str) -> None:
     assert "no requests" in refusal(write(tmp_path, "t.csv", text))
 
 
-# ---- lengths made to fit --------------------------------------------------------------------------------------------
+# ---- fitted lengths -----------------------------------------------------------------------------------------------
 
 
-def test_fit_scales_then_caps_and_tells_the_share() -> None:
+def test_fit_scales_then_caps_and_returns_the_share() -> None:
     requests = [
         TraceRequest(1, 1000, 100),
         TraceRequest(2, 200, 900),
@@ -281,7 +281,7 @@ def test_a_request_that_hits_both_caps_counts_once() -> None:
 @pytest.mark.parametrize(
     "bad", [{"scale": 0}, {"scale": -1}, {"scale": float("nan")}, {"max_prompt": 0}, {"max_output": -2}]
 )
-def test_fit_refuses_what_means_nothing(bad: dict[str, float]) -> None:
+def test_fit_refuses_invalid_values(bad: dict[str, float]) -> None:
     with pytest.raises(BadConfig, match=next(iter(bad))):
         fit([TraceRequest(0, 9, 9)], **bad)  # type: ignore[arg-type]
 

@@ -1,8 +1,8 @@
 """Compare: the same requests through every preset on the same model, at every rate.
 
 Groups are swept (static by size, dynamic by window at the size of the slots) at the middle rate, and the best of each
-by median normalised latency is kept, so that the baseline is no straw man. Is handed a make_engine, which
-builds an engine with given settings over the model loaded once.
+by median normalised latency is kept, so that the baseline is a fair one. Takes a make_engine, which builds an engine
+with given settings over the model loaded once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from shoal.bench.quiet import DISTURBED, Watch
+from shoal.bench.cpu_noise import DISTURBED, NoiseWatch
 from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.replay import replay
 from shoal.config.presets import preset_of
@@ -23,8 +23,8 @@ MakeEngine = Callable[[dict[str, Any]], EngineLoop]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be compared."""
+class ComparePlan:
+    """What to compare."""
 
     presets: tuple[str, ...]
     rates: tuple[float, ...]  # requests per second; 0: all at once
@@ -38,12 +38,12 @@ class Plan:
     users: int = 0
     windows_ms: tuple[float, ...] = (20.0, 100.0, 500.0)
     seed: int = 0
-    repeats: int = 0  # how often a run that other programs disturbed is repeated at most
+    repeats: int = 0  # most repeats of a run that other programs disturbed
 
 
 @dataclass
 class Results:
-    """What came of it: the best run of each preset and rate, and those that were tried and not kept."""
+    """The best run of each preset and rate, and the runs that were tried and not kept."""
 
     kept: list[RunRecord] = field(default_factory=list)
     tried: list[RunRecord] = field(default_factory=list)
@@ -54,8 +54,8 @@ def group_sizes(slots: int) -> list[int]:
     return sorted({max(1, slots // 4), max(1, slots // 2), slots})
 
 
-def variants(preset: str, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, settings) of everything a preset is tried with."""
+def variants(preset: str, plan: ComparePlan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(label, settings) of every variant of a preset."""
     batching = preset_of(preset).settings["batching"]
     if batching == "static":
         for size in group_sizes(plan.slots):
@@ -67,7 +67,7 @@ def variants(preset: str, plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
         yield preset, {}
 
 
-def arrive(plan: Plan, rate: float) -> list[TraceRequest]:
+def arrive(plan: ComparePlan, rate: float) -> list[TraceRequest]:
     """The trace with arrival times for this rate."""
     if not rate or plan.users:
         return at_once(plan.trace)
@@ -77,13 +77,13 @@ def arrive(plan: Plan, rate: float) -> list[TraceRequest]:
     return gamma(plan.trace, rate, cv, plan.seed)
 
 
-def count_runs(plan: Plan) -> int:
+def count_runs(plan: ComparePlan) -> int:
     tried = sum(sum(1 for _ in variants(preset, plan)) for preset in plan.presets)
     return tried + len(plan.presets) * (len(plan.rates) - 1)
 
 
-def compare(plan: Plan, make_engine: MakeEngine, progress: bool = True) -> Results:
-    """Run everything. Variants are tried at the middle rate; the best of a preset is what runs at the others."""
+def compare(plan: ComparePlan, make_engine: MakeEngine, progress: bool = True) -> Results:
+    """Run everything. Variants are tried at the middle rate; the best of each preset runs at the other rates."""
     results = Results()
     middle = plan.rates[len(plan.rates) // 2]
     bar: tqdm[Any] = tqdm(total=count_runs(plan) * len(plan.trace), unit="req", disable=not progress)
@@ -104,14 +104,14 @@ def compare(plan: Plan, make_engine: MakeEngine, progress: bool = True) -> Resul
     return results
 
 
-def _latency(run: RunRecord, plan: Plan) -> float:
-    """Median end-to-end time per output token; a run in which nobody finished is the worst."""
+def _latency(run: RunRecord, plan: ComparePlan) -> float:
+    """Median end-to-end time per output token; infinite if no request finished."""
     summary = summarise(run, plan.promise, plan.price_per_hour)
     return float(summary["normalised_s"]["p50"]) if summary["finished"] else float("inf")
 
 
 def run_one(
-    plan: Plan,
+    plan: ComparePlan,
     make_engine: MakeEngine,
     preset: str,
     label: str,
@@ -119,21 +119,21 @@ def run_one(
     rate: float,
     bar: "tqdm[Any] | None" = None,
 ) -> RunRecord:
-    """One preset at one rate; again if other programs took part, and then the least disturbed of the runs."""
+    """One preset at one rate, repeated if other programs disturbed it; returns the least disturbed run."""
     name = f"{label} at {rate:g}/s" if rate else label
     if bar is not None:
         bar.set_description(name)
     runs: list[RunRecord] = []
     while len(runs) < 1 + plan.repeats and (not runs or runs[-1].others > DISTURBED):
         if runs and bar is not None:
-            bar.write(f"{name}: other programs took {runs[-1].others:.0%} of the CPU; it is run again")
+            bar.write(f"{name}: other programs took {runs[-1].others:.0%} of the CPU; running it again")
             bar.total = (bar.total or 0) + len(plan.trace)
         runs.append(run_once(plan, make_engine, preset, label, settings, rate, bar))
     return min(runs, key=lambda run: run.others)
 
 
 def run_once(
-    plan: Plan,
+    plan: ComparePlan,
     make_engine: MakeEngine,
     preset: str,
     label: str,
@@ -141,9 +141,9 @@ def run_once(
     rate: float,
     bar: "tqdm[Any] | None" = None,
 ) -> RunRecord:
-    """On a fresh engine."""
+    """One run on a new engine."""
     chosen = {**preset_of(preset).settings, **settings}
-    watch = Watch()
+    watch = NoiseWatch()
     loop = make_engine(chosen)
     try:
         run = replay(
@@ -164,7 +164,7 @@ def run_once(
     return run
 
 
-def rows_of(runs: Sequence[RunRecord], plan: Plan) -> list[dict[str, Any]]:
+def rows_of(runs: Sequence[RunRecord], plan: ComparePlan) -> list[dict[str, Any]]:
     """Every figure of every run, for tables and machines."""
     return [
         {
@@ -190,10 +190,10 @@ class SpeedUp(NamedTuple):
         return self.ours / self.theirs
 
 
-def speed_up(runs: Sequence[RunRecord], plan: Plan, of: Sequence[str], over: Sequence[str]) -> SpeedUp | None:
-    """The best of `of` against the best of `over`, the way Orca reports it.
+def speed_up(runs: Sequence[RunRecord], plan: ComparePlan, of: Sequence[str], over: Sequence[str]) -> SpeedUp | None:
+    """The best of `of` against the best of `over`, as Orca reports it.
 
-    Taken at one latency, the lowest of `over`'s points that `of` reaches too; not the largest ratio there is.
+    Taken at one latency: the lowest of `over`'s points that `of` reaches too, not the point with the largest ratio.
     """
     ours = curve(runs, plan, of)
     theirs = curve(runs, plan, over)
@@ -211,7 +211,7 @@ def by_batching(presets: Sequence[str], batching: str) -> list[str]:
 
 
 def in_words(found: SpeedUp | None) -> str:
-    """What a report says about continuous batching against the best static groups."""
+    """The report's sentence on continuous batching against the best static groups."""
     if found is None:
         return ""
     return (
@@ -221,7 +221,7 @@ def in_words(found: SpeedUp | None) -> str:
     )
 
 
-def curve(runs: Sequence[RunRecord], plan: Plan, names: Sequence[str]) -> list[tuple[float, float]]:
+def curve(runs: Sequence[RunRecord], plan: ComparePlan, names: Sequence[str]) -> list[tuple[float, float]]:
     """(median normalised latency, requests per second finished) by rate, the best of these presets at each."""
     points: dict[float, tuple[float, float]] = {}
     for run in runs:

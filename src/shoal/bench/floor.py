@@ -1,12 +1,12 @@
-"""The floor: the time no engine passes on this machine, from what was measured on it in the same run.
+"""The floor: a lower bound on any engine's time on this machine, from rates measured on it in the same run.
 
     floor = linear FLOP of the prompts, and their attention, over the matrix rate
           + for each of the fewest possible decode passes: weight bytes over bandwidth, or its FLOP where that is longer
           + every KV byte read once by every token that needs it, over bandwidth
 
 The fewest passes are the longest output, or all output tokens over the slots, whichever is more. Prompts and decodes
-are counted one after the other; an engine that hides weight reads behind the prompts' products could come out a little
-lower. Knows lengths and sizes, no engine.
+are added up; an engine that overlaps weight reads with the prompts' products could be a little faster. Knows lengths
+and sizes, no engine.
 """
 
 import time
@@ -22,7 +22,7 @@ from shoal.workload.lengths import Lengths
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine can do, measured."""
+    """Measured rates of this machine."""
 
     bandwidth_gb_s: float
     matrix_gflop_s: float
@@ -45,8 +45,8 @@ class Floor:
 
 
 def measure(dtype: torch.dtype, device: str = "cpu", weight_bytes: int = 2**28) -> Machine:
-    """Best of a few runs. A CPU reads a buffer as large as the weights; a GPU, which must be kept busy to show what it
-    can do, copies 2 GiB (read and written), and multiplies larger matrices."""
+    """Best of a few runs. A CPU reads a buffer as large as the weights; a GPU, which needs more work to reach its
+    rates, copies 2 GiB (read and written) and multiplies larger matrices."""
     if device != "cpu":
         source = torch.randn(2**29, device=device)
         target = torch.empty_like(source)
@@ -56,7 +56,7 @@ def measure(dtype: torch.dtype, device: str = "cpu", weight_bytes: int = 2**28) 
         values = torch.ones(max(weight_bytes, 2**26) // 4, dtype=torch.float32)
         moved, move_s = values.numel() * 4, _best(lambda: values.sum(), device)
     if device == "cpu" and not computes_natively(dtype):
-        dtype = torch.float32  # what stands in for it
+        dtype = torch.float32  # the type used instead
     side = 1024 if device == "cpu" else 8192
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     multiply_s = _best(lambda: left @ right, device, times=1 if device == "cpu" else 10)
@@ -64,7 +64,7 @@ def measure(dtype: torch.dtype, device: str = "cpu", weight_bytes: int = 2**28) 
 
 
 def _best(work: Callable[[], object], device: str, runs: int = 5, times: int = 1) -> float:
-    """Seconds for one piece of work, `times` of which are done in a row."""
+    """Seconds for one call, of which `times` are made in a row."""
     found = []
     for _ in range(runs + 1):
         begun = time.perf_counter()
@@ -77,25 +77,25 @@ def _best(work: Callable[[], object], device: str, runs: int = 5, times: int = 1
 
 
 def read_weights(spec: ModelSpec) -> int:
-    """How many weights a pass must read: no pass reads all embeddings."""
+    """Weights that a pass must read; no pass reads all embeddings."""
     return (spec.linear_flop_per_token + spec.head_flop) // 2
 
 
 def prompt_flop(lengths: Sequence[Lengths], spec: ModelSpec) -> int:
-    """Linear layers and attention of all prompts, and the scores of their last positions."""
+    """Linear layers and attention of all prompts, and the logits of their last positions."""
     prompts = sum(one.prompt for one in lengths)
     attention = sum(2 * one.prompt**2 for one in lengths) * spec.layers * spec.heads * spec.head_dim
     return prompts * spec.linear_flop_per_token + len(lengths) * spec.head_flop + attention
 
 
 def prompts_s(lengths: Sequence[Lengths], spec: ModelSpec, itemsize: int, machine: Machine) -> float:
-    """The least time in which these prompts have their first tokens."""
+    """The least time until these prompts have their first tokens."""
     read_s = read_weights(spec) * itemsize / (machine.bandwidth_gb_s * 1e9)
     return max(prompt_flop(lengths, spec) / (machine.matrix_gflop_s * 1e9), read_s)
 
 
 def decode_pass_s(batch: int, context: int, spec: ModelSpec, itemsize: int, machine: Machine) -> float:
-    """The least time of one pass that gives each of so many sequences a token."""
+    """The least time of one pass that decodes a token for each of `batch` sequences."""
     rate, bandwidth = machine.matrix_gflop_s * 1e9, machine.bandwidth_gb_s * 1e9
     multiply_s = batch * (spec.linear_flop_per_token + spec.head_flop) / rate
     weights_s = max(read_weights(spec) * itemsize / bandwidth, multiply_s)
@@ -103,7 +103,7 @@ def decode_pass_s(batch: int, context: int, spec: ModelSpec, itemsize: int, mach
 
 
 def floor(lengths: Sequence[Lengths], spec: ModelSpec, dtype: torch.dtype, slots: int, machine: Machine) -> Floor:
-    """The floor for these requests, all there from the start."""
+    """The floor for these requests, all present from the start."""
     rate, bandwidth = machine.matrix_gflop_s * 1e9, machine.bandwidth_gb_s * 1e9
     outputs = sum(one.output for one in lengths)
     passes = max(max(one.output for one in lengths) - 1, -(-(outputs - len(lengths)) // slots))

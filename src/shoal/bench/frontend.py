@@ -1,7 +1,7 @@
 """What the fronts cost: streams from a paced engine, one SSE event per token, parsed by a client in this process.
 
-Owns the client (plain sockets, so that it is not what is measured), and the sums: tokens per second that arrived and
-the delay that was added between the scheduler and the parsed event. Knows only an address and a file of emissions.
+Owns the client (plain sockets, so that the client is not the bottleneck) and the figures: tokens per second that
+arrived, and the delay added between the scheduler and the parsed event. Knows only an address and a file of emissions.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: applica
 
 
 class Choice(msgspec.Struct):
-    """Of one chunk; everything else in it is skipped."""
+    """Choice of one chunk; other fields are skipped."""
 
     text: str
     finish_reason: str | None = None
@@ -34,7 +34,7 @@ _events = msgspec.json.Decoder(Event)
 
 
 class StreamClient(asyncio.Protocol):
-    """One stream: sends its request, parses every event, notes when each arrived."""
+    """One stream: sends its request, parses every event, records when each arrived."""
 
     def __init__(self, body: bytes, done: "asyncio.Future[None]") -> None:
         self.body = body
@@ -61,7 +61,7 @@ class StreamClient(asyncio.Protocol):
             self._in_body, self._rest = True, rest
         *whole, self._rest = self._rest.split(b"\n\n")
         for part in whole:
-            at = part.find(b"data: ")  # chunk sizes of HTTP stand before it
+            at = part.find(b"data: ")  # HTTP chunk sizes precede it
             if at < 0:
                 continue
             if part.startswith(b"[DONE]", at + 6):
@@ -84,7 +84,7 @@ class StreamClient(asyncio.Protocol):
 
 @dataclass
 class Arrivals:
-    """What the client saw."""
+    """What the client received."""
 
     streams: dict[str, list[float]] = field(default_factory=dict)  # request id → when its tokens arrived
     problems: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ async def read_streams(host: str, port: int, streams: int, tokens: int) -> Arriv
 
 
 def run_streams(host: str, port: int, streams: int, tokens: int) -> Arrivals:
-    """read_streams() on the fastest event loop there is."""
+    """read_streams() on uvloop."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

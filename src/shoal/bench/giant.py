@@ -1,7 +1,7 @@
-"""A giant prompt arrives among running streams: what each way of prefilling does to them and to it.
+"""A giant prompt arrives among running streams: what each prefill policy does to the streams and to the prompt.
 
 Inline stalls every stream for one long pass, exclusive pauses them, chunked slows them a little while the prompt takes
-slightly longer. Is handed a make_engine; knows the experiment, not how it is drawn.
+slightly longer. Takes a make_engine; knows the experiment, not how it is drawn.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def run_giant(
     warm_passes: int = 12,
     output: int = 48,
 ) -> dict[str, RunRecord]:
-    """The same requests in every way: `streams` short prompts, then the giant once all of them speak."""
+    """The same requests under every policy: `streams` short prompts, then the giant once all of them decode."""
     found = {}
     for way in WAYS:
         loop = make_engine({"prefill": way, "max_num_seqs": streams + 1, "prefix_caching": False})
@@ -37,7 +37,7 @@ def run_giant(
 
 
 class GiantReplay(Replay):
-    """The last request arrives when every other has said `warm_passes` tokens."""
+    """The last request arrives when every other has `warm_passes` output tokens."""
 
     warm_passes = 0
 

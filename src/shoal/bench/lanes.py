@@ -1,6 +1,6 @@
-"""The batch as lanes: for each request, what was computed for it and when, and what was computed for nobody.
+"""The batch as lanes: for each request, what was computed for it and when, and the padding beside it.
 
-Knows records only. Does not know how lanes are painted.
+Knows records only. Does not know how lanes are drawn.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ PROMPT, DECODE, AGAIN, PAD = "prompt", "decode", "again", "pad"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of time in one lane. Its length is the work: a row with 1 of 100 columns is busy for 1% of its pass."""
+    """An interval in one lane. Its length is the work: a row with 1 of 100 columns takes 1% of its pass."""
 
     kind: str
     from_s: float
@@ -23,13 +23,13 @@ class Piece:
 
 @dataclass(slots=True)
 class Lane:
-    """One request, from its arrival to the moment its reader had everything."""
+    """One request, from its arrival to the last token its client received."""
 
     request: RequestRecord
     pieces: list[Piece] = field(default_factory=list)
 
     def add(self, kind: str, from_s: float, to_s: float, near_s: float) -> None:
-        """Append, or lengthen the last piece if it is of this kind and ended just now."""
+        """Append a piece, or extend the last one if it has the same kind and ended just before."""
         if to_s <= from_s:
             return
         last = self.pieces[-1] if self.pieces else None
@@ -40,7 +40,7 @@ class Lane:
 
 
 def spans(passes: Sequence[PassRecord]) -> Iterator[tuple[float, float, PassRecord]]:
-    """(from, to, pass). With two in flight a pass is planned while the last computes, and starts when that ends."""
+    """(from, to, pass). With two in flight, a pass is planned while the previous computes and starts when that ends."""
     before_s = 0.0
     for one in passes:
         yield max(one.planned_s, min(before_s, one.committed_s)), one.committed_s, one
@@ -57,7 +57,7 @@ def rectangle_width(one: PassRecord) -> int:
 def lanes(run: RunRecord, count: int, near_s: float = 0.0) -> list[Lane]:
     """Lanes of the first `count` requests to arrive. Pieces of a kind less than near_s apart become one.
 
-    A pass tells how many rows of its rectangle were dead, not whose: here they are those of the last who ended.
+    A pass records how many rows of its rectangle were finished, not which: they are taken to be the last to finish.
     """
     first = sorted(range(len(run.requests)), key=lambda number: run.requests[number].arrived_s)[:count]
     shown = {number: Lane(run.requests[number]) for number in first}
@@ -81,7 +81,7 @@ def lanes(run: RunRecord, count: int, near_s: float = 0.0) -> list[Lane]:
 
 
 def kind_of(request: RequestRecord, position: int, computed: int) -> str:
-    """What it means to compute this request from `position` on."""
+    """The kind of work in computing this request from `position` on."""
     if position < computed:
         return AGAIN
     return PROMPT if position < request.prompt else DECODE

@@ -1,6 +1,6 @@
-"""Latency: how long a batch that is there at once waits for its first tokens, and then for each further one.
+"""Latency: the time to the first tokens of a batch that arrives at once, and the gaps between its further tokens.
 
-Is handed a loop; knows how to fill it and what to count. A gap is the time between two passes that both gave every
+Takes a loop; knows how to fill it and what to count. A gap is the time between two passes that both gave every
 request a token.
 """
 
@@ -21,7 +21,7 @@ from shoal.workload.lengths import Lengths, random_prompts
 
 @dataclass(frozen=True)
 class Latency:
-    """What one batch saw, and the least it could have seen."""
+    """The latencies of one batch, and their lower bounds."""
 
     batch: int
     prompt: int
@@ -30,7 +30,7 @@ class Latency:
     ttft_last_s: float
     gap_p50_s: float
     gap_p99_s: float
-    least_ttft_s: float  # of the last
+    least_ttft_s: float  # of the last request
     least_gap_s: float
     output_tok_s: float
 
@@ -53,9 +53,9 @@ def run_latency(
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         loop.submit(Request(f"{seed}/{number}", ids, params, seed=number))
     firsts: list[float] = []
-    full: list[float] = []  # when everybody got a token
+    full: list[float] = []  # when a pass gave every request a token
     while not loop.idle:
-        events = loop.turn()
+        events = loop.step()
         now = time.perf_counter() - begun
         errors = [end.error for end in events.finished if end.error]
         if errors:

@@ -1,7 +1,7 @@
 """A device that computes nothing, at a fixed pace: each pass brings every stream one token, a tick after the last.
 
-With it the real engine process (scheduler, host, wire) drives the real fronts, so that what is measured is the road
-from the engine to the client and nothing else. Knows no model.
+With it a real scheduler, host and wire (paced_engine.py) drive the real fronts, so that only the way from the engine to
+the client is measured. Knows no model.
 """
 
 import json
@@ -47,7 +47,7 @@ class PacedExecutor:
 
 
 class Emissions:
-    """A reader of events that remembers when each token left the scheduler."""
+    """An observer that keeps when each token left the scheduler."""
 
     def __init__(self) -> None:
         self._passes: list[tuple[float, list[str], list[int]]] = []
@@ -55,9 +55,6 @@ class Emissions:
     def take(self, events: PassEvents) -> None:
         if events.owners:
             self._passes.append((events.committed_s, events.owners, events.indexes))
-
-    def render(self) -> bytes:
-        return b""
 
     def save(self, path: Path) -> None:
         """request id → when its tokens 0, 1, 2, … were there, in seconds of the monotonic clock."""

@@ -1,7 +1,7 @@
 """The report of a comparison, as one HTML file that needs nothing else, and as Markdown.
 
-Knows rows of figures, texts and pictures. Does not know runs, engines or matplotlib. Whatever it is handed is escaped;
-the HTML fetches nothing, and works without its only script, which sorts the table.
+Knows rows of figures, texts and pictures. Does not know runs, engines or matplotlib. All input is escaped; the HTML
+fetches nothing, and works without its only script, which sorts the table.
 """
 
 import html
@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
-from shoal.bench.style import CSS, SCRIPT
+from shoal.bench.page_style import CSS, SCRIPT
 
 Row = Mapping[str, Any]  # {"preset", "label", "rate", **summarise(run)}
 MISSING = "—"
@@ -24,41 +24,41 @@ CAPTIONS = {
     "timeline": (
         "The batch over time",
         "Each lane is a request, left to right: a thin line while it waits, orange while its prompt is computed, blue "
-        "while it speaks, hatched grey where the device works for nobody; the dot is when its reader sees something.",
+        "while it decodes; hatched grey is padding. The dot marks its first token's arrival at the client.",
     ),
     "throughput": (
         "Throughput against latency",
-        "Each line is a preset, each point a rate: as the rate grows a good system moves right and stays low, a bad "
-        "one turns upwards; the last panel counts only requests that kept the promise.",
+        "Each line is a preset, each point a rate. As the rate grows, a good system moves right and stays low, a bad "
+        "one turns upwards. The last panel counts only requests that met the promise.",
     ),
     "latency": (
         "First token and gaps",
-        "Left, the share of requests whose first token came within a time; right, the share of gaps longer than a "
-        "time, so that a low right end means no stream ever stalled.",
+        "Left: the share of requests whose first token arrived within a time. Right: the share of gaps longer than a "
+        "time; a low right end means that no stream stalled.",
     ),
     "tokens": (
-        "What was computed, and for whom",
-        "The requests are the same for all, so blue is about equally long, shorter where a cache spared a part; "
-        "everything to its right was computed twice or for nobody.",
+        "Positions computed",
+        "The requests are the same for all presets, so blue is about equally long, shorter where a prefix cache saved "
+        "a part. Everything to its right was recomputed or is padding.",
     ),
     "waiting": (
         "Head-of-line waiting",
-        "Above, how long each request stood before its first pass; below, how many stood at each moment: the teeth "
-        "of a saw are groups that let nobody in.",
+        "Above: how long each request waited before its first pass. Below: the length of the queue. In a sawtooth, a "
+        "group admits no request until it has finished.",
     ),
     "work": (
         "Work per pass",
-        "Each bar is a pass, as wide as it lasted and as high as the positions it computed; the triangle marks the "
-        "longest, in which every running stream had to wait for its next token.",
+        "Each bar is a pass, as wide as its duration and as high as the positions it computed. The triangle marks the "
+        "longest, during which every running stream waited for its next token.",
     ),
     "kv": (
         "KV memory, held and used",
-        "Blue holds something, hatched grey is set aside and empty: memory in which another request could have run.",
+        "Blue is used, hatched grey is held but empty: memory in which another request could have run.",
     ),
     "giant": (
         "One giant prompt among running streams",
-        "Each dot is a token of a running stream, as high as its reader waited for it; the orange span is the giant's "
-        "own wait for its first token.",
+        "Each dot is a token of a running stream, as high as the gap before it. The orange span is the giant's wait "
+        "for its first token.",
     ),
 }
 
@@ -68,7 +68,7 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of a row: where it stands, how it is written, and whether more or less of it is better."""
+    """One figure of a row: its key, its format, and whether high or low is better."""
 
     heading: str
     key: str  # "ttft_s.p50": p50 of ttft_s
@@ -99,19 +99,19 @@ COLUMNS = (
     Column("done", "finished", number(0), about="requests that finished"),
     Column("tok/s", "output_tok_s", number(1), "high", "output tokens per second"),
     Column("req/s", "request_s", number(2), "high", "finished requests per second"),
-    Column("goodput req/s", "goodput_request_s", number(2), "high", "requests per second that kept the promise"),
+    Column("goodput req/s", "goodput_request_s", number(2), "high", "requests per second that met the promise"),
     Column("TTFT p50 s", "ttft_s.p50", number(2), "low", "time to first token, median, seconds"),
     Column("TTFT p99 s", "ttft_s.p99", number(2), "low", "time to first token, 99th percentile, seconds"),
-    Column("gap p50 ms", "gap_s.p50", number(1, 1e3), "low", "between two tokens, median; 0: all came at once"),
+    Column("gap p50 ms", "gap_s.p50", number(1, 1e3), "low", "between two tokens, median; 0: answers not streamed"),
     Column("gap p99 ms", "gap_s.p99", number(1, 1e3), "low", "between two tokens, 99th percentile"),
     Column("ms/token p50", "normalised_s.p50", number(1, 1e3), "low", "end to end per output token, median"),
     Column("e2e p99 s", "e2e_s.p99", number(2), "low", "end to end, 99th percentile, seconds"),
     Column("tail/median", "tail_over_median", number(1), "", "end to end, 99th percentile over median"),
-    Column("padding", "padding_share", share, "low", "share of positions computed for nobody"),
-    Column("again", "recomputed_tokens", number(0), "low", "positions computed again after an eviction"),
-    Column("KV waste", "kv_waste", share, "low", "share of held KV memory with nothing in it"),
-    Column("busy", "device_busy", share, "", "share of the time the device computed"),
-    Column("others", "others", share, "", "share of the CPU that other programs took: not to be trusted above 5%"),
+    Column("padding", "padding_share", share, "low", "share of computed positions that are padding"),
+    Column("recomputed", "recomputed_tokens", number(0), "low", "positions recomputed after a preemption"),
+    Column("KV waste", "kv_waste", share, "low", "share of held KV memory that is unused"),
+    Column("busy", "device_busy", share, "", "share of the time in which the device computed"),
+    Column("others", "others", share, "", "share of the CPU that other programs took; above 5% a run is not reliable"),
     Column("cost/M tok", "cost_per_million_tokens", number(2), "low", "price of a million output tokens"),
 )
 
@@ -129,7 +129,7 @@ def written(row: Row, column: Column) -> str:
 
 
 def best(rows: Sequence[Row], column: Column) -> set[int]:
-    """Which rows are best in this column among those of their rate; nobody, if most are equally good."""
+    """Which rows are best in this column among those of their rate; none, if most are equally good."""
     found: set[int] = set()
     for rate in {row["rate"] for row in rows} if column.better else ():
         peers = [at for at, row in enumerate(rows) if row["rate"] == rate]
@@ -144,14 +144,14 @@ def best(rows: Sequence[Row], column: Column) -> set[int]:
 
 
 def may_win(row: Row, column: Column) -> bool:
-    """A run without an answer wins nothing, and an answer held back until it was whole has no gaps to be proud of."""
+    """A run in which no request finished cannot be best, nor one without streaming in the gaps."""
     if not row.get("finished") or look_up(row, column.key) is None:
         return False
     return not column.key.startswith("gap_s.") or (look_up(row, "gap_s.p50") or 0.0) > 1e-4
 
 
 def by_rate(rows: Sequence[Row]) -> list[Row]:
-    """What is compared stands together; "all at once" comes last."""
+    """Rows of one rate together; "all at once" comes last."""
     return sorted(rows, key=lambda row: row["rate"] or float("inf"))
 
 
@@ -170,19 +170,19 @@ def flat(row: Row) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What the table says, in a paragraph."""
+    """The table summarised in a paragraph."""
     if not rows:
         return "Nothing was run."
     rates = sorted({row["rate"] for row in rows}, key=lambda rate: rate or float("inf"))
     presets = len({row["preset"] for row in rows})
-    told = [f"{count(presets, 'preset')} at {count(len(rates), 'rate')}, the same requests for all."]
+    parts = [f"{count(presets, 'preset')} at {count(len(rates), 'rate')}, the same requests for all."]
     last = [row for row in rows if row["rate"] == rates[-1] and row.get("finished")]
     if last:
         where = f"At {rates[-1]:g} requests per second" if rates[-1] else "With all requests at once"
-        told += [f"{where}, {race(last)}", *remarks(last)]
+        parts += [f"{where}, {race(last)}", *remarks(last)]
     failed = [f"{row['label']} at {rate_in_words(row['rate'])}" for row in rows if not row.get("finished")]
-    told += [f"No request finished with {', '.join(failed)}."] if failed else []
-    return " ".join(told)
+    parts += [f"No request finished with {', '.join(failed)}."] if failed else []
+    return " ".join(parts)
 
 
 def count(many: int, what: str) -> str:
@@ -191,32 +191,32 @@ def count(many: int, what: str) -> str:
 
 def race(rows: Sequence[Row]) -> str:
     fast, slow = (pick(rows, key=lambda row: row["output_tok_s"]) for pick in (max, min))
-    told = f"{fast['label']} wrote {fast['output_tok_s']:,.1f} tokens per second"
+    text = f"{fast['label']} produced {fast['output_tok_s']:,.1f} tokens per second"
     if fast is slow or not slow["output_tok_s"]:
-        return told + "."
+        return text + "."
     times = fast["output_tok_s"] / slow["output_tok_s"]
-    return f"{told}, {times:.1f} times as many as {slow['label']} ({slow['output_tok_s']:,.1f})."
+    return f"{text}, {times:.1f} times as many as {slow['label']} ({slow['output_tok_s']:,.1f})."
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     quick = min(row["normalised_s"]["p50"] for row in rows)
-    told = [
+    parts = [
         f"The lowest median latency per output token was {quick * 1e3:,.1f} ms, "
         f"with {those(rows, 'normalised_s.p50', quick)}."
     ]
     good = max(row["goodput_share"] for row in rows)
     if good:
-        told.append(
-            f"The promise was kept most often, for {good:.0%} of requests, by {those(rows, 'goodput_share', good)}."
+        parts.append(
+            f"The promise was met most often, for {good:.0%} of requests, by {those(rows, 'goodput_share', good)}."
         )
     waste = max(row["padding_share"] for row in rows)
     if waste:
-        told.append(f"Most padding: {waste:.0%} of all positions computed by {those(rows, 'padding_share', waste)}.")
-    return told
+        parts.append(f"Most padding: {waste:.0%} of all positions computed by {those(rows, 'padding_share', waste)}.")
+    return parts
 
 
 def those(rows: Sequence[Row], key: str, value: float) -> str:
-    """Who has this value: all their names if they are few."""
+    """Names of the rows with this value; all of them if there are at most three."""
     names = [str(row["label"]) for row in rows if look_up(row, key) == value]
     if len(names) > 3:
         return f"{names[0]} and {len(names) - 1} others"
@@ -256,10 +256,10 @@ def write_html(path: Path, meta: Mapping[str, Any], rows: Sequence[Row], figures
     """
     rows = by_rate(rows)
     title = html.escape(title_of(meta))
-    told = [str(meta["summary"])] if meta.get("summary") else []
+    intro = [str(meta["summary"])] if meta.get("summary") else []
     parts = [
         f"<h1>{title}</h1>",
-        *(f'<p class="summary">{html.escape(text)}</p>' for text in [*told, summary(rows)]),
+        *(f'<p class="summary">{html.escape(text)}</p>' for text in [*intro, summary(rows)]),
         '<nav aria-label="plots">' + " ".join(nav_link(name) for name in figures) + "</nav>",
         '<section id="table"><h2>Figures</h2>' + html_table(rows) + html_details(rows) + "</section>",
         *(html_figure(name, svg) for name, svg in figures.items()),
@@ -369,7 +369,7 @@ def slug(name: str) -> str:
 
 
 def inline_svg(name: str, svg: str) -> str:
-    """The drawing as part of a page: as wide as there is room, its ids its own, nothing in it that fetches or runs."""
+    """The drawing as part of a page: full width, ids made unique, nothing that fetches or runs."""
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):
         for child in list(parent):
@@ -385,7 +385,7 @@ def inline_svg(name: str, svg: str) -> str:
 
 
 def local(tag: str) -> str:
-    """The name without its namespace, which HTML knows by itself."""
+    """The name without its namespace, which HTML implies."""
     return tag.rpartition("}")[2]
 
 
@@ -409,8 +409,8 @@ def kept_attributes(given: Mapping[str, str], prefix: str) -> Iterable[tuple[str
 def write_markdown(path: Path, meta: Mapping[str, Any], rows: Sequence[Row], image_paths: Mapping[str, Path]) -> None:
     """The same as report.md; images are linked relative to it."""
     rows = by_rate(rows)
-    told = [str(meta["summary"])] if meta.get("summary") else []
-    parts = [f"# {md(title_of(meta))}", *(md(text) for text in [*told, summary(rows)])]
+    intro = [str(meta["summary"])] if meta.get("summary") else []
+    parts = [f"# {md(title_of(meta))}", *(md(text) for text in [*intro, summary(rows)])]
     parts += ["## Figures", md_table(rows), "Best of each rate in bold."]
     for name, image in image_paths.items():
         heading, how = caption(name)
@@ -422,7 +422,7 @@ def write_markdown(path: Path, meta: Mapping[str, Any], rows: Sequence[Row], ima
 
 
 def md(text: str) -> str:
-    """Text in which Markdown finds nothing to do.
+    """Text with Markdown's special characters escaped.
 
     >>> md("a|b *c*")
     'a\\\\|b \\\\*c\\\\*'
@@ -431,14 +431,14 @@ def md(text: str) -> str:
 
 
 def md_code(text: str) -> str:
-    """Text between as many backticks as it takes."""
+    """Inline code, with as many backticks as needed."""
     flat_text = " ".join(text.split())
     fence = "`" * (max((len(run) for run in re.findall("`+", flat_text)), default=0) + 1)
     return f"{fence} {flat_text} {fence}" if "`" in flat_text else f"`{flat_text}`"
 
 
 def md_table(rows: Sequence[Row]) -> str:
-    """Aligned for those who read it as it is."""
+    """Aligned, so that it is readable as plain text."""
     winners = [best(rows, column) for column in COLUMNS]
     cells = [[md(column.heading) for column in COLUMNS]]
     for at, row in enumerate(rows):

@@ -1,11 +1,11 @@
-"""Where a pass's time goes on a CPU: seconds by phase, and how much of the pass is not computing.
+"""Where the time of a pass goes on a CPU: seconds by phase, and how much of the pass is not computing.
 
-Computing is what the C kernels do without the interpreter (or, where plain torch stands in for them, its layers and
-head). All the rest is host work: planning, tables, what stands between Python and C, threads that wait for each other.
-A phase's time is its own: that of a watched call inside it is the inner one's. With two passes in flight host work
-hides behind computing, so the host's share is not the sum of its phases but what a pass takes beyond computing.
+Computing is the time in the C kernels without the interpreter (or, where plain torch replaces them, its layers and
+head). Everything else is host work: planning, tables, calls from Python to C, threads that wait for each other. A
+phase's time excludes timed calls inside it. With two passes in flight, host work hides behind computing, so the host's
+share is not the sum of its phases but what a pass takes beyond computing.
 
-Is handed a loop and turns nothing itself. Knows the parts of a loop by name, not by type.
+Takes a loop and does not step it. Knows the parts of a loop by name, not by type.
 """
 
 import threading
@@ -24,8 +24,8 @@ REST = "threads, the rest"
 C_CALLS = {"shoal_layers": "layers", "shoal_embed": "layers", "shoal_embed8": "layers", "shoal_draw": "draw"}
 
 
-class Watch:
-    """Own seconds of every phase. Each thread has its own stack of what it is in."""
+class PhaseTimer:
+    """Seconds of every phase, excluding nested phases. Each thread has its own stack of phases."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -52,22 +52,22 @@ class Watch:
 
 
 class TimedCalls:
-    """The functions of a C library, each timed under its phase; those without one of their own count as the head."""
+    """The functions of a C library, each timed under its phase; functions without an entry count as the head."""
 
-    def __init__(self, calls: Any, watch: Watch) -> None:
-        self._calls, self._watch = calls, watch
+    def __init__(self, calls: Any, timer: PhaseTimer) -> None:
+        self._calls, self._timer = calls, timer
 
     def __getattr__(self, name: str) -> Any:
-        timed = self._watch.wrap(getattr(self._calls, name), C_CALLS.get(name, "head"))
-        setattr(self, name, timed)  # next time it is found at once
+        timed = self._timer.wrap(getattr(self._calls, name), C_CALLS.get(name, "head"))
+        setattr(self, name, timed)  # found without __getattr__ from now on
         return timed
 
 
 class PassPhases:
-    """Call step() after every pass: sums up those that are decodes alone."""
+    """Call step() after every pass: sums up the passes of decodes alone."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.watch = Watch(clock)
+        self.timer = PhaseTimer(clock)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.wall_s = 0.0
         self.passes = 0
@@ -76,16 +76,16 @@ class PassPhases:
         self._since_s: float | None = None
 
     def step(self, events: PassEvents) -> None:
-        """A pass has ended. One with prompts in it is forgotten, and so is the first: nobody knows when it began."""
+        """A pass has ended. Passes with prompts are skipped, and so is the first, whose start is unknown."""
         now_s = self._clock()
         requests = len(events.scheduled_ids)
         if self._since_s is not None and requests and events.computed_tokens == requests:
             self.wall_s += now_s - self._since_s
-            for name, seconds in dict(self.watch.seconds).items():  # with two passes in flight the other adds meanwhile
+            for name, seconds in dict(self.timer.seconds).items():  # with two passes in flight the other adds meanwhile
                 self.seconds[name] += seconds
             self.passes += 1
             self.requests += requests
-        self.watch.seconds.clear()
+        self.timer.seconds.clear()
         self._since_s = now_s
 
     @property
@@ -94,7 +94,7 @@ class PassPhases:
 
     @property
     def host_share(self) -> float:
-        """What a pass takes beyond computing, over what it takes."""
+        """The share of a pass's time that is not computing."""
         return 1 - self.computing_s / self.wall_s if self.wall_s else 0.0
 
     def rows(self) -> list[tuple[str, float, float]]:
@@ -115,9 +115,9 @@ class PassPhases:
         }
 
     def table(self) -> str:
-        """… and for people."""
+        """The same as a table, for people."""
         if not self.passes:
-            return "no pass was decodes alone: give the workload longer outputs"
+            return "no pass consisted of decodes alone: give the workload longer outputs"
         figures = self.figures()
         lines = [f"{'ms per pass':>11}  {'share':>6}  phase"]
         lines += [
@@ -125,20 +125,20 @@ class PassPhases:
             for name, milliseconds, share in self.rows()
         ]
         lines.append(
-            f"{figures['pass_ms']:>11.3f}  in all: {self.passes:,} passes of decodes alone, "
+            f"{figures['pass_ms']:>11.3f}  total: {self.passes:,} passes of decodes alone, "
             f"on average {figures['mean_batch']:.1f} requests in each"
         )
         return "\n".join([*lines, f"host work: {self.host_share:.1%} of a pass"])
 
 
 @contextmanager
-def watching(loop: EngineLoop, watch: Watch) -> Iterator[None]:
+def timing(loop: EngineLoop, timer: PhaseTimer) -> Iterator[None]:
     """Time the parts of a loop whose executor computes in this process, on the CPU."""
     runner: Any = loop.executor.runner  # type: ignore[attr-defined]
     model = runner.model
-    watched = [
-        (loop.engine, "begin", "plan"),
-        (loop.engine, "finish", "commit"),
+    timed_calls = [
+        (loop.scheduler, "plan", "plan"),
+        (loop.scheduler, "commit", "commit"),
         (runner, "update", "inputs"),
         (runner.tables, "gather", "inputs"),
         (runner, "forward", "around the layers"),
@@ -147,17 +147,17 @@ def watching(loop: EngineLoop, watch: Watch) -> Iterator[None]:
     ]
     calls = getattr(model.ops, "calls", None)
     if calls is not None:
-        watched.append((model, "logits", "around the head"))
-        model.ops.calls = TimedCalls(calls, watch)
+        timed_calls.append((model, "logits", "around the head"))
+        model.ops.calls = TimedCalls(calls, timer)
     else:
-        watched += [(model, "run_layers", "layers"), (model, "logits", "head")]
-    before = [vars(owner).get(name) for owner, name, _ in watched]
-    for owner, name, phase in watched:
-        setattr(owner, name, watch.wrap(getattr(owner, name), phase))
+        timed_calls += [(model, "run_layers", "layers"), (model, "logits", "head")]
+    before = [vars(owner).get(name) for owner, name, _ in timed_calls]
+    for owner, name, phase in timed_calls:
+        setattr(owner, name, timer.wrap(getattr(owner, name), phase))
     try:
         yield
     finally:
-        for (owner, name, _), own in zip(watched, before, strict=True):
+        for (owner, name, _), own in zip(timed_calls, before, strict=True):
             if own is None:
                 delattr(owner, name)
             else:

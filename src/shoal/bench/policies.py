@@ -1,13 +1,13 @@
 """Experiments on scheduling policies: the same requests under two or more settings, on the real engine in real time.
 
-overload   1.5 times what fcfs can serve, a fifth of it promised to be quick: slo against fcfs
-flood      one tenant asks for little, another for far too much: fair against fcfs
+overload   1.5 times what fcfs can serve, one fifth of it with latency promises: slo against fcfs
+flood      one tenant offers a light load, another far too much: fair against fcfs
 bursts     requests in bursts: fcfs, sjf and slo
-lanes      very long prompts among short ones, with and without passes of their own
+lanes      very long prompts among short ones, with and without separate passes
 sjf        mean latency of shortest job first against fcfs
-budget     a pass sized by the promise against fixed sizes, when giant prompts arrive among speakers
+budget     a pass sized by the promise against fixed sizes, when giant prompts arrive among streams
 
-Is handed a make_engine; knows the experiments and their figures, not how they are drawn.
+Takes a make_engine; knows the experiments and their figures, not how they are drawn.
 """
 
 import random
@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench.quiet import DISTURBED, Watch
+from shoal.bench.cpu_noise import DISTURBED, NoiseWatch
 from shoal.bench.record import RequestRecord, RunRecord, spread
 from shoal.bench.replay import Replay
 from shoal.core.events import PassEvents
@@ -35,27 +35,29 @@ MakeEngine = Callable[[dict[str, Any]], EngineLoop]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedRequest:
     """One request of an experiment."""
 
     trace: TraceRequest
     tier: str = ""
     tenant: str = ""
-    kind: str = ""  # how it is counted
+    kind: str = ""  # the class it is counted in
 
-    def at(self, at_s: float) -> "Asked":
-        return Asked(TraceRequest(at_s, self.trace.prompt, self.trace.output), self.tier, self.tenant, self.kind)
+    def at(self, at_s: float) -> "PlannedRequest":
+        return PlannedRequest(
+            TraceRequest(at_s, self.trace.prompt, self.trace.output), self.tier, self.tenant, self.kind
+        )
 
 
 class PolicyReplay(Replay):
     """A replay whose requests belong to tiers and tenants."""
 
-    asked: Sequence[Asked] = ()
-    _awaited: frozenset[str] = frozenset()  # of those the run is about, who has not ended
+    planned: Sequence[PlannedRequest] = ()
+    _awaited: frozenset[str] = frozenset()  # ids of the awaited kind that have not ended
 
     def await_kind(self, kind: str) -> None:
-        """Stop when all of this kind have ended; whoever is left then is sent away."""
-        self._awaited = frozenset(str(number) for number, one in enumerate(self.asked) if kind and one.kind == kind)
+        """Stop when all requests of this kind have ended; the others are aborted."""
+        self._awaited = frozenset(str(number) for number, one in enumerate(self.planned) if kind and one.kind == kind)
 
     def _note(self, events: PassEvents) -> int:
         ended = super()._note(events)
@@ -63,19 +65,19 @@ class PolicyReplay(Replay):
             self._awaited -= {end.id for end in events.finished}
             if not self._awaited:
                 self._coming.clear()
-                for id in list(self.loop.engine.scheduler.requests):
-                    self.loop.engine.abort(id)
+                for id in list(self.loop.scheduler.requests):
+                    self.loop.scheduler.abort(id)
         return ended
 
     def _request(self, number: int) -> Request:
         request = super()._request(number)
-        request.tier, request.tenant = self.asked[number].tier, self.asked[number].tenant
+        request.tier, request.tenant = self.planned[number].tier, self.planned[number].tenant
         return request
 
 
 @dataclass
 class Finding:
-    """One experiment: its runs, a table, and what it comes to."""
+    """One experiment: its runs, a table, and its summary figures."""
 
     name: str
     title: str
@@ -83,7 +85,7 @@ class Finding:
     kinds: dict[str, list[str]]  # run → the kind of each request
     rows: list[dict[str, Any]]
     figures: dict[str, float] = field(default_factory=dict)
-    promise_s: dict[str, float] = field(default_factory=dict)  # "ttft" and "gap", where something is promised
+    promise_s: dict[str, float] = field(default_factory=dict)  # "ttft" and "gap", where there is a promise
 
 
 class Lab:
@@ -98,28 +100,30 @@ class Lab:
     def warn(self, message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
-    def run(self, label: str, asked: Sequence[Asked], settings: dict[str, Any], until: str = "") -> RunRecord:
-        """One run, to the end or until all of one kind have ended; again if other programs disturbed it.
+    def run(
+        self, label: str, planned: Sequence[PlannedRequest], settings: dict[str, Any], until: str = ""
+    ) -> RunRecord:
+        """One run, to the end or until all of one kind have ended; repeated if other programs disturbed it.
 
         Requests must be in order of arrival.
         """
         for last in (False, False, True):
-            record = self._run(label, asked, settings, until)
+            record = self._run(label, planned, settings, until)
             if record.others <= DISTURBED:
                 break
-            words = "its times mean little" if last else "again"
-            self.warn(f"{label}: other programs took {record.others:.0%} of the machine meanwhile; {words}")
+            what = "its times are not reliable" if last else "running it again"
+            self.warn(f"{label}: other programs took {record.others:.0%} of the CPU; {what}")
         return record
 
-    def _run(self, label: str, asked: Sequence[Asked], settings: dict[str, Any], until: str) -> RunRecord:
-        trace = [one.trace for one in asked]
+    def _run(self, label: str, planned: Sequence[PlannedRequest], settings: dict[str, Any], until: str) -> RunRecord:
+        trace = [one.trace for one in planned]
         loop = self.make_engine({"max_num_seqs": self.sizes.slots, "prefix_caching": False, **settings})
         try:
             longest = max(one.output for one in trace)
             replay = PolicyReplay(loop, trace, make_prompts(trace, self.vocab_size), longest)
-            replay.asked = asked
+            replay.planned = planned
             replay.await_kind(until)
-            watch = Watch()
+            watch = NoiseWatch()
             with tqdm(total=len(trace), desc=label, unit="req", disable=not self.progress, leave=False) as bar:
                 seconds, busy_s = replay.run(bar)
         finally:
@@ -128,16 +132,16 @@ class Lab:
         return RunRecord(label, label, 0.0, settings, slots, replay.records, replay.passes, seconds, busy_s, others)
 
     def chats(self, count: int, seed: int = 0) -> list[TraceRequest]:
-        """Lengths as chats have them, scaled to this machine."""
+        """Lengths of chats, scaled to this machine."""
         sizes = self.sizes
         return fit(
             draw_lengths("azure-conv", count, seed), scale=sizes.prompt_scale, output_scale=sizes.output_scale
         ).requests
 
     def saturation(self, settings: dict[str, Any] | None = None) -> float:
-        """Requests per second that fcfs ends with every slot taken: over the middle of a run that begins with all."""
-        asked = [Asked(one) for one in self.chats(self.sizes.requests // 2, seed=7)]
-        run = self.run("saturation", asked, settings or {})
+        """Requests per second that fcfs finishes with all slots full: over the middle of a run that starts with all."""
+        planned = [PlannedRequest(one) for one in self.chats(self.sizes.requests // 2, seed=7)]
+        run = self.run("saturation", planned, settings or {})
         ends = sorted(record.ended_s for record in run.requests if record.ended_s is not None)
         first, last = len(ends) // 10, len(ends) * 8 // 10
         return (last - first) / (ends[last] - ends[first])
@@ -150,17 +154,17 @@ class Lab:
         chance = random.Random(3)
         tiers = ["premium" if chance.random() < 0.2 else "batch" for _ in range(sizes.requests)]
         trace = poisson(self.chats(sizes.requests), rate, seed=1)
-        asked = [Asked(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
+        planned = [PlannedRequest(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
         promise = {"premium": {"ttft": sizes.ttft_s, "itl": sizes.itl_s, "weight": 8}, "batch": {}}
         ways: dict[str, dict[str, Any]] = {
             "fcfs": {"tiers": promise},
             "slo": {"order": "slo", "tiers": promise},
             "slo, budget by promise": {"order": "slo", "tiers": promise, "budget": "promise"},
         }
-        runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
+        runs = {name: self.run(name, planned, settings) for name, settings in ways.items()}
         kinds = dict.fromkeys(runs, tiers)
         rows = [
-            {"policy": name, "kind": kind, **_latencies(_of(run, tiers, kind)), "req_s": len(asked) / run.seconds}
+            {"policy": name, "kind": kind, **_latencies(_of(run, tiers, kind)), "req_s": len(planned) / run.seconds}
             for name, run in runs.items()
             for kind in ("premium", "batch")
         ]
@@ -176,28 +180,28 @@ class Lab:
         return Finding("overload", title, runs, kinds, rows, figures, {"ttft": sizes.ttft_s, "gap": sizes.itl_s})
 
     def flood(self) -> Finding:
-        """Passes are small here, so that the flood's prompts hold nobody up for long; all runs have the same."""
+        """Passes are small here, so that the flood's prompts delay others only briefly; all runs use the same size."""
         sizes = self.sizes
         small = {"max_num_batched_tokens": 4 * sizes.slots}
         rate = self.saturation(small)
         calm_trace = poisson(self.chats(max(12, sizes.requests * 5 // 6), seed=2), 0.2 * rate, seed=2)
         until_s = calm_trace[-1].at_s
         flood_trace = poisson(self.chats(int(2.5 * rate * until_s) + 1, seed=3), 2.0 * rate, seed=4)
-        calm = [Asked(one, tenant="calm", kind="calm") for one in calm_trace]
+        calm = [PlannedRequest(one, tenant="calm", kind="calm") for one in calm_trace]
         both = sorted(
-            calm + [Asked(one, tenant="flood", kind="flood") for one in flood_trace if one.at_s <= until_s],
+            calm + [PlannedRequest(one, tenant="flood", kind="flood") for one in flood_trace if one.at_s <= until_s],
             key=lambda one: one.trace.at_s,
         )
-        third = both[: 1 + both.index(calm[len(calm) // 3])]  # under fcfs they wait ever longer: a part will do
-        asked = {"alone": calm, "fcfs": third, "fair": both, "fair, one slot free": both}
+        third = both[: 1 + both.index(calm[len(calm) // 3])]  # under fcfs waits only grow: a third is enough
+        planned = {"alone": calm, "fcfs": third, "fair": both, "fair, one slot free": both}
         ways: dict[str, dict[str, Any]] = {
             "alone": {},
             "fcfs": {},
             "fair": {"order": "fair"},
             "fair, one slot free": {"order": "fair", "headroom": 1.01 / sizes.slots},
         }
-        runs = {name: self.run(name, asked[name], {**small, **ways[name]}, until="calm") for name in ways}
-        kinds = {name: [one.kind for one in asked[name]] for name in runs}
+        runs = {name: self.run(name, planned[name], {**small, **ways[name]}, until="calm") for name in ways}
+        kinds = {name: [one.kind for one in planned[name]] for name in runs}
         rows = [
             {"policy": name, "kind": kind, **_latencies(_of(run, kinds[name], kind)), "req_s": _ended(run)}
             for name, run in runs.items()
@@ -212,7 +216,7 @@ class Lab:
             figures[f"{short}_pass_p99_s"] = took["p99"]
             figures[f"{short}_more_than_alone_s"] = p99[name] - p99["alone"]
             figures[f"{short}_more_in_median_passes"] = (p99[name] - p99["alone"]) / took["p50"]
-        title = f"one tenant floods at 2x capacity, the other asks for 20% ({len(calm)} requests)"
+        title = f"one tenant floods at 2x capacity, the other offers 20% ({len(calm)} requests)"
         return Finding("flood", title, runs, kinds, rows, figures)
 
     def bursts(self) -> Finding:
@@ -232,15 +236,15 @@ class Lab:
         chance = random.Random(4)
         tiers = ["premium" if chance.random() < 0.2 else "batch" for _ in trace]
         promise = {"premium": {"ttft": sizes.ttft_s, "itl": sizes.itl_s, "weight": 8}, "batch": {}}
-        asked = [Asked(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
+        planned = [PlannedRequest(one, tier, kind=tier) for one, tier in zip(trace, tiers, strict=True)]
         ways: dict[str, dict[str, Any]] = {
             "fcfs": {"tiers": promise},
             "sjf": {"order": "sjf", "tiers": promise},
             "slo, budget by promise": {"order": "slo", "tiers": promise, "budget": "promise"},
         }
-        runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
+        runs = {name: self.run(name, planned, settings) for name, settings in ways.items()}
         rows = [
-            {"policy": name, "kind": kind, **_latencies(_of(run, tiers, kind)), "req_s": len(asked) / run.seconds}
+            {"policy": name, "kind": kind, **_latencies(_of(run, tiers, kind)), "req_s": len(planned) / run.seconds}
             for name, run in runs.items()
             for kind in ("premium", "batch")
         ]
@@ -257,19 +261,19 @@ class Lab:
         until_s = trace[-1].at_s
         count = 4
         long = [TraceRequest(until_s * (number + 0.5) / count, sizes.long_prompt, 24) for number in range(count)]
-        asked = sorted(
-            [Asked(one, kind="short") for one in trace] + [Asked(one, kind="long") for one in long],
+        planned = sorted(
+            [PlannedRequest(one, kind="short") for one in trace] + [PlannedRequest(one, kind="long") for one in long],
             key=lambda one: one.trace.at_s,
         )
-        kinds = [one.kind for one in asked]
+        kinds = [one.kind for one in planned]
         ways: dict[str, dict[str, Any]] = {
             "all share passes": {},
             "lanes, 25% long": {"lane_tokens": 256, "long_share": 0.25},
             "lanes, 50% long": {"lane_tokens": 256, "long_share": 0.5},
         }
-        runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
+        runs = {name: self.run(name, planned, settings) for name, settings in ways.items()}
         rows = [
-            {"policy": name, "kind": kind, **_latencies(_of(run, kinds, kind)), "req_s": len(asked) / run.seconds}
+            {"policy": name, "kind": kind, **_latencies(_of(run, kinds, kind)), "req_s": len(planned) / run.seconds}
             for name, run in runs.items()
             for kind in ("short", "long")
         ]
@@ -280,11 +284,11 @@ class Lab:
     def sjf(self) -> Finding:
         sizes = self.sizes
         trace = poisson(self.chats(sizes.requests, seed=10), 1.1 * self.saturation(), seed=11)
-        asked = [Asked(one, kind="all") for one in trace]
-        runs = {name: self.run(name, asked, {"order": name}) for name in ("fcfs", "sjf")}
-        kinds = {name: ["all"] * len(asked) for name in runs}
+        planned = [PlannedRequest(one, kind="all") for one in trace]
+        runs = {name: self.run(name, planned, {"order": name}) for name in ("fcfs", "sjf")}
+        kinds = {name: ["all"] * len(planned) for name in runs}
         rows: list[dict[str, Any]] = [
-            {"policy": name, "kind": "all", **_latencies(run.requests), "req_s": len(asked) / run.seconds}
+            {"policy": name, "kind": "all", **_latencies(run.requests), "req_s": len(planned) / run.seconds}
             for name, run in runs.items()
         ]
         mean = {row["policy"]: row["e2e_mean_s"] for row in rows}
@@ -292,32 +296,35 @@ class Lab:
 
     def budget(self) -> Finding:
         sizes = self.sizes
-        speakers = [Asked(TraceRequest(0.0, 16, 160), "premium", kind="speaker") for _ in range(sizes.slots // 2)]
-        giants = [
-            Asked(TraceRequest(4.0 + 6.0 * number, sizes.long_prompt, 4), "batch", kind="giant") for number in range(3)
+        streams = [
+            PlannedRequest(TraceRequest(0.0, 16, 160), "premium", kind="stream") for _ in range(sizes.slots // 2)
         ]
-        asked = speakers + giants
-        kinds = [one.kind for one in asked]
+        giants = [
+            PlannedRequest(TraceRequest(4.0 + 6.0 * number, sizes.long_prompt, 4), "batch", kind="giant")
+            for number in range(3)
+        ]
+        planned = streams + giants
+        kinds = [one.kind for one in planned]
         promise = {"premium": {"ttft": 60.0, "itl": sizes.itl_s}, "batch": {}}
         ways: dict[str, dict[str, Any]] = {
             f"fixed {size}": {"max_num_batched_tokens": size, "tiers": promise} for size in (32, 64, 128, 512)
         }
         ways["by promise"] = {"budget": "promise", "max_num_batched_tokens": 512, "tiers": promise}
-        runs = {name: self.run(name, asked, settings) for name, settings in ways.items()}
+        runs = {name: self.run(name, planned, settings) for name, settings in ways.items()}
         rows = [
-            {"policy": name, "kind": kind, **_latencies(_of(run, kinds, kind)), "req_s": len(asked) / run.seconds}
+            {"policy": name, "kind": kind, **_latencies(_of(run, kinds, kind)), "req_s": len(planned) / run.seconds}
             for name, run in runs.items()
-            for kind in ("speaker", "giant")
+            for kind in ("stream", "giant")
         ]
         title = (
-            f"prompts of {sizes.long_prompt} tokens among {len(speakers)} speakers promised {sizes.itl_s:g} s a token"
+            f"prompts of {sizes.long_prompt} tokens among {len(streams)} streams promised {sizes.itl_s:g} s per token"
         )
         return Finding("budget", title, runs, dict.fromkeys(runs, kinds), rows, {}, {"gap": sizes.itl_s})
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much each experiment asks for; scaled to the machine it runs on."""
+    """Sizes of the experiments, scaled to the machine they run on."""
 
     requests: int = 120
     slots: int = 16
@@ -326,7 +333,7 @@ class Sizes:
     ttft_s: float = 3.0
     itl_s: float = 0.5
     long_prompt: int = 1536
-    burst_trace: str = ""  # a trace file whose arrivals the bursts are; without one they are drawn
+    burst_trace: str = ""  # a trace file with the arrivals of the bursts; without one they are drawn
 
 
 EXPERIMENTS: dict[str, Callable[[Lab], Finding]] = {
@@ -348,7 +355,7 @@ def _first_tokens(requests: Iterable[RequestRecord]) -> list[float]:
 
 
 def _ended(run: RunRecord) -> float:
-    """Requests a second that came to their end."""
+    """Requests per second that finished."""
     return sum(one.reason in ("stop", "length") for one in run.requests) / run.seconds
 
 
@@ -378,20 +385,20 @@ def _latencies(requests: Sequence[RequestRecord]) -> dict[str, float]:
 
 
 def table(finding: Finding) -> str:
-    """The rows as text, then what they come to."""
+    """The rows as text, then the summary figures."""
     columns = list(finding.rows[0])
     cells = [[_cell(row[name]) for name in columns] for row in finding.rows]
-    wide = [max(len(name), *(len(line[place]) for line in cells)) for place, name in enumerate(columns)]
+    widths = [max(len(name), *(len(line[at]) for line in cells)) for at, name in enumerate(columns)]
     lines = [f"{finding.name}: {finding.title}"]
-    lines += [_line(line, wide) for line in [columns, *cells]]
+    lines += [_line(line, widths) for line in [columns, *cells]]
     lines += [f"{name} = {value:.3f}" for name, value in finding.figures.items()]
     return "\n".join(lines)
 
 
-def _line(cells: Sequence[str], wide: Sequence[int]) -> str:
-    """Names at the left, numbers at the right."""
-    parts = zip(cells, wide, strict=True)
-    return "  ".join(text.ljust(size) if place < 2 else text.rjust(size) for place, (text, size) in enumerate(parts))
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Names left-aligned, numbers right-aligned."""
+    parts = zip(cells, widths, strict=True)
+    return "  ".join(text.ljust(size) if at < 2 else text.rjust(size) for at, (text, size) in enumerate(parts))
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,6 @@
-"""A profile of some passes: what the host and the device did when, as a Chrome trace, and a table of the kernels.
+"""A profile of some passes: a timeline of host and device as a Chrome trace, and a table of the kernels.
 
-Is handed a loop and turns nothing itself. The trace opens in chrome://tracing or https://ui.perfetto.dev.
+Takes a loop and does not step it. The trace opens in chrome://tracing or https://ui.perfetto.dev.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shoal.engine.loop import EngineLoop
 
 PASSES = 20
-NAMES = (("engine", "begin", "plan"), ("engine", "finish", "commit"), ("executor", "forward", "forward"),
+NAMES = (("scheduler", "plan", "plan"), ("scheduler", "commit", "commit"), ("executor", "forward", "forward"),
          ("executor", "sample", "sample"), ("executor", "result", "wait for tokens"))  # fmt: skip
 HOST = {name for _, _, name in NAMES}
 
@@ -39,7 +39,7 @@ class PassProfiler:
             self.stop()
 
     def stop(self) -> None:
-        """Write what there is; fine if nothing was begun, or if it has been written."""
+        """Write the trace; does nothing if no recording was started or it has been written."""
         if self._profile is None:
             return
         self._profile.stop()
@@ -61,13 +61,13 @@ class PassProfiler:
         lines += [
             f"{us:>11.1f}  {us / total:>6.1%}  {count:>8}  {name[:70]}" for name, us, count in self.kernels[:most]
         ]
-        return "\n".join([*lines, f"{total:>11.1f}  in all"])
+        return "\n".join([*lines, f"{total:>11.1f}  total"])
 
 
 @contextmanager
 def named(loop: EngineLoop) -> Iterator[None]:
-    """What the host does in a pass appears in the trace under a name."""
-    owners = {"engine": loop.engine, "executor": loop.executor}
+    """Name the host's phases of a pass in the trace."""
+    owners = {"scheduler": loop.scheduler, "executor": loop.executor}
 
     def wrapped(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def inner(*args: Any) -> Any:

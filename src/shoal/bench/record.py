@@ -1,4 +1,4 @@
-"""What one benchmark run did: every request, every pass. Summaries are made from it, plots are drawn from it.
+"""Record of one benchmark run: every request and every pass. Summaries and plots are made from it.
 
 Knows times and counts, no engine and no plots. All times are seconds since the run began.
 """
@@ -12,11 +12,11 @@ import numpy as np
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request: when it came, started, spoke and ended. Token times are when its reader got them."""
+    """One request: when it arrived, started, got tokens and ended. Token times are when its client received them."""
 
     arrived_s: float
     prompt: int
-    output: int  # tokens asked for
+    output: int  # tokens requested
     started_s: float | None = None  # first time in a pass
     token_s: list[float] = field(default_factory=list)
     ended_s: float | None = None
@@ -38,26 +38,26 @@ class RequestRecord:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between its tokens, as its reader saw them."""
+        """Between its tokens, as its client received them."""
         return [later - earlier for earlier, later in zip(self.token_s, self.token_s[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """One pass: who was in it with how many positions, and what was computed for nobody."""
+    """One pass: its requests with their positions, and its padding."""
 
     planned_s: float
     committed_s: float
     rows: tuple[tuple[int, int, int], ...]  # (request number, first position, positions)
-    useful: int  # positions computed for somebody
-    padded: int  # … and for nobody, as counted by the runner
+    useful: int  # positions computed for requests
+    padded: int  # padding positions, as counted by the runner
     recomputed: int  # part of useful: computed before and lost
     dead_rows: int  # rows of the rectangle whose request has ended
     budget: int
     waiting: int
     running: int
     kv_held: int  # positions for which blocks are held
-    kv_used: int  # … and positions that are in them
+    kv_used: int  # positions stored in them
     kv_total: int
 
 
@@ -73,13 +73,13 @@ class RunRecord:
     requests: list[RequestRecord]
     passes: list[PassRecord]
     seconds: float
-    busy_s: float  # the device computed
-    others: float = 0.0  # share of the machine's CPU that other programs took meanwhile
+    busy_s: float  # seconds in which the device computed
+    others: float = 0.0  # share of the machine's CPU that other programs took during the run
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What a user may expect: first token and mean gap, in seconds."""
+    """A latency promise: time to the first token and mean gap, in seconds."""
 
     ttft_s: float
     gap_s: float
@@ -89,7 +89,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Mean, percentiles and the largest."""
+    """Mean, percentiles and maximum."""
     if not values:
         return {"mean": 0.0, **{f"p{p}": 0.0 for p in PERCENTILES}, "max": 0.0}
     at = np.percentile(values, PERCENTILES)

@@ -1,7 +1,8 @@
-"""Replay: send a trace through an engine in real time and write down what happened to everybody.
+"""Replay: send a trace through an engine in real time and record every request and pass.
 
-Open loop: requests come when the trace says, however slow the engine is; or closed: so many users at a time. A
-request's output has the length of the trace, which the scheduler does not know: it sees max_tokens, like a server.
+Open loop: requests arrive at the trace's times, however slow the engine is. Closed loop: a fixed number of users, each
+with one request at a time. A request's output has the trace's length, which the scheduler does not know: it sees
+max_tokens, as in a server.
 """
 
 from collections import deque
@@ -47,13 +48,13 @@ class Replay:
                 self.loop.clock.wait_until(self._begun_s + self.trace[self._coming[0]].at_s)
                 continue
             until_s = self._begun_s + self.trace[self._coming[0]].at_s if self._coming and not self.users else None
-            ended = self._note(self.loop.turn(until_s))
+            ended = self._note(self.loop.step(until_s))
             if bar is not None:
                 bar.update(ended)
         return self.loop.clock.now_s() - self._begun_s, self.busy_s
 
     def _arrive(self) -> None:
-        """Submit everybody whose time has come."""
+        """Submit every request whose arrival time has passed."""
         now_s = self.loop.clock.now_s() - self._begun_s
         while self._coming:
             number = self._coming[0]
@@ -63,9 +64,9 @@ class Replay:
             at_s = now_s if self.users else self.trace[number].at_s
             self.records[number].arrived_s = at_s
             self._open += 1
-            self.loop.engine.submit(self._request(number), self._begun_s + at_s)
-        # of a closed loop's users nobody comes before somebody was answered
-        self.loop.engine.scheduler.more_coming = bool(self._coming) and not self.users
+            self.loop.scheduler.submit(self._request(number), self._begun_s + at_s)
+        # in a closed loop, a request arrives only after another has ended
+        self.loop.scheduler.more_coming = bool(self._coming) and not self.users
 
     def _request(self, number: int) -> Request:
         one = self.trace[number]
@@ -75,7 +76,7 @@ class Replay:
         )
 
     def _note(self, events: PassEvents) -> int:
-        """Write down one pass; how many requests ended in it."""
+        """Record one pass; returns how many requests ended in it."""
         planned_s, now_s = events.planned_s - self._begun_s, events.committed_s - self._begun_s
         for id in events.scheduled_ids:
             record = self.records[int(id)]
@@ -94,7 +95,7 @@ class Replay:
         return len(events.finished)
 
     def _pass(self, events: PassEvents, planned_s: float, now_s: float) -> PassRecord:
-        scheduler = self.loop.engine.scheduler
+        scheduler = self.loop.scheduler
         size = scheduler.kv.block_size
         rows = zip(events.scheduled_ids, events.scheduled_starts, events.scheduled_counts, strict=True)
         held = events.blocks_held * size
@@ -130,5 +131,5 @@ def replay(
     """The whole run as a record."""
     run = Replay(loop, trace, prompts, max_tokens, users)
     seconds, busy_s = run.run(bar)
-    slots = loop.engine.scheduler.limits.max_num_seqs
+    slots = loop.scheduler.limits.max_num_seqs
     return RunRecord(preset, label, rate, {}, slots, run.records, run.passes, seconds, busy_s)

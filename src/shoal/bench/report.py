@@ -1,4 +1,4 @@
-"""Figures as tables. Knows how results are shown, not how they were taken."""
+"""Figures as tables. Knows how results are shown, not how they were measured."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,7 +8,7 @@ from shoal.bench.throughput import Throughput
 
 
 def throughput_figures(run: Throughput, least: Floor, machine: Machine, model: str, dtype: str) -> dict[str, Any]:
-    """Everything one throughput run has to say, for machines."""
+    """All figures of one throughput run, for machines."""
     return {
         "model": model,
         "dtype": dtype,
@@ -22,7 +22,7 @@ def throughput_figures(run: Throughput, least: Floor, machine: Machine, model: s
 
 
 def throughput_table(figures: dict[str, Any]) -> str:
-    """… and for people."""
+    """The same as a table, for people."""
     least, machine = figures["floor"], figures["machine"]
     rows = [
         ("model", f"{figures['model']} in {figures['dtype']}"),
@@ -32,8 +32,8 @@ def throughput_table(figures: dict[str, Any]) -> str:
         ("output tok/s", f"{figures['output_tok_s']:,.1f}"),
         ("total tok/s", f"{figures['total_tok_s']:,.1f}"),
         ("passes", f"{figures['passes']:,}, on average {figures['mean_batch']:.1f} requests in each"),
-        ("KV use at most", f"{figures['peak_kv_share']:.1%}"),
-        ("preemptions", f"{figures['preemptions']:,} ({figures['recomputed_tokens']:,} tokens computed again)"),
+        ("peak KV use", f"{figures['peak_kv_share']:.1%}"),
+        ("preemptions", f"{figures['preemptions']:,} ({figures['recomputed_tokens']:,} tokens recomputed)"),
         ("this machine", f"{machine['bandwidth_gb_s']:.1f} GB/s read, {machine['matrix_gflop_s']:,.0f} GFLOP/s"),
         (
             "floor",
@@ -47,7 +47,7 @@ def throughput_table(figures: dict[str, Any]) -> str:
 
 
 def latency_table(figures: dict[str, Any]) -> str:
-    """One line per batch size; times in milliseconds, "of floor" is the floor over what was seen."""
+    """One line per batch size; times in milliseconds, "of floor" is the floor over the measured time."""
     machine = figures["machine"]
     read = f"{machine['bandwidth_gb_s']:,.0f} GB/s, {machine['matrix_gflop_s'] / 1000:,.1f} TFLOP/s"
     head = f"{figures['model']} in {figures['dtype']}; this machine: {read}"
@@ -98,7 +98,7 @@ def compare_table(rows: list[dict[str, Any]]) -> str:
 
 
 def giant_table(rows: list[dict[str, Any]]) -> str:
-    """Largest gap of the streams and the giant's first token, per way of prefilling."""
+    """Largest gap of the streams and the giant's first token, per prefill policy."""
     lines = ["prefill    largest gap s  of inline  giant's TTFT s  of inline"]
     lines += [
         f"{row['prefill']:<9}  {row['largest_gap_s']:>13.3f}  {row['gap_of_inline']:>8.2f}x  "

@@ -1,9 +1,9 @@
 """The client behind `shoal bench serve`: requests to any OpenAI-compatible server, each token's time recorded.
 
-Open loop: a request goes out at its arrival time, whatever became of those before it, and its latency counts from that
-time even if this client sends it late; so a server that falls behind cannot slow the load down and look good. Closed
-loop: a fixed number of users, each asking again when answered. A request that fails is a result, never a crash.
-Knows HTTP and records. Knows no engine.
+Open loop: a request is sent at its arrival time, whatever the state of earlier ones, and its latency counts from that
+time even if this client sends it late; so a server that falls behind cannot slow down the load and look better. Closed
+loop: a fixed number of users, each with one request at a time. A failed request is a result, never a crash. Knows HTTP
+and records. Knows no engine.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from tqdm import tqdm
 from yarl import URL
 
 from shoal.bench.record import Promise, RequestRecord, RunRecord, spread, summarise
-from shoal.bench.sse import Answer, Events, error_text
+from shoal.bench.sse import Events, StreamedAnswer, error_text
 from shoal.errors import BadConfig
 from shoal.workload.traces import TraceRequest
 
 Prompt = list[int] | str
-DRAIN_S = 1.0  # for a server to close a stream it has ended; then the connection is dropped
-IDLE_S = 1.0  # for a connection to be used again: less than servers wait, so that none closes under a request
+DRAIN_S = 1.0  # wait for the server to close a finished stream; then the connection is dropped
+IDLE_S = 1.0  # keep-alive of a connection: shorter than servers', so that none closes it under a new request
 COMMON = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work night point home water room mother area money story "
@@ -45,9 +45,9 @@ def base_url(url: str) -> URL:
     try:
         found = URL(url.rstrip("/").removesuffix("/v1"))
     except ValueError as error:
-        raise BadConfig(f"{url!r} is no address: {error}; give one like http://127.0.0.1:8000") from error
+        raise BadConfig(f"{url!r} is not an address: {error}; give one like http://127.0.0.1:8000") from error
     if found.scheme not in ("http", "https") or not found.host:
-        raise BadConfig(f"{url!r} is no address of a server; give one like http://127.0.0.1:8000")
+        raise BadConfig(f"{url!r} is not the address of a server; give one like http://127.0.0.1:8000")
     return found
 
 
@@ -73,9 +73,9 @@ async def run_serve(
     progress: bool = False,
     chat: bool = False,
 ) -> RunRecord:
-    """Send every request at its time, or `closed` at a time, and return what came back."""
+    """Send every request at its time, or `closed` requests at a time, and return the record."""
     if len(requests) != len(prompts):
-        raise BadConfig(f"{len(requests)} requests need as many prompts, not {len(prompts)}")
+        raise BadConfig(f"{len(requests)} requests need {len(requests)} prompts, not {len(prompts)}")
     if chat and not all(isinstance(prompt, str) for prompt in prompts):
         raise BadConfig("a chat takes text, not token ids; use as_text(prompts)")
     if closed is not None and closed < 1:
@@ -121,7 +121,7 @@ async def run_serve(
 
 
 async def first_model(url: str, api_key: str | None = None, timeout_s: float = 10.0) -> str:
-    """The name of the first model that the server has."""
+    """The name of the server's first model."""
     server = base_url(url)
     try:
         async with (
@@ -137,7 +137,7 @@ async def first_model(url: str, api_key: str | None = None, timeout_s: float = 1
     except (aiohttp.ClientError, OSError) as error:
         raise BadConfig(f"cannot reach {url}: {error}; is the server running?") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise BadConfig(f"{url} does not list its models in a known way; give --model") from error
+        raise BadConfig(f"{url} does not list its models in OpenAI's format; give --model") from error
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
@@ -145,7 +145,7 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 
 class _Client:
-    """One run: the session, the clock's beginning and what is counted on the way."""
+    """One run: the session, the start time and the counters."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _Client:
         self.open = self.most_open = 0
         self.late_s: list[float] = []
         self.counted: Counter[str] = Counter()
-        self.example: dict[str, str] = {}  # reason → what the first such failure said
+        self.example: dict[str, str] = {}  # reason → text of the first such failure
 
     def now_s(self) -> float:
         return time.perf_counter() - self.begun
@@ -184,8 +184,8 @@ class _Client:
         self.begun = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in sorted(range(len(requests)), key=lambda number: requests[number].at_s):
-                body = self.body(prompts[number], requests[number].output)  # made while there is time
-                await asyncio.sleep(0)  # streams are read even when this is behind
+                body = self.body(prompts[number], requests[number].output)  # prepared before the arrival time
+                await asyncio.sleep(0)  # lets streams be read even when this loop is late
                 while (early_s := requests[number].at_s - self.now_s()) > 0:
                     await asyncio.sleep(early_s)
                 self.late_s.append(-early_s)
@@ -211,12 +211,12 @@ class _Client:
         return records
 
     def body(self, prompt: Prompt, output: int) -> bytes:
-        asked = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        return json.dumps({**self.common, **asked, "max_tokens": output}).encode()
+        given = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        return json.dumps({**self.common, **given, "max_tokens": output}).encode()
 
     async def ask(self, record: RequestRecord, body: bytes) -> None:
-        """One request from its sending to its end, good or bad."""
-        answer, failure = Answer(), ("", "")
+        """One request, from sending to its end or failure."""
+        answer, failure = StreamedAnswer(), ("", "")
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
@@ -228,8 +228,8 @@ class _Client:
         self.note(record, answer, *failure)
         self.bar.update()
 
-    async def talk(self, answer: Answer, body: bytes) -> tuple[str, str]:
-        """Send and listen until the end; returns (reason, text) of a failure, or two empty strings."""
+    async def talk(self, answer: StreamedAnswer, body: bytes) -> tuple[str, str]:
+        """Send and read to the end; returns (reason, text) of a failure, or two empty strings."""
         headers = {"Content-Type": "application/json"}
         async with self.session.post(self.path, data=body, headers=headers) as response:
             if response.status != 200:
@@ -244,7 +244,7 @@ class _Client:
             return "cut off", "the stream ended without a finish_reason or [DONE]"
         return "", ""
 
-    async def listen(self, answer: Answer, content: aiohttp.StreamReader) -> None:
+    async def listen(self, answer: StreamedAnswer, content: aiohttp.StreamReader) -> None:
         events = Events()
         async for data in content.iter_any():
             now_s = self.now_s()
@@ -258,7 +258,7 @@ class _Client:
         for event in events.close():
             answer.add(event, self.now_s())
 
-    def note(self, record: RequestRecord, answer: Answer, failure: str, text: str) -> None:
+    def note(self, record: RequestRecord, answer: StreamedAnswer, failure: str, text: str) -> None:
         record.ended_s = answer.ended_s if answer.ended_s is not None and not failure else self.now_s()
         record.token_s, how = answer.token_times()
         if failure:
@@ -275,7 +275,7 @@ class _Client:
             record.cached_tokens = cached
 
     def failures(self, records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-        """Every way to fail, the most frequent first, with what the first such failure said."""
+        """Every failure reason, the most frequent first, with the text of its first failure."""
         counts = Counter(one.reason for one in records if one.reason not in ("stop", "length"))
         return [
             {"reason": reason, "count": count, "example": self.example.get(reason, "")}
@@ -291,7 +291,7 @@ def _body_text(body: bytes) -> str:
 
 
 def _failure(error: Exception) -> tuple[str, str]:
-    """(reason, text) of an exception; the reasons are few, so that they can be counted."""
+    """(reason, text) of an exception; there are few reasons, so that they can be counted."""
     text = error_text(str(error) or type(error).__name__)
     match error:
         case TimeoutError():
@@ -309,7 +309,7 @@ def _failure(error: Exception) -> tuple[str, str]:
 
 
 def serve_summary(run: RunRecord, promise: Promise, price_per_hour: float = 0.0) -> dict[str, Any]:
-    """Every figure of one run; what only an engine knows (passes, padding, KV) is left out."""
+    """All figures of one run, without those that only an engine knows (passes, padding, KV)."""
     unknown = {
         *("passes", "useful_tokens", "padded_tokens", "padding_share", "recomputed_tokens", "preemptions"),
         *("slot_use", "budget_use", "device_busy", "kv_waste", "kv_peak", "waited_s"),
@@ -328,7 +328,7 @@ def serve_summary(run: RunRecord, promise: Promise, price_per_hour: float = 0.0)
 
 
 def serve_table(summary: dict[str, Any]) -> str:
-    """The figures for people."""
+    """The figures as a table, for people."""
     offered = "all at once" if summary["concurrency"] is None else f"{summary['concurrency']} users, closed loop"
     if summary["offered_request_s"]:
         offered = f"{summary['offered_request_s']:.2f} requests/s, open loop"
@@ -350,7 +350,9 @@ def serve_table(summary: dict[str, Any]) -> str:
         rows.append(("cost", f"{summary['cost_per_million_tokens']:.2f} per million output tokens"))
     rows += [("failed", f"{one['count']:,} times {one['reason']}: {one['example']}") for one in summary["failures"]]
     if counted.get("events"):
-        rows.append(("note", f"{counted['events']:,} answers told no token count: an event is taken as a token"))
+        rows.append(
+            ("note", f"{counted['events']:,} answers reported no token count: each event is counted as one token")
+        )
     if summary["client_late_s"]["max"] > 0.1:
         rows.append(
             ("note", f"this client sent up to {summary['client_late_s']['max']:.2f} s late (counted as latency)")

@@ -1,6 +1,6 @@
-"""`shoal bench serve`: its flags, which of them go together, and what it prints.
+"""`shoal bench serve`: its flags, which of them can be combined, and what it prints.
 
-Loads aiohttp only when it runs.
+Imports aiohttp only when it runs.
 """
 
 import argparse
@@ -33,20 +33,28 @@ def add_command(kinds: Any, new_command: Callable[..., argparse.ArgumentParser])
     parser = new_command(
         kinds,
         "serve",
-        "send requests to an OpenAI-compatible server at given times and measure what comes back",
+        "send requests to an OpenAI-compatible server at given times and measure the answers",
         EXAMPLE,
         run,
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
-    parser.add_argument("--model", help="its name for the model (default: the first it lists)")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token; never written anywhere")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one request (default: 600)")
+    parser.add_argument("--model", help="model name in requests (default: the first that the server lists)")
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token; never stored")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="limit for one request (default: 600)"
+    )
     _add_requests(parser.add_argument_group("requests"))
     _add_arrivals(parser.add_argument_group("arrivals"))
     group = parser.add_argument_group("results")
-    group.add_argument("--promise-ttft", type=float, default=1.0, metavar="S", help="first token (default: 1)")
-    group.add_argument("--promise-gap", type=float, default=0.1, metavar="S", help="mean gap (default: 0.1)")
-    group.add_argument("--price-per-hour", type=float, default=0.0, metavar="P", help="for the cost of tokens")
+    group.add_argument(
+        "--promise-ttft", type=float, default=1.0, metavar="S", help="promised time to the first token (default: 1)"
+    )
+    group.add_argument(
+        "--promise-gap", type=float, default=0.1, metavar="S", help="promised mean gap between tokens (default: 0.1)"
+    )
+    group.add_argument(
+        "--price-per-hour", type=float, default=0.0, metavar="P", help="price of the machine, for the cost of tokens"
+    )
     group.add_argument("--json", metavar="OUT", help="write all figures and requests to this file; - prints them")
 
 
@@ -56,9 +64,11 @@ def _add_requests(group: Any) -> None:
         "--trace",
         default="azure-conv",
         metavar="FILE",
-        help=f"a trace (Azure, Mooncake, BurstGPT or own CSV/JSONL), or lengths like {known} (default: %(default)s)",
+        help=f"a trace (Azure, Mooncake, BurstGPT, or own CSV/JSONL), or drawn lengths: {known} (default: %(default)s)",
     )
-    group.add_argument("--requests", type=int, default=REQUESTS, metavar="N", help="the first N (default: %(default)s)")
+    group.add_argument(
+        "--requests", type=int, default=REQUESTS, metavar="N", help="use the first N (default: %(default)s)"
+    )
     group.add_argument("--scale", type=float, default=1.0, help="multiply all lengths by this (default: 1)")
     group.add_argument("--max-prompt", type=int, metavar="N", help="cap prompts at N tokens")
     group.add_argument("--max-output", type=int, metavar="N", help="cap outputs at N tokens")
@@ -71,21 +81,29 @@ def _add_requests(group: Any) -> None:
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="ask for outputs of exactly the trace's length; --no-ignore-eos for servers that refuse the option",
+        help="request outputs of exactly the trace's length; --no-ignore-eos for servers that refuse the field",
     )
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts and arrivals (default: 0)")
 
 
 def _add_arrivals(group: Any) -> None:
-    group.add_argument("--rate", type=float, metavar="R", help=f"Poisson, R requests a second (default: {RATE:g})")
-    group.add_argument("--gamma-cv", type=float, metavar="C", help="bursts: gaps with this coefficient of variation")
-    group.add_argument("--replay", action="store_true", help="the trace's own times; with --rate, squeezed to it")
-    group.add_argument("--time-scale", type=float, metavar="S", help="with --replay: 0.5 is twice as fast")
-    group.add_argument("--concurrency", type=int, metavar="N", help="closed loop: N users, each waits for its answer")
+    group.add_argument(
+        "--rate", type=float, metavar="R", help=f"Poisson arrivals, R requests per second (default: {RATE:g})"
+    )
+    group.add_argument(
+        "--gamma-cv", type=float, metavar="C", help="bursty arrivals: gaps with this coefficient of variation"
+    )
+    group.add_argument("--replay", action="store_true", help="the trace's own arrival times; with --rate, scaled to it")
+    group.add_argument(
+        "--time-scale", type=float, metavar="S", help="with --replay: multiplies the times; 0.5 is twice as fast"
+    )
+    group.add_argument(
+        "--concurrency", type=int, metavar="N", help="closed loop: N users, each with one request at a time"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send, measure, print; 1 if nothing finished."""
+    """Send, measure, print; 1 if no request finished."""
     try:
         from shoal.bench.record import Promise
         from shoal.bench.serve import as_text, base_url, first_model, run_serve, serve_summary, serve_table
@@ -123,13 +141,13 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             Path(args.json).write_text(figures + "\n")
         if capped_share:
-            print(f"{capped_share:.1%} of requests were cut to the caps")
+            print(f"{capped_share:.1%} of requests were shortened to the caps")
         print(serve_table(summary))
     return 0 if summary["finished"] else 1
 
 
 def check(args: argparse.Namespace) -> None:
-    """Flags that mean nothing, alone or together; and complain about the output file before the work."""
+    """Refuse invalid values and combinations of flags, and an output file that cannot be written, before the run."""
     for name in ("requests", "concurrency", "vocab_size", "max_prompt", "max_output"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise BadConfig(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
@@ -137,13 +155,13 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
             raise BadConfig(f"--{name.replace('_', '-')} must be a number above 0, not {getattr(args, name)}")
     if args.concurrency is not None and (args.replay or args.rate is not None or args.gamma_cv is not None):
-        raise ImpossiblePair("--concurrency is a closed loop and has no --rate, --gamma-cv or --replay; choose one")
+        raise ImpossiblePair("--concurrency is a closed loop and excludes --rate, --gamma-cv and --replay; choose one")
     if args.replay and args.gamma_cv is not None:
-        raise ImpossiblePair("--replay has the trace's times and no --gamma-cv; choose one")
+        raise ImpossiblePair("--replay uses the trace's times and excludes --gamma-cv; choose one")
     if args.time_scale is not None and (not args.replay or args.rate is not None):
-        raise ImpossiblePair("--time-scale goes with --replay and without --rate")
+        raise ImpossiblePair("--time-scale needs --replay and excludes --rate")
     if args.replay and args.trace in TABLES:
-        raise ImpossiblePair(f"{args.trace} has lengths and no arrival times to --replay; give a --trace FILE")
+        raise ImpossiblePair(f"{args.trace} has lengths but no arrival times to --replay; give a --trace FILE")
     if args.json and args.json != "-":
         try:
             with open(args.json, "a"):
@@ -153,16 +171,16 @@ def check(args: argparse.Namespace) -> None:
 
 
 def requests_from(args: argparse.Namespace) -> tuple[list[TraceRequest], float]:
-    """The requests at their times, and the share of them that a cap changed."""
+    """The requests with arrival times, and the share of them that a cap shortened."""
     if args.trace in TABLES:
         found = draw_lengths(args.trace, args.requests, args.seed)
     else:
         found = read_trace(args.trace, args.requests)
     fitted = fit(found, scale=args.scale, max_prompt=args.max_prompt, max_output=args.max_output)
-    return _placed(args, fitted.requests), fitted.capped_share
+    return _with_arrivals(args, fitted.requests), fitted.capped_share
 
 
-def _placed(args: argparse.Namespace, requests: list[TraceRequest]) -> list[TraceRequest]:
+def _with_arrivals(args: argparse.Namespace, requests: list[TraceRequest]) -> list[TraceRequest]:
     if args.concurrency is not None:
         return at_once(requests)
     if args.replay and args.rate is not None:

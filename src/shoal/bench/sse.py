@@ -1,14 +1,14 @@
-"""What a stream of an OpenAI-compatible server says, read from bytes.
+"""Reads the event stream of an OpenAI-compatible server from bytes.
 
 Owns server-sent events and the shapes of completion and chat chunks. Knows no network and no clock: bytes and times are
-handed in. Lines end with \\n or \\r\\n; a lone \\r, which the standard also allows and no such server sends, ends none.
+arguments. Lines end with \\n or \\r\\n; a lone \\r, which the standard also allows but no such server sends, ends none.
 """
 
 import json
 from typing import Any
 
-REASONS = {"eos_token": "stop", "stop_sequence": "stop"}  # other words for the two good ends
-SHORTEST = 200  # characters of an error's text worth keeping
+REASONS = {"eos_token": "stop", "stop_sequence": "stop"}  # other servers' names for stop
+ERROR_CHARS = 200  # most characters kept of an error's text
 
 
 class Events:
@@ -35,22 +35,22 @@ class Events:
         return found
 
     def close(self) -> list[bytes]:
-        """An event that the end of the stream cut short of its empty line."""
+        """An event whose closing empty line is missing because the stream ended."""
         return self.feed(b"\n\n")
 
 
-class Answer:
-    """One answer as it comes: when it spoke, how many tokens, how it ended.
+class StreamedAnswer:
+    """One answer as it arrives: the times of its tokens and how it ended.
 
-    Servers count tokens in different ways, so three are understood, the best one wins:
-      exact   events say how many tokens they hold (token_ids, logprobs, or a running usage)
-      usage   the end says how many there were; events are one token each if the numbers agree, else the tokens are
-              spread evenly over the events that brought text, the first always at the first
-      events  nobody says: an event with text is a token
+    Servers report token counts in different ways. Three are understood, and the most precise is used:
+      exact   events contain their number of tokens (token_ids, logprobs, or a running usage)
+      usage   the end contains the total; events are one token each if the numbers agree, else the tokens are spread
+              evenly over the events with text, the first always at the first
+      events  no counts at all: each event with text is one token
     """
 
     def __init__(self) -> None:
-        self.events: list[tuple[float, bool, int | None]] = []  # when, with text?, tokens if told
+        self.events: list[tuple[float, bool, int | None]] = []  # time, has text, tokens if reported
         self.usage: dict[str, Any] = {}
         self.reason = ""
         self.error = ""
@@ -58,7 +58,7 @@ class Answer:
         self.ended_s: float | None = None
 
     def add(self, data: bytes, now_s: float) -> None:
-        """One event; ValueError if it is not a chunk. What comes after the end is not heard."""
+        """One event; ValueError if it is not a chunk. Events after the end are ignored."""
         if self.done or self.error:
             return
         if data.strip() == b"[DONE]":
@@ -76,11 +76,11 @@ class Answer:
         if isinstance(usage, dict):
             self.usage = usage
         for choice in (chunk.get("choices") or [])[:1]:
-            told, text = _tokens_told(choice), _has_text(choice)
-            if told is None and usage and self.completion_tokens is not None:
-                told = self.completion_tokens - (before or 0)
-            if text or told is not None or "role" not in _said(choice):  # chat opens with a role and no token
-                self.events.append((now_s, text, told))
+            tokens, text = _token_count(choice), _has_text(choice)
+            if tokens is None and usage and self.completion_tokens is not None:
+                tokens = self.completion_tokens - (before or 0)
+            if text or tokens is not None or "role" not in _part(choice):  # chat opens with a role and no token
+                self.events.append((now_s, text, tokens))
             if reason := choice.get("finish_reason"):
                 self.reason = REASONS.get(reason, str(reason))
                 self._end(now_s)
@@ -97,19 +97,19 @@ class Answer:
     def token_times(self) -> tuple[list[float], str]:
         """The time of every token, and how they were counted: exact, usage or events."""
         total = self.completion_tokens
-        exact = [when for when, _, told in self.events for _ in range(told or 0)]
+        exact = [when for when, _, tokens in self.events for _ in range(tokens or 0)]
         if exact and (total is None or total == len(exact)):
             return exact, "exact"
-        spoken = [when for when, text, _ in self.events if text]
+        with_text = [when for when, text, _ in self.events if text]
         if total is None:
-            return spoken, "events"
+            return with_text, "events"
         if len(self.events) == total:  # some tokens have no text
             return [when for when, _, _ in self.events], "usage"
-        return spread_tokens(total, spoken or [when for when, _, _ in self.events]), "usage"
+        return spread_tokens(total, with_text or [when for when, _, _ in self.events]), "usage"
 
 
 def spread_tokens(count: int, times: list[float]) -> list[float]:
-    """So many tokens over these events, evenly; the first event always has one.
+    """Times of `count` tokens, spread evenly over these events; the first event always has one.
 
     >>> spread_tokens(5, [1.0, 2.0])
     [1.0, 1.0, 1.0, 2.0, 2.0]
@@ -119,21 +119,21 @@ def spread_tokens(count: int, times: list[float]) -> list[float]:
     return [times[number * len(times) // count] for number in range(count)] if times else []
 
 
-def _said(choice: dict[str, Any]) -> dict[str, Any]:
+def _part(choice: dict[str, Any]) -> dict[str, Any]:
     """A completion's choice itself, a chat chunk's delta, or a whole message where a server does not stream."""
     part = choice.get("delta") or choice.get("message") or choice
     return part if isinstance(part, dict) else {}
 
 
 def _has_text(choice: dict[str, Any]) -> bool:
-    part = _said(choice)
+    part = _part(choice)
     return any(part.get(name) for name in ("text", "content", "reasoning_content", "reasoning", "tool_calls"))
 
 
-def _tokens_told(choice: dict[str, Any]) -> int | None:
+def _token_count(choice: dict[str, Any]) -> int | None:
     logprobs = choice.get("logprobs")
-    told = logprobs if isinstance(logprobs, dict) else {}
-    for tokens in (choice.get("token_ids"), told.get("tokens"), told.get("content")):
+    listed = logprobs if isinstance(logprobs, dict) else {}
+    for tokens in (choice.get("token_ids"), listed.get("tokens"), listed.get("content")):
         if isinstance(tokens, list):
             return len(tokens)
     return None
@@ -145,4 +145,4 @@ def error_text(body: Any) -> str:
         if isinstance(body, dict) and body.get(name):
             body = body[name]
     text = body if isinstance(body, str) else json.dumps(body)
-    return " ".join(text.split())[:SHORTEST] or "no message"
+    return " ".join(text.split())[:ERROR_CHARS] or "no message"

@@ -1,6 +1,6 @@
 """Offline throughput: all requests at once, random token ids, no early stop.
 
-Is handed a loop; knows how to fill it and what to count. The times are from the first submission to the last token.
+Takes a loop; knows how to fill it and what to count. Times are from the first submission to the last token.
 """
 
 import time
@@ -19,7 +19,7 @@ from shoal.workload.lengths import Lengths
 
 @dataclass(frozen=True)
 class Throughput:
-    """What one run did."""
+    """Figures of one run."""
 
     requests: int
     prompt_tokens: int
@@ -50,7 +50,7 @@ def run_throughput(
     after_pass: Callable[[PassEvents], None] = lambda events: None,
     params: SamplingParams | None = None,
 ) -> Throughput:
-    """Submit everything, turn until idle, count. Params: how tokens are chosen (greedily), lengths apart."""
+    """Submit everything, step until idle, count. `params`: sampling parameters other than lengths; default: greedy."""
     outputs = sum(one.output for one in lengths)
     passes = computed = recomputed = preemptions = scheduled = 0
     peak = 0.0
@@ -60,7 +60,7 @@ def run_throughput(
         loop.submit(Request(f"{name}{number}", prompt, own, seed=number))
     with tqdm(total=outputs, unit="tok", disable=not progress) as bar:
         while not loop.idle:
-            events = loop.turn()
+            events = loop.step()
             for end in events.finished:
                 if end.error:
                     raise EngineError(f"request {end.id} failed: {end.error}")

@@ -1,6 +1,6 @@
 """The command line: one file per command.
 
-Owns flags, printing and exit codes. Every command has --help with an example and --json where a machine may read it.
+Owns flags, printing and exit codes. Every command has --help with an example, and --json if its output is parseable.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from shoal.errors import ShoalError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a mistake of the user's is one line on stderr and exit code 2."""
+    """Run one command; a user error is one line on stderr and exit code 2."""
     parser = make_parser()
     try:
         args = parser.parse_args(argv)
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
         run: Command = args.run
         code = run(args)
-        sys.stdout.flush()  # here, where a reader that has left is no surprise
+        sys.stdout.flush()  # here, where a closed pipe is handled
         return code
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
@@ -41,17 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        if not reader_has_left():
+        if not stdout_closed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest is not written at the end either
-        return 141  # what a shell shows for a program that the same mishap ends
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that the interpreter's flush at exit does not fail as well
+        return 141  # as a shell reports a program ended by SIGPIPE
 
 
-def reader_has_left() -> bool:
-    """Whether nobody reads standard output any more, as in `shoal top | head`."""
-    look = select.poll()
-    look.register(sys.stdout.fileno(), select.POLLOUT)
-    return any(event & select.POLLERR for _, event in look.poll(0))
+def stdout_closed() -> bool:
+    """Whether the reading end of standard output is closed, as in `shoal top | head`."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def make_parser() -> argparse.ArgumentParser:

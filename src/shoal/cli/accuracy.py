@@ -1,4 +1,4 @@
-"""shoal bench accuracy: what a type or quantization of the weights costs, as perplexity over real text."""
+"""shoal bench accuracy: what a dtype or quantization of the weights costs, as perplexity over real text."""
 
 import argparse
 import gzip
@@ -25,7 +25,7 @@ def add_accuracy(kinds: Any) -> None:
     parser = new_command(
         kinds,
         "accuracy",
-        "perplexity over texts, for several types of weights, against the first of them",
+        "perplexity over texts for several types of weights, compared with the first",
         "shoal bench accuracy --texts prompts.jsonl.gz --types float32,bfloat16,int8 --tokens 20000",
         run_accuracy,
     )
@@ -33,8 +33,12 @@ def add_accuracy(kinds: Any) -> None:
     parser.add_argument(
         "--texts", required=True, metavar="FILE", help="plain text, or JSON lines with `turns` or `text`; may be .gz"
     )
-    parser.add_argument("--tokens", type=int, default=20000, help="about so many tokens of text (default: 20000)")
-    parser.add_argument("--types", default="float32,bfloat16,int8", help=f"of {', '.join(SETTINGS)}; commas between")
+    parser.add_argument(
+        "--tokens", type=int, default=20000, help="approximate number of tokens of text (default: 20000)"
+    )
+    parser.add_argument(
+        "--types", default="float32,bfloat16,int8", help=f"some of {', '.join(SETTINGS)}, separated by commas"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_flags(parser)
 
@@ -60,7 +64,7 @@ def run_accuracy(args: argparse.Namespace) -> int:
         if name not in SETTINGS:
             raise BadConfig(f"--types: {name!r} is unknown; known: {', '.join(SETTINGS)}")
     texts = read_texts(args.texts)
-    texts = texts[:: max(1, len(texts) * 30 // max(args.tokens, 1))]  # from everywhere in the file
+    texts = texts[:: max(1, len(texts) * 30 // max(args.tokens, 1))]  # spread over the whole file
     rows: list[dict[str, Any]] = []
     for name in names:
         options = {**asdict(EngineConfig.from_args(args)), **SETTINGS[name], "model": args.model}
@@ -70,7 +74,7 @@ def run_accuracy(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows))
         return 0
-    print("type        perplexity  against the first    tokens  seconds")
+    print("type        perplexity   versus the first    tokens  seconds")
     for row in rows:
         change = f"{row['ratio'] - 1:+.3%}"
         print(
@@ -80,7 +84,7 @@ def run_accuracy(args: argparse.Namespace) -> int:
 
 
 def perplexity(options: dict[str, Any], texts: list[str], most: int) -> dict[str, Any]:
-    """e to the mean surprise over all tokens but the first of each text."""
+    """exp of the mean negative logprob over all tokens but the first of each text."""
     from shoal.llm import LLM
 
     begun = time.perf_counter()

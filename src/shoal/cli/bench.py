@@ -44,20 +44,20 @@ def add_bench(commands: Any) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
     what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
-    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--requests", type=int, help="use only the first N")
     parser.add_argument("--runs", type=int, default=1, help="repeat and report the best (default: 1)")
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file; - prints them")
     parser.add_argument(
         "--sampling",
         metavar="JSON",
         default='{"temperature": 0}',
-        help='how tokens are chosen, as in {"temperature": 0.8, "top_p": 0.95} (default: greedily)',
+        help='sampling parameters, such as {"temperature": 0.8, "top_p": 0.95} (default: greedy)',
     )
     parser.add_argument(
         "--profile",
         metavar="TRACE.json",
-        help="run once more and write a Chrome trace of 20 passes in its middle; "
-        "on a CPU run a third time and print where the time of a pass goes",
+        help="run once more and write a Chrome trace of 20 passes from the middle; "
+        "on a CPU, run a third time and print where the time of a pass goes",
     )
     add_flags(parser)
     add_latency(kinds)
@@ -71,8 +71,8 @@ def add_bench(commands: Any) -> None:
 
 def run_bench_giant(args: argparse.Namespace) -> int:
     from shoal.bench.giant import giant_rows, run_giant
-    from shoal.bench.ink import save
-    from shoal.bench.plots import giant_plot
+    from shoal.bench.giant_plots import giant_plot
+    from shoal.bench.plot_style import save
     from shoal.bench.report import giant_table
     from shoal.build import assemble
 
@@ -97,7 +97,7 @@ def add_giant(kinds: Any) -> None:
     parser = new_command(
         kinds,
         "giant",
-        "let one giant prompt arrive among running streams: inline, exclusive and chunked",
+        "measure a giant prompt that arrives among running streams: inline, exclusive and chunked",
         "shoal bench giant --streams 16 --giant 2048 --chunk 256 --out giant",
         run_bench_giant,
     )
@@ -105,8 +105,10 @@ def add_giant(kinds: Any) -> None:
     parser.add_argument("--streams", type=int, default=16, help="running streams (default: 16)")
     parser.add_argument("--giant", type=int, default=2048, help="tokens of the giant prompt (default: 2048)")
     parser.add_argument("--chunk", type=int, default=256, help="prompt tokens per chunked pass (default: 256)")
-    parser.add_argument("--output", type=int, default=48, help="tokens each stream says (default: 48)")
-    parser.add_argument("--out", default="shoal-giant", metavar="DIR", help="(default: shoal-giant)")
+    parser.add_argument("--output", type=int, default=48, help="output tokens of each stream (default: 48)")
+    parser.add_argument(
+        "--out", default="shoal-giant", metavar="DIR", help="folder for the results (default: shoal-giant)"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_flags(parser)
 
@@ -127,7 +129,7 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
     if args.config and getattr(args, "load_format", "auto") != "dummy":
         raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
     args.model = args.config or args.model
-    given = {"prefix_caching": False, **vars(args)}  # random prompts share nothing: do not pay for looking
+    given = {"prefix_caching": False, **vars(args)}  # random prompts share no prefixes
     config = EngineConfig.from_args(argparse.Namespace(**given))
     lengths = read_lengths(args.workload)[: args.requests]
     params = read_sampling(args.sampling)
@@ -155,7 +157,7 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
 
 
 def read_sampling(text: str) -> SamplingParams:
-    """The flag's JSON; lengths are the workload's."""
+    """The flag's JSON; lengths come from the workload."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -168,8 +170,8 @@ def read_sampling(text: str) -> SamplingParams:
 def run_profile(
     built: "Built", run: Callable[..., Any], work: tuple[Any, Any], passes: int, path: str
 ) -> tuple[str, dict[str, Any] | None]:
-    """One more run with a trace; on a CPU another, undisturbed, by phase. What to print, and the phases as figures."""
-    from shoal.bench.phases import PassPhases, watching
+    """One more run with a trace; on a CPU another by phase. Returns the text to print, and the phases as figures."""
+    from shoal.bench.phases import PassPhases, timing
     from shoal.bench.profile import PASSES, PassProfiler, named
 
     profiler = PassProfiler(path, max(1, (passes - PASSES) // 2))
@@ -180,6 +182,6 @@ def run_profile(
     if built.device != "cpu":
         return written + profiler.table(), None
     phases = PassPhases()
-    with watching(built.loop, phases.watch):
+    with timing(built.loop, phases.timer):
         run(*work, progress=False, name="phases ", after_pass=phases.step)
     return f"{written}\n{phases.table()}", phases.figures()

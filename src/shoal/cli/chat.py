@@ -1,4 +1,4 @@
-"""shoal chat: talk with a model in the terminal."""
+"""shoal chat: chat with a model in the terminal."""
 
 import argparse
 import sys
@@ -17,7 +17,7 @@ def add_chat(commands: Any) -> None:
     parser = new_command(
         commands,
         "chat",
-        "talk with a model; /reset begins anew, /exit ends",
+        "chat with a model; /reset starts a new conversation, /exit quits",
         "shoal chat --temperature 0.7 --system 'Answer briefly.'",
         run_chat,
     )
@@ -31,7 +31,7 @@ def run_chat(args: argparse.Namespace) -> int:
     with open_llm(args) as llm:
         opening = [{"role": "system", "content": args.system}] if args.system else []
         messages = list(opening)
-        print("Type a message. /reset begins anew, /exit or Ctrl-D ends.", file=sys.stderr)
+        print("Type a message. /reset starts a new conversation, /exit or Ctrl-D quits.", file=sys.stderr)
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "").strip()
@@ -41,7 +41,7 @@ def run_chat(args: argparse.Namespace) -> int:
                 return 0
             if line == "/reset":
                 messages = list(opening)
-                print("(a new conversation)", file=sys.stderr)
+                print("(new conversation)", file=sys.stderr)
             elif line.startswith("/"):
                 print(f"unknown command {line}; known: /reset, /exit", file=sys.stderr)
             elif line:
@@ -49,18 +49,18 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 def answer(args: argparse.Namespace, llm: "LLM", messages: list[dict[str, str]], line: str) -> None:
-    """One turn; if it fails, the conversation stays as it was."""
+    """One exchange; if it fails, the conversation is unchanged."""
     messages.append({"role": "user", "content": line})
     try:
         ids = llm.encode(messages)
-        said, errors = print_stream(llm, ids, sampling_from(args, llm, len(ids)))
+        text, errors = print_stream(llm, ids, sampling_from(args, llm, len(ids)))
         if any(errors):
             raise RequestFailed(f"the request failed: {''.join(errors)}")
     except KeyboardInterrupt:
         messages.pop()
-        print("\n(stopped; your message is forgotten)", file=sys.stderr)
+        print("\n(stopped; your message was dropped)", file=sys.stderr)
     except ShoalError as error:
         messages.pop()
-        print(f"shoal: {error} (/reset begins anew)", file=sys.stderr)
+        print(f"shoal: {error} (/reset starts a new conversation)", file=sys.stderr)
     else:
-        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "assistant", "content": text})

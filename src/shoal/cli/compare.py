@@ -15,7 +15,7 @@ from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
-    from shoal.bench.compare import Plan
+    from shoal.bench.compare import ComparePlan
     from shoal.build import Loaded
     from shoal.engine.loop import EngineLoop
     from shoal.workload.traces import Fitted
@@ -39,17 +39,27 @@ def add_compare(commands: Any) -> None:
         help=f"all, or some of: {', '.join(PRESETS)}; shoal+order=sjf is shoal with another setting",
     )
     group.add_argument("--rates", default="4", metavar="R,R,…", help="requests per second; 0: all at once (default: 4)")
-    group.add_argument("--users", type=int, default=0, help="closed loop: so many at a time, instead of rates")
-    group.add_argument("--slots", type=int, default=16, help="most requests in one pass (default: 16)")
-    group.add_argument("--kv-tokens", type=int, help="KV cache size; default: what 3/4 of the slots need at worst")
-    group.add_argument("--max-tokens", type=int, help="what requests ask for; default: the longest output of the trace")
-    group.add_argument("--promise-ttft", type=float, default=2.0, metavar="S", help="first token within (default: 2)")
-    group.add_argument("--promise-gap", type=float, default=0.5, metavar="S", help="mean gap within (default: 0.5)")
-    group.add_argument("--price-per-hour", type=float, default=0.10, help="of this machine, for the cost column")
     group.add_argument(
-        "--repeats", type=int, default=0, help="run again, so often at most, what other programs disturbed (default: 0)"
+        "--users", type=int, default=0, help="closed loop: this many users with one request at a time, instead of rates"
     )
-    group.add_argument("--out", default="shoal-compare", metavar="DIR", help="(default: shoal-compare)")
+    group.add_argument("--slots", type=int, default=16, help="most requests in one pass (default: 16)")
+    group.add_argument("--kv-tokens", type=int, help="KV cache size; default: the worst case of 3/4 of the slots")
+    group.add_argument(
+        "--max-tokens", type=int, help="max_tokens of requests; default: the longest output of the trace"
+    )
+    group.add_argument(
+        "--promise-ttft", type=float, default=2.0, metavar="S", help="promised time to the first token (default: 2)"
+    )
+    group.add_argument(
+        "--promise-gap", type=float, default=0.5, metavar="S", help="promised mean gap between tokens (default: 0.5)"
+    )
+    group.add_argument("--price-per-hour", type=float, default=0.10, help="price of this machine, for the cost column")
+    group.add_argument(
+        "--repeats", type=int, default=0, help="most repeats of a run that other programs disturbed (default: 0)"
+    )
+    group.add_argument(
+        "--out", default="shoal-compare", metavar="DIR", help="folder for the report (default: shoal-compare)"
+    )
     group.add_argument("--json", action="store_true", help="print the figures as JSON too")
     add_flags(parser)
 
@@ -63,11 +73,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_trace(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument(
-        "--trace", default="azure-conv", help="a trace file, or azure-conv / azure-code: lengths like those traces'"
+        "--trace",
+        default="azure-conv",
+        help="a trace file, or azure-conv / azure-code: lengths drawn like those traces'",
     )
-    group.add_argument("--requests", type=int, default=48, help="how many (default: 48)")
-    group.add_argument("--prompt-scale", type=float, default=1 / 48, help="of prompt lengths (default: 1/48)")
-    group.add_argument("--output-scale", type=float, default=1 / 24, help="of output lengths (default: 1/24)")
+    group.add_argument("--requests", type=int, default=48, help="number of requests (default: 48)")
+    group.add_argument("--prompt-scale", type=float, default=1 / 48, help="factor of prompt lengths (default: 1/48)")
+    group.add_argument("--output-scale", type=float, default=1 / 24, help="factor of output lengths (default: 1/24)")
     group.add_argument("--arrivals", default="poisson", help="poisson, replay, or gamma:CV for bursts")
 
 
@@ -99,7 +111,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadConfig(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
+        raise BadConfig(f"cannot create the folder {folder}: {error.strerror}; choose another --out") from error
 
 
 def load_once(args: argparse.Namespace) -> "Loaded":
@@ -112,7 +124,7 @@ def load_once(args: argparse.Namespace) -> "Loaded":
 
 
 def read_requests(args: argparse.Namespace) -> "Fitted":
-    """The trace, scaled, capped and counted."""
+    """The trace, cut to --requests and scaled."""
     from shoal.workload.synthetic import TABLES, draw_lengths
     from shoal.workload.traces import fit, read_trace
 
@@ -129,27 +141,27 @@ def numbers(text: str, flag: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise BadConfig(f"{flag} takes numbers with commas between them, such as 1,2,4; not {text!r}") from None
+        raise BadConfig(f"{flag} takes numbers separated by commas, such as 1,2,4; not {text!r}") from None
     if any(not 0 <= value < float("inf") for value in found):
         raise BadConfig(f"{flag} takes numbers that are not negative; not {text!r}")
     return found
 
 
-def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Plan, Fitted]":
-    from shoal.bench.compare import Plan
+def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[ComparePlan, Fitted]":
+    from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
     from shoal.workload.prompts import make_prompts
     from shoal.workload.traces import fit
 
     names = tuple(PRESETS) if args.presets == "all" else tuple(args.presets.split(","))
     for name in names:
-        EngineConfig.from_mapping(preset_of(name).settings)  # or hear now what is wrong with it
+        EngineConfig.from_mapping(preset_of(name).settings)  # fails now if it is invalid
     context = getattr(args, "max_model_len", None) or loaded.spec.max_position
     fitted = read_requests(args)
     capped = fit(fitted.requests, max_prompt=context // 2, max_output=context // 2)
     fitted = replace(fitted, requests=capped.requests, capped_share=capped.capped_share)
     longest = max(one.output for one in fitted.requests)
-    plan = Plan(
+    plan = ComparePlan(
         presets=names,
         rates=numbers(args.rates, "--rates") if not args.users else (0.0,),
         trace=fitted.requests,
@@ -165,8 +177,10 @@ def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Plan, Fitted
     return plan, fitted
 
 
-def engine_maker(args: argparse.Namespace, loaded: "Loaded", plan: "Plan") -> "Callable[[dict[str, Any]], EngineLoop]":
-    """Builds engines over the one loaded model; flags given by the user hold for every preset."""
+def engine_maker(
+    args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan"
+) -> "Callable[[dict[str, Any]], EngineLoop]":
+    """Builds engines over the one loaded model; the user's flags apply to every preset."""
     from shoal.build import assemble
     from shoal.runner.kvstore import bytes_per_block
 
@@ -186,8 +200,8 @@ def engine_maker(args: argparse.Namespace, loaded: "Loaded", plan: "Plan") -> "C
     return make
 
 
-def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "Plan", fitted: "Fitted") -> dict[str, Any]:
-    """What a reader must know to believe the figures, and to take them again."""
+def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:
+    """What a reader needs to judge the figures and to reproduce them."""
     from shoal.bench.floor import measure
     from shoal.workload.synthetic import TABLES
 
@@ -214,7 +228,7 @@ def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "Plan", fitted: 
 
 def write_report(
     folder: Path,
-    plan: "Plan",
+    plan: "ComparePlan",
     meta: dict[str, Any],
     rows: list[dict[str, Any]],
     tried: list[dict[str, Any]],

@@ -1,4 +1,4 @@
-"""shoal doctor: what this machine is, which kernels run on it and why, and how fast they are."""
+"""shoal doctor: this machine, the kernels that run on it and why, and their speed."""
 
 import argparse
 import json
@@ -11,11 +11,11 @@ def add_doctor(commands: Any) -> None:
     parser = new_command(
         commands,
         "doctor",
-        "say which device and kernels are used and why, and measure them",
+        "show which device and kernels are used and why, and measure them",
         "shoal doctor --cpu-kernels portable --json",
         run_doctor,
     )
-    parser.add_argument("--cpu-kernels", default="auto", help="of this instruction set (default: auto)")
+    parser.add_argument("--cpu-kernels", default="auto", help="instruction set of the kernels (default: auto)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: as an engine would choose)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -1,4 +1,4 @@
-"""shoal bench frontend: how many tokens per second go through the fronts, and how much later."""
+"""shoal bench frontend: tokens per second through the fronts, and the delay they add."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,17 @@ def add_frontend(kinds: Any) -> None:
         "shoal bench frontend --streams 256 --rates 6000,12000,16000",
         run_frontend,
     )
-    parser.add_argument("--streams", type=int, default=256, help="open at once (default: 256)")
+    parser.add_argument("--streams", type=int, default=256, help="streams open at once (default: 256)")
     parser.add_argument(
-        "--rates", default="6000,12000", metavar="R,R", help="tokens per second offered, by all streams"
+        "--rates", default="6000,12000", metavar="R,R", help="tokens per second offered, all streams together"
     )
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each rate (default: 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each rate (default: 10)")
     parser.add_argument("--api-workers", type=int, default=1, help="front processes (default: 1)")
     parser.add_argument(
-        "--pin", action=argparse.BooleanOptionalAction, default=True, help="fronts on the first core alone"
+        "--pin",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the fronts on the first core, everything else on the others",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -54,7 +58,7 @@ def run_frontend(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """One rate, on processes of its own."""
+    """One rate, with new processes."""
     from shoal.bench.frontend import figures, run_streams
 
     tokens = max(2, round(rate * args.seconds / args.streams))
@@ -64,15 +68,18 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
         listener = stack.enter_context(listen(serve))
         paced = {"tick_s": args.streams / rate, "kv_tokens": args.streams * (tokens + 64), "save": str(folder / "sent")}
-        children = make_children(engine, serve, folder, listener, paced)
-        processes = [stack.enter_context(Running(child)) for child in children]
+        real, *fronts = make_children(engine, serve, folder, listener)
+        paced_engine = replace(
+            real, module="shoal.bench.paced_engine", config=lambda life: {**real.config(life), "paced": paced}
+        )
+        processes = [stack.enter_context(Running(child)) for child in [paced_engine, *fronts]]
         host, port = listener.getsockname()[:2]
         if args.pin:
             pin(processes)
         wait_healthy(address(serve, listener))
         seen = run_streams(host, port, args.streams, tokens)
         cpu_s = [cpu_seconds(process.pid) for process in processes[1:]]
-        for process in reversed(processes):  # the engine last; it writes what it sent
+        for process in reversed(processes):  # the engine last; it writes its emission times
             process.send_signal(signal.SIGTERM)
             process.wait(30)
         found = figures(json.loads((folder / "sent").read_text()), seen, rate)
@@ -80,7 +87,7 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
 
 
 class Running:
-    """A child process that is ready, and gone at the end."""
+    """A child process, ready on entry and ended on exit."""
 
     def __init__(self, child: Any) -> None:
         read, write = os.pipe()
@@ -91,9 +98,9 @@ class Running:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({**child.config(0), "ready_fd": write}).encode())
         self.process.stdin.close()
-        said = os.read(read, 64)
+        message = os.read(read, 64)
         os.close(read)
-        if not said:
+        if not message:
             raise EngineError(f"{child.name} did not start")
 
     def __enter__(self) -> "subprocess.Popen[bytes]":
@@ -106,7 +113,7 @@ class Running:
 
 
 def pin(processes: "list[subprocess.Popen[bytes]]") -> None:
-    """Fronts on the first core, the rest on the others; where there is only one, all share it."""
+    """Fronts on the first core, the rest on the others; with a single core, all share it."""
     if not hasattr(os, "sched_setaffinity"):
         return
     first, *others = sorted(os.sched_getaffinity(0))
@@ -118,7 +125,7 @@ def pin(processes: "list[subprocess.Popen[bytes]]") -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used so far."""
+    """CPU seconds that a process has used so far."""
     try:
         parts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""shoal generate: continue one prompt and print it."""
+"""shoal generate: continue one prompt and print the text."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def add_generate(commands: Any) -> None:
     )
     parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
     parser.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
-    parser.add_argument("--chat", action="store_true", help="ask it as a chat message, through the chat template")
+    parser.add_argument("--chat", action="store_true", help="send it as a chat message, through the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object: texts, tokens, reasons, times")
     add_sampling(parser, max_tokens=256)
     add_flags(parser)
@@ -60,11 +60,11 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def print_stream(llm: "LLM", ids: list[int], params: SamplingParams) -> tuple[str, list[str]]:
-    """Print an answer as it comes; returns it, and what went wrong."""
-    said, errors = [], []
+    """Print an answer as it streams; returns its text and errors."""
+    texts, errors = [], []
     for chunk in llm.stream(ids, params):
         print(chunk.text, end="", flush=True)
-        said.append(chunk.text)
+        texts.append(chunk.text)
         errors.append(chunk.error)
     print()
-    return "".join(said), errors
+    return "".join(texts), errors

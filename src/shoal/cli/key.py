@@ -1,4 +1,4 @@
-"""shoal key: a new API key, and its line for the key file."""
+"""shoal key: a new API key, and its entry for the key file."""
 
 import argparse
 import json
@@ -15,17 +15,19 @@ def add_key(commands: Any) -> None:
     parser = new_command(
         commands,
         "key",
-        "make a new API key: its line for the key file on standard output, the key itself on standard error",
+        "create an API key: its entry for the key file on standard output, the key itself on standard error",
         "shoal key alice --max-concurrent 8 >> keys.yaml && shoal serve --api-keys-file keys.yaml",
         run_key,
     )
-    parser.add_argument("name", help="whose key it is; stands in logs and counts against limits")
+    parser.add_argument("name", help="name of the key, for logs and limits")
     parser.add_argument("--tier", default="", help="tier of all its requests")
     parser.add_argument("--max-concurrent", type=int, metavar="N", help="most requests at once; 0: no limit")
     parser.add_argument("--tokens-per-minute", type=int, metavar="N", help="most tokens per minute; 0: no limit")
-    parser.add_argument("--admin", action="store_true", help="may see what all others do, at /debug/requests")
-    parser.add_argument("--stdin", action="store_true", help="do not make a key, but read one from standard input")
-    parser.add_argument("--json", action="store_true", help="print key and line as one JSON object")
+    parser.add_argument("--admin", action="store_true", help="may see all requests, at /debug/requests")
+    parser.add_argument(
+        "--stdin", action="store_true", help="read an existing key from standard input instead of creating one"
+    )
+    parser.add_argument("--json", action="store_true", help="print key and entry as one JSON object")
 
 
 def run_key(args: argparse.Namespace) -> int:
@@ -52,12 +54,12 @@ def run_key(args: argparse.Namespace) -> int:
     print(line)
     if not args.stdin:
         sys.stdout.flush()
-        print(f"the key of {args.name}, shown this once: {key}", file=sys.stderr)
+        print(f"the key of {args.name}, shown only once: {key}", file=sys.stderr)
     return 0
 
 
 def read_key() -> str:
-    """A key that exists already; typed, it is not shown."""
+    """An existing key; not echoed when typed."""
     if sys.stdin.isatty():
         import getpass
 

@@ -1,4 +1,4 @@
-"""shoal bench latency: first tokens and further ones, for batches of several sizes."""
+"""shoal bench latency: time to the first token and between tokens, for batches of several sizes."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig
 
 BATCHES = "1,8,64,256"
-TOKENS = 8192  # in one pass, unless told otherwise
+TOKENS = 8192  # default size of a pass
 
 
 def add_latency(kinds: Any) -> None:
@@ -29,7 +29,7 @@ def add_latency(kinds: Any) -> None:
     parser.add_argument("--batches", default=BATCHES, metavar="N,N,…", help=f"batch sizes (default: {BATCHES})")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (default: 512)")
     parser.add_argument("--output", type=int, default=128, help="tokens of each answer (default: 128)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each batch; the best is told (default: 3)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each batch; the best is reported (default: 3)")
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file; - prints them")
     add_flags(parser)
 
@@ -49,17 +49,19 @@ def run_bench_latency(args: argparse.Namespace) -> int:
     if args.config and getattr(args, "load_format", "auto") != "dummy":
         raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
     args.model = args.config or args.model
-    room = {"prefix_caching": False, "max_num_seqs": max(batches), "max_num_batched_tokens": TOKENS}
-    built = build(EngineConfig.from_args(argparse.Namespace(**{**room, **vars(args)})), progress=sys.stderr.isatty())
+    defaults = {"prefix_caching": False, "max_num_seqs": max(batches), "max_num_batched_tokens": TOKENS}
+    built = build(
+        EngineConfig.from_args(argparse.Namespace(**{**defaults, **vars(args)})), progress=sys.stderr.isatty()
+    )
     machine = measure(built.dtype, built.device, built.spec.parameters * built.dtype.itemsize)
     rows = []
-    for place, batch in enumerate(batches):
+    for number, batch in enumerate(batches):
         size = (batch, args.prompt, args.output)
         runs = [
-            run_latency(built.loop, *size, built.spec, built.dtype.itemsize, machine, seed=1000 * place + run)
+            run_latency(built.loop, *size, built.spec, built.dtype.itemsize, machine, seed=1000 * number + run)
             for run in range(args.runs + 2)
         ]
-        rows.append(best_of(runs[2:]))  # the first two warm up: what a pass needs is recorded when it comes again
+        rows.append(best_of(runs[2:]))  # the first two warm up: graphs are recorded when a size occurs again
     built.loop.close()
     figures = {
         "model": built.files.name,
@@ -79,7 +81,7 @@ def run_bench_latency(args: argparse.Namespace) -> int:
 
 
 def read_batches(text: str) -> list[int]:
-    """Batch sizes from a list with commas.
+    """Batch sizes from a comma-separated list.
 
     >>> read_batches("1, 8")
     [1, 8]
@@ -87,7 +89,7 @@ def read_batches(text: str) -> list[int]:
     try:
         batches = [int(part) for part in text.split(",")]
     except ValueError:
-        raise BadConfig(f"--batches must be whole numbers with commas between them, not {text!r}") from None
+        raise BadConfig(f"--batches must be whole numbers separated by commas, not {text!r}") from None
     if min(batches) < 1:
         raise BadConfig(f"--batches must be at least 1, not {min(batches)}")
     return batches

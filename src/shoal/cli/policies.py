@@ -30,23 +30,25 @@ def add_policies(kinds: Any) -> None:
     add_model(parser)
     group = parser.add_argument_group("experiments")
     group.add_argument("--only", default="all", metavar="NAMES", help=f"all, or some of: {', '.join(NAMES)}")
-    group.add_argument("--requests", type=int, default=120, help="in each experiment, about (default: 120)")
+    group.add_argument("--requests", type=int, default=120, help="approximate number in each experiment (default: 120)")
     group.add_argument("--slots", type=int, default=16, help="most requests in one pass (default: 16)")
-    group.add_argument("--prompt-scale", type=float, default=1 / 32, help="of prompt lengths (default: 1/32)")
-    group.add_argument("--output-scale", type=float, default=1 / 12, help="of output lengths (default: 1/12)")
-    group.add_argument("--ttft", type=float, default=3.0, help="seconds to the first token, promised (default: 3)")
-    group.add_argument("--itl", type=float, default=0.5, help="seconds between tokens, promised (default: 0.5)")
+    group.add_argument("--prompt-scale", type=float, default=1 / 32, help="factor of prompt lengths (default: 1/32)")
+    group.add_argument("--output-scale", type=float, default=1 / 12, help="factor of output lengths (default: 1/12)")
+    group.add_argument("--ttft", type=float, default=3.0, help="promised seconds to the first token (default: 3)")
+    group.add_argument("--itl", type=float, default=0.5, help="promised seconds between tokens (default: 0.5)")
     group.add_argument("--long-prompt", type=int, default=1536, help="tokens of a long prompt (default: 1536)")
     group.add_argument(
-        "--burst-trace", default="", metavar="FILE", help="a trace whose arrivals the bursts are (default: drawn)"
+        "--burst-trace", default="", metavar="FILE", help="a trace with the arrivals of the bursts (default: drawn)"
     )
-    group.add_argument("--out", default="shoal-policies", metavar="DIR", help="(default: shoal-policies)")
+    group.add_argument(
+        "--out", default="shoal-policies", metavar="DIR", help="folder for the results (default: shoal-policies)"
+    )
     group.add_argument("--json", action="store_true", help="print the figures as JSON")
     add_flags(parser)
 
 
 def run_bench_policies(args: argparse.Namespace) -> int:
-    from shoal.bench.ink import save
+    from shoal.bench.plot_style import save
     from shoal.bench.policies import EXPERIMENTS, Lab, Sizes, table
     from shoal.bench.policy_plots import finding_plot
     from shoal.build import assemble
@@ -58,7 +60,7 @@ def run_bench_policies(args: argparse.Namespace) -> int:
     make_folder(folder)
     loaded = load_once(args)
     flags = {name: value for name, value in asdict(EngineConfig.from_args(args)).items() if name in vars(args)}
-    memory = flags.get("kv_memory") or _room(loaded, sizes["slots"], sizes["long_prompt"])
+    memory = flags.get("kv_memory") or _kv_bytes(loaded, sizes["slots"], sizes["long_prompt"])
 
     def make(settings: dict[str, Any]) -> "EngineLoop":
         chosen = {"kv_memory": memory, **settings, **flags, "model": None}
@@ -69,7 +71,7 @@ def run_bench_policies(args: argparse.Namespace) -> int:
     for experiment in experiments:
         finding = experiment(lab)
         save(finding_plot(finding), folder, finding.name)
-        others = {name: run.others for name, run in finding.runs.items()}  # share of the machine that others took
+        others = {name: run.others for name, run in finding.runs.items()}  # share of the CPU that other programs took
         found[finding.name] = {
             "title": finding.title, "rows": finding.rows, "figures": finding.figures, "others": others
         }  # fmt: skip
@@ -93,8 +95,8 @@ def _sizes(args: argparse.Namespace, known: set[str]) -> dict[str, Any]:
     return sizes
 
 
-def _room(loaded: Any, slots: int, long_prompt: int) -> int:
-    """Enough KV memory that slots are what is short: these experiments are about time."""
+def _kv_bytes(loaded: Any, slots: int, long_prompt: int) -> int:
+    """KV memory large enough that slots are the limit: these experiments are about time."""
     from shoal.runner.kvstore import bytes_per_block
 
     tokens = slots * 512 + 4 * (long_prompt + 64)

@@ -75,8 +75,8 @@ def run_bench_scheduler(args: argparse.Namespace) -> int:
 
 
 def _maker(settings: dict[str, Any], passes: int) -> Any:
-    from shoal.build import make_scheduler
     from shoal.sched.admission import Limits
+    from shoal.sched.make import make_scheduler
 
     def make(running: int) -> "Scheduler":
         budget = max(512, 2 * running)

@@ -1,4 +1,4 @@
-"""shoal serve: an OpenAI-compatible server. This process is the supervisor of its engine and its fronts."""
+"""shoal serve: an OpenAI-compatible server. This process supervises the engine and the fronts."""
 
 import argparse
 import ipaddress
@@ -31,10 +31,10 @@ def add_serve(commands: Any) -> None:
     parser = new_command(
         commands,
         "serve",
-        "serve a model to many users over HTTP, as OpenAI's API",
+        "serve a model to many users over HTTP, with OpenAI's API",
         "shoal serve --port 8000 --max-num-seqs 32 --api-key alice=sk-0123456789",
         run_serve,
-        log_level=False,  # it is one of the options below
+        log_level=False,  # one of the options below
     )
     parser.add_argument("model", nargs="?", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
     parser.add_argument("--config", metavar="FILE", help="YAML file with 'option: value' lines")
@@ -62,7 +62,7 @@ def run_serve(args: argparse.Namespace) -> int:
             children[0],
             children[1:],
             serve.drain_timeout,
-            lambda: say_hello(engine, serve, listener, args.json),
+            lambda: print_ready(engine, serve, listener, args.json),
             on_hangup=None if ends_with_its_terminal(serve) else lambda: reload_keys(serve, tiers, folder),
             on_given_up=(folder.path / GIVEN_UP).touch,
         )
@@ -73,7 +73,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 class PrivateFolder:
-    """Where the server's processes meet: the engine's socket, the keys in force. Only this user can enter it."""
+    """Folder that the server's processes share: the engine's socket, the current keys. Only this user can enter it."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="shoal-"))
@@ -84,49 +84,53 @@ class PrivateFolder:
         self._keys = keys
 
     def mend(self) -> None:
-        """Make it again if somebody took it away, a cleaner of old files for instance: the next engine's socket lies
+        """Recreate it if it was removed, for instance by a cleaner of temporary files: the next engine's socket goes
         there, and the fronts look for it under the same name."""
         try:
             if not self.path.exists():
-                log.warning("the folder %s was removed and is made again; keep cleaners away from it", self.path)
+                log.warning(
+                    "the folder %s was removed and is recreated; exclude it from cleaners of temporary files", self.path
+                )
                 self.path.mkdir(mode=0o700)
             found = self.path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-                raise EngineError(f"{self.path} is no longer a folder of this user alone; restart the server")
+                raise EngineError(
+                    f"{self.path} is no longer a folder that only this user can enter; restart the server"
+                )
             if self._keys and not (self.path / PUBLISHED).exists():
                 publish(self._keys, self.path)
         except OSError as error:
-            raise EngineError(f"the folder {self.path} cannot be made again: {error.strerror}") from error
+            raise EngineError(f"the folder {self.path} cannot be recreated: {error.strerror}") from error
 
 
 def load_keys(serve: ServeConfig, tiers: Tiers) -> list[ApiKey]:
-    """All keys there are, from flags and from the file."""
+    """All keys, from flags and from the file."""
     keys = joined(hashed(serve.keys()), read_key_file(serve.api_keys_file) if serve.api_keys_file else [])
     check_tiers(keys, tiers)
     return keys
 
 
 def ends_with_its_terminal(serve: ServeConfig) -> bool:
-    """A closed terminal sends SIGHUP too. Where that cannot mean the key file, a server in a terminal ends with it."""
+    """A closed terminal sends SIGHUP too. Without a key file to reload, a server in a terminal ends on it."""
     return not serve.api_keys_file and sys.stdin is not None and sys.stdin.isatty()
 
 
 def reload_keys(serve: ServeConfig, tiers: Tiers, folder: PrivateFolder) -> None:
-    """Read the key file again; one that cannot be used changes nothing."""
+    """Reload the key file; an invalid one changes nothing."""
     if not serve.api_keys_file:
-        log.warning("SIGHUP changes nothing: there is no key file to read again; start the server with --api-keys-file")
+        log.warning("SIGHUP ignored: there is no key file to reload; start the server with --api-keys-file")
         return
     try:
         keys = load_keys(serve, tiers)
         folder.publish(keys)
     except (BadConfig, OSError) as error:
-        log.error("the API keys stay as they were: %s", error)
+        log.error("the API keys are unchanged: %s", error)
         return
-    log.info("the key file was read again: %d API keys", len(keys))
+    log.info("the key file was reloaded: %d API keys", len(keys))
 
 
 def listen(serve: ServeConfig) -> socket.socket:
-    """The port, taken before anything slow begins."""
+    """The port, bound before anything slow begins."""
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -147,24 +151,22 @@ def make_children(
     serve: ServeConfig,
     folder: Path,
     listener: socket.socket,
-    paced: Mapping[str, Any] | None = None,
     mend: Callable[[], None] = lambda: None,
 ) -> Any:
-    """The engine, then the fronts. `paced`: an engine that computes nothing, for measuring the fronts. `mend`: looks
-    after the folder before each start of the engine."""
+    """The engine, then the fronts. `mend`: repairs the folder before each start of the engine."""
     from shoal.engine.supervise import Child
 
     shared = {
         "log_level": serve.log_level,
         "log_format": serve.log_format,
         "folder": str(folder),
-        "keys": bool(serve.api_key or serve.api_keys_file),  # they are in the folder, hashed
+        "keys": bool(serve.api_key or serve.api_keys_file),  # the keys are in the folder, hashed
     }
-    salt_secret = secrets.token_hex(32)  # the same for all fronts, in all their lives
+    salt_secret = secrets.token_hex(32)  # the same for all fronts, across their restarts
 
     def for_engine(life: int) -> Mapping[str, Any]:
         mend()
-        return {**shared, "engine": as_json(engine), "epoch": life, "paced": paced}
+        return {**shared, "engine": as_json(engine), "epoch": life}
 
     def for_front(name: str, life: int) -> Mapping[str, Any]:
         return {
@@ -185,8 +187,8 @@ def make_children(
     return [Child("the engine", "shoal.processes.engine", for_engine, silence_s=serve.hang_timeout), *fronts]
 
 
-def say_hello(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:
-    """Where it is, and a line to try it with."""
+def print_ready(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:
+    """The addresses, and a command to try."""
     url = address(serve, listener)
     if as_line:
         import json

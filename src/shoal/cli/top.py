@@ -1,6 +1,6 @@
-"""shoal top: who runs and who waits in a server, live in the terminal.
+"""shoal top: the running and waiting requests of a server, live in the terminal.
 
-Asks GET /debug/requests and draws what it says. Knows the server only by its URL.
+Polls GET /debug/requests and draws the answer. Knows the server only by its URL.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from shoal.cli.common import new_command
 from shoal.errors import BadConfig
 
 CLEAR, HOME, HIDE, SHOW = "\x1b[2J", "\x1b[H\x1b[J", "\x1b[?25l", "\x1b[?25h"
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 BAR = 30  # characters
-# heading, field, width; a number stands to the right
+# heading, field, width; negative: right-aligned
 COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("STATE", "state", 9),
     ("TENANT", "tenant", 12),
@@ -42,16 +42,16 @@ def add_top(commands: Any) -> None:
     parser = new_command(
         commands,
         "top",
-        "show who runs and who waits in a server, live",
+        "show the running and waiting requests of a server, live",
         "shoal top --url http://127.0.0.1:8000",
         run_top,
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", help="an admin key, where the server has keys; -: ask for it")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default: 1)")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    parser.add_argument("--api-key", metavar="KEY", help="an admin key, if the server has keys; -: prompt for it")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default: 1)")
     parser.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
-    parser.add_argument("--once", action="store_true", help="look once, print and end")
-    parser.add_argument("--json", action="store_true", help="look once and print all of it as one JSON object")
+    parser.add_argument("--once", action="store_true", help="print one snapshot and end")
+    parser.add_argument("--json", action="store_true", help="print one snapshot as a JSON object")
 
 
 def run_top(args: argparse.Namespace) -> int:
@@ -59,12 +59,12 @@ def run_top(args: argparse.Namespace) -> int:
         raise BadConfig(f"--interval must be between 0.1 and 3600 seconds, not {args.interval}")
     key = ask_for_key() if args.api_key == "-" else args.api_key
     if args.json:
-        print(json.dumps(look(args.url, key, args.insecure)))
+        print(json.dumps(fetch(args.url, key, args.insecure)))
         return 0
     if args.once:
-        print("\n".join(screen(look(args.url, key, args.insecure), args.url, *shutil.get_terminal_size((200, 1000)))))
+        print("\n".join(screen(fetch(args.url, key, args.insecure), args.url, *shutil.get_terminal_size((200, 1000)))))
         return 0
-    look(args.url, key, args.insecure)  # what is wrong at once is said plainly
+    fetch(args.url, key, args.insecure)  # an error at the start is printed plainly
     try:
         sys.stdout.write(CLEAR + HIDE)
         while True:
@@ -85,53 +85,53 @@ def ask_for_key() -> str:
 
 
 def now(url: str, key: str | None, insecure: bool) -> list[str]:
-    """What stands on the screen now; a server that does not answer is waited for."""
+    """The lines of the screen now; shows the error while the server does not answer."""
     width, height = shutil.get_terminal_size((160, 50))
     try:
-        return screen(look(url, key, insecure), url, width, height)
+        return screen(fetch(url, key, insecure), url, width, height)
     except BadConfig as error:
         return [f"shoal top · {url} · {time.strftime('%H:%M:%S')}", "", str(error)[: width * 3]]
 
 
-# ---- asking ---------------------------------------------------------------------------------------------------------
+# ---- fetching -------------------------------------------------------------------------------------------------------
 
 
-def look(url: str, key: str | None = None, insecure: bool = False) -> dict[str, Any]:
-    """What the server says about its requests."""
+def fetch(url: str, key: str | None = None, insecure: bool = False) -> dict[str, Any]:
+    """The server's snapshot of its requests."""
     if not url.startswith(("http://", "https://")):
         raise BadConfig(f"--url must begin with http:// or https://, not be {url!r}")
-    asked = urllib.request.Request(f"{url.rstrip('/')}/debug/requests")
+    request = urllib.request.Request(f"{url.rstrip('/')}/debug/requests")
     if key:
-        asked.add_header("Authorization", f"Bearer {key}")
+        request.add_header("Authorization", f"Bearer {key}")
     context = ssl._create_unverified_context() if insecure else None
     try:
-        with urllib.request.urlopen(asked, timeout=PATIENCE_S, context=context) as answer:
-            told = json.load(answer)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
+            snapshot = json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            said = message_of(error)
-        raise BadConfig(f"{url} answered {error.code}: {said}") from None
+            message = message_of(error)
+        raise BadConfig(f"{url} answered {error.code}: {message}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise BadConfig(f"{url} does not answer ({reason}); is it a Shoal server, and does it run?") from None
-    if not isinstance(told, dict) or "requests" not in told:
+        raise BadConfig(f"{url} does not answer ({reason}); is a Shoal server running there?") from None
+    if not isinstance(snapshot, dict) or "requests" not in snapshot:
         raise BadConfig(f"{url} is not a Shoal server")
-    return told
+    return snapshot
 
 
 def message_of(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "it is no Shoal server, or an older one"
+        return "it is not a Shoal server, or an older one"
 
 
 # ---- drawing --------------------------------------------------------------------------------------------------------
 
 
-def screen(told: Mapping[str, Any], url: str, width: int, height: int) -> list[str]:
-    """The lines of one look."""
-    engine, requests = told.get("engine", {}), told["requests"]
+def screen(snapshot: Mapping[str, Any], url: str, width: int, height: int) -> list[str]:
+    """The lines of one snapshot."""
+    engine, requests = snapshot.get("engine", {}), snapshot["requests"]
     blocks = engine.get("blocks", {})
     held, total = blocks.get("held", 0), blocks.get("total", 0)
     share = held / total if total else 0.0
@@ -146,10 +146,10 @@ def screen(told: Mapping[str, Any], url: str, width: int, height: int) -> list[s
         "",
         row([heading for heading, _, _ in COLUMNS]),
     ]
-    room = max(1, height - len(lines) - 2)
-    lines += [row([cell(request.get(field)) for _, field, _ in COLUMNS]) for request in requests[:room]]
-    if len(requests) > room:
-        lines.append(f"… and {len(requests) - room} more")
+    visible = max(1, height - len(lines) - 2)
+    lines += [row([cell(request.get(field)) for _, field, _ in COLUMNS]) for request in requests[:visible]]
+    if len(requests) > visible:
+        lines.append(f"… and {len(requests) - visible} more")
     return [line[:width].rstrip() for line in lines]
 
 
@@ -163,6 +163,6 @@ def cell(value: Any) -> str:
 def row(cells: Sequence[str]) -> str:
     parts = []
     for text, (_, _, width) in zip(cells, COLUMNS, strict=True):
-        cut = text if len(text) <= abs(width) else f"{text[: abs(width) - 1]}…"
-        parts.append(cut.rjust(-width) if width < 0 else cut.ljust(width))
+        short = text if len(text) <= abs(width) else f"{text[: abs(width) - 1]}…"
+        parts.append(short.rjust(-width) if width < 0 else short.ljust(width))
     return " ".join(parts)

@@ -1,7 +1,7 @@
-"""Configuration: what the user asked for, parsed once into one frozen object.
+"""Engine configuration: the user's options, parsed once into one frozen object.
 
-Owns names, defaults, help texts and limits of every engine option; flags and keyword arguments are both made from the
-same table below. Nothing writes to a config afterwards. Knows no policies' insides and no torch.
+Owns the name, default, help text and limits of every engine option; flags and keyword arguments are both derived from
+the same table below. Nothing writes to a config afterwards. Knows no policy's internals and no torch.
 """
 
 import argparse
@@ -46,9 +46,9 @@ def read_table(text: str, what: str) -> Any:
     except ValueError:
         pass
     try:
-        import yaml  # here, so that who needs no table needs no YAML reader
+        import yaml  # imported lazily: only needed when a table is given
     except ImportError:
-        raise BadConfig(f"{what}: to read YAML, pip install pyyaml; or write it as JSON") from None
+        raise BadConfig(f"{what}: reading YAML needs pyyaml; pip install pyyaml, or write it as JSON") from None
 
     inline = text.lstrip()
     try:
@@ -81,21 +81,21 @@ def option(
 IMPOSSIBLE: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
     (
         {"memory": ("ondemand", "predict"), "when_short": ("wait",)},
-        "every running request may need a block that no one gives up, and all would wait for ever; "
+        "every running request may need a block while none is released, which is a deadlock; "
         "use memory=reserve, or when_short=recompute",
     ),
 )
 
-SERVED_QUEUE = 1024  # max_queue of a server, unless told otherwise: it does not choose who comes
+SERVED_QUEUE = 1024  # default max_queue of a server, whose load is not under its control
 LONGEST_WAIT_S = 1e8  # three years
-# what a pass holds, unless told otherwise
+# default sizes of a pass
 SLOTS = {"cpu": 64, "cuda": 512}
 PASS_TOKENS = {"cpu": 512, "cuda": 2048}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class Options:
-    """What all configs share: types are checked, and an option that does not exist is refused."""
+    """Shared by all configs: checks types, and refuses an option that does not exist."""
 
     def _check_types(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ class EngineConfig(Options):
     )
     dtype: str = option("auto", "type of weights and KV", choices=DTYPES, group="model")
     quantization: str = option(
-        "none", "int8: weights of 8 bits with a scale per output, on CPUs", choices=("none", "int8"), group="model"
+        "none", "int8: 8-bit weights with a scale per output, on CPUs", choices=("none", "int8"), group="model"
     )
     device: str = option("auto", "auto, cpu or cuda", group="model")
     chat_template: str | None = option(None, "file with a chat template instead of the model's own", group="model")
@@ -149,35 +149,37 @@ class EngineConfig(Options):
     block_size: int = option(16, "tokens in one KV block", parse=int, group="memory")
     kv_memory: int | None = option(
         None,
-        "memory for the KV cache, such as 2GiB; default: a share of what is free",
+        "memory for the KV cache, such as 2GiB; default: a share of the free memory",
         parse=parse_bytes,
         group="memory",
     )
     kv_share: float | None = option(
         None,
-        "that share, between 0 and 1; default: 0.5, on a GPU 0.9",
+        "share of the free memory for the KV cache, between 0 and 1; default: 0.5, on a GPU 0.9",
         parse=float,
         group="memory",
         also=("--gpu-memory-utilization",),
     )
     host_kv_memory: int | None = option(
         None,
-        "host memory for KV blocks that leave the device; default: none, or as much as the KV cache for swap and auto",
+        "host memory for KV blocks swapped out; default: none, or as much as the KV cache for swap and auto",
         parse=parse_bytes,
         group="memory",
     )
-    prefix_caching: bool = option(True, "keep KV of finished requests for prompts that begin alike", group="memory")
+    prefix_caching: bool = option(
+        True, "reuse the KV blocks of earlier requests for prompts with the same prefix", group="memory"
+    )
     watermark: float = option(
         0.01,
-        "share of KV blocks kept free for those who run when another would start, at least one each; 0: none",
+        "share of KV blocks kept free for running requests when another is admitted, at least one each; 0: none",
         parse=float,
         group="memory",
     )
     preset: str | None = option(
-        None, "how a known system batches; other flags override it", choices=tuple(PRESETS), group="policy"
+        None, "batch as a known system does; other flags override it", choices=tuple(PRESETS), group="policy"
     )
     batching: str = option(
-        "continuous", "who may join the batch", choices=("continuous", "static", "dynamic"), group="policy"
+        "continuous", "when requests may join the batch", choices=("continuous", "static", "dynamic"), group="policy"
     )
     group_size: int = option(16, "requests in a static or dynamic group", parse=int, group="policy")
     window_ms: float = option(50.0, "longest wait for a dynamic group to fill", parse=float, group="policy")
@@ -185,22 +187,29 @@ class EngineConfig(Options):
     prefill: str = option(
         "chunked", "how much of a prompt per pass", choices=("chunked", "inline", "exclusive"), group="policy"
     )
-    order: str = option("fcfs", "who goes first", choices=("fcfs", "priority", "sjf", "fair", "slo"), group="policy")
+    order: str = option(
+        "fcfs",
+        "which waiting request is admitted first",
+        choices=("fcfs", "priority", "sjf", "fair", "slo"),
+        group="policy",
+    )
     tiers: str | None = option(
         None,
-        "what requests are promised: a YAML file, or its text, such as '{premium: {ttft: 0.3, itl: 0.04}, batch: {}}'",
+        "latency promises by tier: a YAML file, or its text, such as '{premium: {ttft: 0.3, itl: 0.04}, batch: {}}'",
         group="policy",
     )
     budget: str = option(
         "fixed",
-        "size of a pass: always the same, or by the promises of those who run",
+        "size of a pass: fixed, or the largest that meets the promises of the running requests",
         choices=("fixed", "promise"),
         group="policy",
     )
     lane_tokens: int = option(
-        0, "sequences longer than this run in passes of their own; 0: all share passes", parse=int, group="policy"
+        0, "sequences longer than this run in separate passes; 0: all share passes", parse=int, group="policy"
     )
-    long_share: float = option(0.25, "share of passes that those get while others run", parse=float, group="policy")
+    long_share: float = option(
+        0.25, "share of passes for those long sequences while others run", parse=float, group="policy"
+    )
     headroom: float = option(
         0.0,
         "share of slots and KV blocks kept free for the highest tier, short requests, and (fair) idle tenants",
@@ -208,40 +217,46 @@ class EngineConfig(Options):
         group="policy",
     )
     headroom_tokens: int = option(
-        0, "requests of at most so many tokens are short, for headroom; 0: none", parse=int, group="policy"
+        0, "requests of at most this many tokens count as short for headroom; 0: none", parse=int, group="policy"
     )
-    priority_age: float = option(
-        60.0, "seconds of waiting that make up for one step of priority", parse=float, group="policy"
-    )
+    priority_age: float = option(60.0, "seconds of waiting worth one step of priority", parse=float, group="policy")
     sjf_age: float = option(
-        200.0, "prompt tokens' worth of work that a second of waiting makes up for", parse=float, group="policy"
+        200.0, "work, in prompt tokens, that one second of waiting is worth", parse=float, group="policy"
     )
     memory: str = option(
-        "ondemand", "room set aside for a request", choices=("ondemand", "reserve", "predict"), group="policy"
+        "ondemand",
+        "KV blocks reserved for a request when it is admitted",
+        choices=("ondemand", "reserve", "predict"),
+        group="policy",
     )
-    quantile: float = option(0.9, "of output lengths, which predict sets aside", parse=float, group="policy")
+    quantile: float = option(
+        0.9, "quantile of output lengths that memory=predict reserves", parse=float, group="policy"
+    )
     when_short: str = option(
         "recompute",
-        "what happens to who gives way when KV memory runs out",
+        "what happens to a preempted request when KV memory runs out",
         choices=("recompute", "swap", "auto", "drop", "wait"),
         group="policy",
     )
     max_preemptions: int = option(
-        8, "after so many a request starts only with all the room it may need, and keeps it", parse=int, group="policy"
+        8,
+        "after this many, a request is admitted only with every block it can need, and keeps them",
+        parse=int,
+        group="policy",
     )
-    chunk_tokens: int = option(0, "most tokens of one prompt per pass; 0: only the pass limits it", parse=int)
+    chunk_tokens: int = option(0, "most tokens of one prompt per pass; 0: limited by the pass only", parse=int)
     depth: int | None = option(
         None, "passes in flight: 2 plans the next while one computes; default: 2 on a GPU, 1 on a CPU", parse=int
     )
     threads: int | None = option(
-        None, "CPU threads; default: the CPUs or cores that may be used, whichever is faster", parse=int
+        None, "CPU threads; default: one per available CPU or per core, whichever is faster", parse=int
     )
     cpu_kernels: str = option(
         "auto",
-        "instruction set of the C kernels on a CPU; off: plain torch; auto: the best there is",
+        "instruction set of the C kernels on a CPU; off: plain torch; auto: the best available",
         choices=("auto", "amx", "avx512", "avx2", "neon", "portable", "off"),
     )
-    seed: int | None = option(None, "makes the seeds of requests that bring none repeatable", parse=int)
+    seed: int | None = option(None, "makes the seeds of requests without one reproducible", parse=int)
     max_queue: int = option(
         0,
         f"most requests that may wait; more are refused; 0: no limit, {SERVED_QUEUE} in shoal serve",
@@ -252,7 +267,7 @@ class EngineConfig(Options):
         None, "most seconds a request may wait before it starts; default: no limit", parse=float, group="admission"
     )
     key_max_concurrent: int | None = option(
-        None, "most requests of one API key at once, each of n samples being one", parse=int, group="admission"
+        None, "most requests of one API key at once; each of n samples counts", parse=int, group="admission"
     )
     key_tokens_per_minute: int | None = option(
         None, "most tokens of one API key per minute, prompt and output", parse=int, group="admission"
@@ -277,7 +292,7 @@ class EngineConfig(Options):
             if not 0 <= getattr(self, name) < 1:
                 raise BadConfig(f"{name} must be at least 0 and below 1, not {getattr(self, name)}")
         if self.lane_tokens and not self.long_share:
-            raise BadConfig("long_share must be above 0, or the long ones never run while others do")
+            raise BadConfig("long_share must be above 0; otherwise long sequences never run while others do")
         self.read_tiers()
         self._at_least("group_size", 1)
         for name in ("priority_age", "sjf_age"):
@@ -293,11 +308,9 @@ class EngineConfig(Options):
             if all(getattr(self, name) in values for name, values in impossible.items()):
                 pair = " with ".join(f"{name}={getattr(self, name)}" for name in impossible)
                 raise ImpossiblePair(f"{pair}: {reason}")
-        most = self.max_num_seqs or max(SLOTS.values())  # on which device is known later, and then it is checked again
+        most = self.max_num_seqs or max(SLOTS.values())  # checked again once the device is known
         if self.batching in ("static", "dynamic") and self.group_size > most:
-            raise ImpossiblePair(
-                f"group_size {self.group_size} is more than max_num_seqs {most}; such a group never fills"
-            )
+            raise ImpossiblePair(f"group_size {self.group_size} exceeds max_num_seqs {most}; such a group never fills")
         if self.kv_share is not None and not 0 < self.kv_share <= 1:
             raise BadConfig(f"kv_share must be above 0 and at most 1, not {self.kv_share}")
         if not 0 <= self.watermark < 1:
@@ -314,14 +327,14 @@ class EngineConfig(Options):
         return self.max_num_batched_tokens or PASS_TOKENS["cpu"]
 
     def settled(self, device: str) -> "EngineConfig":
-        """With this device's numbers where none were given."""
+        """A copy with this device's defaults filled in."""
         slots = self.max_num_seqs or SLOTS[device]
         return replace(
             self, max_num_seqs=slots, max_num_batched_tokens=self.max_num_batched_tokens or PASS_TOKENS[device]
         )
 
     def read_tiers(self) -> Tiers:
-        """What requests are promised; nothing, unless tiers are given or the order needs some."""
+        """The tiers; without any given, the defaults if the order needs them, else none."""
         if self.tiers is None:
             return Tiers.read(DEFAULT_TIERS if self.order == "slo" else None)
         return Tiers.read(read_table(self.tiers, "tiers"))
@@ -348,7 +361,7 @@ class EngineConfig(Options):
 
 
 def add_flags(parser: argparse.ArgumentParser, config: Any = EngineConfig) -> None:
-    """One flag for each option, except the model, which every command takes in its own way."""
+    """One flag for each option, except the model, which each command declares itself."""
     groups: dict[str, Any] = {}
     for item in fields(config):
         if item.name == "model":

@@ -1,7 +1,7 @@
 """Presets: how known systems batch, as settings of this engine.
 
-Each sets axes only, so that all run on the same model code, kernels and hardware: what differs is what is scheduled.
-`differs` says in one line where the preset is not the original. Knows names and values, nothing else.
+Each sets scheduling axes only, so that all run on the same model code, kernels and hardware and differ only in what is
+scheduled. `differs` is one line on where the preset departs from the original. Knows names and values, nothing else.
 """
 
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ def _preset(does: str, differs: str, **settings: Any) -> Preset:
 
 PRESETS: dict[str, Preset] = {
     "transformers": _preset(
-        "plain padded generate: a fixed group, padded to the longest, answered when the slowest ends",
-        "runs out of KV by recomputing a request where the original would run out of memory",
+        "plain padded generate: a fixed group, padded to the longest, returned when the slowest ends",
+        "recomputes a request when KV runs out; the original would run out of memory",
         batching="static", layout="padded", prefill="inline", memory="ondemand", when_short="recompute",
         prefix_caching=False, watermark=0.0, depth=1,
     ),
     "fastertransformer": _preset(
-        "a fixed group, padded, with room for the longest answer set aside",
-        "the original leaves the padding of prompts out of its linear layers",
+        "a fixed group, padded, with KV reserved for the longest answer",
+        "the original removes prompt padding from its linear layers",
         batching="static", layout="padded", prefill="inline", memory="reserve", when_short="wait",
         prefix_caching=False, depth=2,
     ),
@@ -44,26 +44,26 @@ PRESETS: dict[str, Preset] = {
         prefix_caching=False, depth=1,
     ),
     "orca": _preset(
-        "iteration-level batching, whole prompts beside decodes, room for max_tokens set aside",
+        "iteration-level batching, whole prompts beside decodes, KV reserved for max_tokens",
         "attention is one ragged kernel here; the original batches all but attention",
         batching="continuous", layout="ragged", prefill="inline", memory="reserve", when_short="wait",
         prefix_caching=False, depth=1,
     ),
     "tgi": _preset(
-        "decodes pause while new prompts are computed; room for the worst case set aside",
+        "decodes pause while new prompts are computed; KV reserved for the worst case",
         "the original also limits how often waiting prompts may interrupt the decodes",
         batching="continuous", layout="ragged", prefill="exclusive", memory="reserve", when_short="wait",
         prefix_caching=True, depth=1,
     ),
     "vllm": _preset(
-        "paged KV on demand, chunked prefill, the newest is recomputed when blocks run out",
-        "the original's prefix cache hashes with other functions; scheduling is the same idea",
+        "paged KV on demand, chunked prefill, the newest request is recomputed when blocks run out",
+        "the original's prefix cache uses other hash functions; scheduling is the same idea",
         batching="continuous", layout="ragged", prefill="chunked", memory="ondemand", when_short="recompute",
         prefix_caching=True, watermark=0.0, depth=2,
     ),
     "sglang": _preset(
-        "predicted reservation, prompts in passes of their own, retraction when the prediction was short",
-        "the prediction is a learned quantile of output lengths; the original adapts one ratio for all",
+        "predicted reservation, prompts in separate passes, retraction when the prediction was too low",
+        "the prediction is a learned quantile of output lengths; the original adapts one global ratio",
         batching="continuous", layout="ragged", prefill="exclusive", memory="predict", when_short="recompute",
         prefix_caching=True, depth=2,
     ),
@@ -74,25 +74,25 @@ PRESETS: dict[str, Preset] = {
         prefix_caching=True, depth=2,
     ),
     "trtllm-max-utilization": _preset(
-        "MAX_UTILIZATION: as many as fit now, pausing some when KV runs out",
+        "MAX_UTILIZATION: as many requests as fit now, some paused when KV runs out",
         "context chunking is off here; paused requests are recomputed",
         batching="continuous", layout="ragged", prefill="inline", memory="ondemand", when_short="recompute",
         prefix_caching=True, watermark=0.0, depth=2,
     ),
     "lmdeploy": _preset(
         "a persistent batch that admits at once and evicts when blocks run out, prompts apart from decodes",
-        "the original evicts the least recently used; here the newest gives way",
+        "the original evicts the least recently used; here the newest is preempted",
         batching="continuous", layout="ragged", prefill="exclusive", memory="ondemand", when_short="recompute",
         prefix_caching=False, watermark=0.0, depth=1,
     ),
     "sarathi": _preset(
-        "stall-free: small prompt chunks beside decodes, so that every pass takes about as long",
+        "stall-free: small prompt chunks beside decodes, so that all passes take about equally long",
         "the chunk is fixed; the original derives it from a latency target",
         batching="continuous", layout="ragged", prefill="chunked", memory="ondemand", when_short="recompute",
         prefix_caching=False, watermark=0.0, chunk_tokens=64, depth=1,
     ),
     "shoal": _preset(
-        "chunked prefill, paged KV on demand with a little kept free, prefix cache, two passes in flight on a GPU",
+        "chunked prefill, paged KV on demand with a few blocks kept free, prefix cache, two passes in flight on a GPU",
         "this is the original",
         batching="continuous", layout="ragged", prefill="chunked", memory="ondemand", when_short="recompute",
         prefix_caching=True, watermark=0.01, depth=None,
@@ -101,7 +101,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_of(name: str) -> Preset:
-    """A preset, or one with other settings: PRESET+option=value+…
+    """A preset, or one with settings changed: PRESET+option=value+…
 
     >>> preset_of("shoal+order=sjf+depth=1").settings["order"]
     'sjf'

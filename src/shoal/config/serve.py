@@ -1,7 +1,7 @@
-"""Options of a server, and where all options come from: flags, SHOAL_* variables and a YAML file.
+"""Server configuration, and the sources of all options: flags, SHOAL_* variables and a YAML file.
 
-Owns the names, defaults and limits of everything about a server that is not its engine. A flag wins over a variable,
-a variable over the file, the file over the default; a key that does not exist is an error wherever it stands.
+Owns the name, default and limits of every server option that is not an engine option. A flag overrides a variable, a
+variable overrides the file, the file overrides the default; an unknown key is an error in any of them.
 """
 
 import argparse
@@ -22,14 +22,14 @@ LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(Options):
-    """Everything that shapes a server beyond its engine."""
+    """All options of a server that are not options of its engine."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all", group="server")
     port: int = option(8000, "port to listen on; 0: any free one", parse=int, group="server")
-    served_model_name: tuple[str, ...] = option((), "name that clients call the model by", group="server")
+    served_model_name: tuple[str, ...] = option((), "model name in the API", group="server")
     api_key: tuple[str, ...] = option((), "key that clients must send, as NAME=KEY or KEY", group="server")
     api_keys_file: str | None = option(
-        None, "YAML file with hashed API keys, their tiers and limits; read again on SIGHUP", group="server"
+        None, "YAML file with hashed API keys, their tiers and limits; reloaded on SIGHUP", group="server"
     )
     api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
     allowed_origins: tuple[str, ...] = option((), "web origin that may call from a browser; * for all", group="server")
@@ -38,26 +38,26 @@ class ServeConfig(Options):
     max_body: int = option(4 * 2**20, "most bytes of one request's body", parse=parse_bytes, group="server")
     slow_client_timeout: float = option(
         30.0,
-        "seconds after which a client that does not read, or does not finish sending, is cut off",
+        "seconds after which a client that does not read, or does not finish sending, is disconnected",
         parse=float,
         group="server",
     )
     drain_timeout: float = option(
-        30.0, "seconds that running requests get to finish when the server stops", parse=float, group="server"
+        30.0, "seconds for running requests to finish when the server stops", parse=float, group="server"
     )
     hang_timeout: float = option(
         120.0,
-        "seconds without a sign of life after which the engine is killed and started again; 0: never",
+        "seconds without a heartbeat after which the engine is killed and restarted; 0: never",
         parse=float,
         group="server",
     )
     otlp_endpoint: str | None = option(
         None,
-        "URL of an OpenTelemetry collector that gets a span for each request (needs the extra [otel])",
+        "URL of an OpenTelemetry collector; sends a span per request (needs the extra [otel])",
         group="server",
     )
-    log_level: str = option("info", "least important message that is logged", choices=LEVELS, group="server")
-    log_format: str = option("text", "of the log: text, or json lines", choices=("text", "json"), group="server")
+    log_level: str = option("info", "lowest level of messages to log", choices=LEVELS, group="server")
+    log_format: str = option("text", "log format: text, or JSON lines", choices=("text", "json"), group="server")
     log_prompts: bool = option(False, "write prompts into the log", group="server")
 
     def __post_init__(self) -> None:
@@ -81,10 +81,10 @@ class ServeConfig(Options):
         if any(len(key) < 8 for key in keys):
             raise BadConfig("an API key must have at least 8 characters")
         if len(set(keys)) < len(keys) or len({name for name, _ in self.keys()}) < len(keys):
-            raise BadConfig("two API keys, or their names, are the same; each must be its own")
+            raise BadConfig("two API keys, or two of their names, are equal; each must be unique")
 
     def keys(self) -> list[tuple[str, str]]:
-        """(name, key) of every API key; one without a name is called by its number.
+        """(name, key) of every API key; a key without a name gets its number as one.
 
         >>> ServeConfig(api_key=("alice=sk-12345678", "sk-abcdefgh")).keys()
         [('alice', 'sk-12345678'), ('key-2', 'sk-abcdefgh')]
@@ -129,10 +129,10 @@ def _as_tuple(value: Any, item: "Field[Any]") -> Any:
 
 
 def _from_file(path: str | None) -> dict[str, Any]:
-    """The keys of a YAML file; - and _ mean the same in them."""
+    """The keys of a YAML file; - and _ are equivalent in them."""
     if path is None:
         return {}
-    import yaml  # here, so that commands without a file need no YAML reader
+    import yaml  # imported lazily: only needed for a file
 
     try:
         read = yaml.safe_load(Path(path).read_text())
@@ -157,7 +157,7 @@ def _from_file(path: str | None) -> dict[str, Any]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """SHOAL_MAX_NUM_SEQS=8 and the like; lists have commas between their items."""
+    """Variables such as SHOAL_MAX_NUM_SEQS=8; list items are separated by commas."""
     found = {}
     for key, text in environ.items():
         if not key.startswith(PREFIX):
@@ -183,7 +183,7 @@ def _parse(text: str, item: "Field[Any]", key: str) -> Any:
 
 
 def as_json(config: Options) -> dict[str, Any]:
-    """For another process; from_json() is the way back."""
+    """For another process; serve_config_from_json() is the inverse."""
     return asdict(config)  # type: ignore[call-overload, no-any-return]
 
 

@@ -10,7 +10,7 @@ from shoal.core.request import Logprobs, Reason
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejection:
     """A request was refused when it was submitted, or its time was over before its first token.
 
     In the second case it had arrived, and stands in `finished`, too, as everybody does who has arrived.
@@ -69,7 +69,7 @@ class PassEvents:
     # since the last record
     arrived: list[str] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)  # when, in the same order
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[Rejection] = field(default_factory=list)
     # from the plan
     admitted: list[Admitted] = field(default_factory=list)
     preempted: list[Preempted] = field(default_factory=list)

@@ -1,20 +1,22 @@
-"""A job: what a front asks of an engine, and what it is told about it.
+"""A job: one prompt and n samples of its continuation, as a front submits it, and what comes back.
 
-Owns the words that cross the border between processes. A job is one prompt and n samples of its continuation. Knows
-nothing of how they travel, of HTTP, of text or of scheduling.
+Owns the records that cross the border between a front and an engine, and how a job becomes the engine's requests.
+Knows nothing of how the records travel, of HTTP, of text or of scheduling.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal.core.grammar import Grammar
 from shoal.core.params import SamplingParams
-from shoal.core.request import Logprobs
+from shoal.core.request import Group, Logprobs, Request
 
 GRAMMARS = ("json_object", "json", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an answer must look like: any JSON object, a JSON schema, a regex, a choice (a JSON list) or a Lark grammar.
+    """The form of an answer: any JSON object, a JSON schema, a regex, a choice (a JSON list) or a Lark grammar.
 
     >>> GrammarSpec("regex", "[0-9]+").kind
     'regex'
@@ -26,24 +28,63 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt to be continued params.n times. Parameters are resolved: no None where the model has a default."""
+    """One prompt to be continued params.n times. Parameters are resolved: no None where the model has a default.
 
-    id: str  # unique among all jobs alive
+    A field for every request goes here and into requests_of(); the wire takes it from here.
+    """
+
+    id: str  # unique among all jobs that have not ended
     prompt: list[int]
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()  # ids that end a sample
-    tenant: str = ""  # whose limits it counts against
-    salt: str = ""  # shares cached prefixes only with jobs of the same salt
-    priority: int = 0  # lower goes first, where the order policy looks at it
-    tier: str = ""  # the name of what it is promised; "" for the usual
+    tenant: str = ""  # the key whose limits it counts against
+    salt: str = ""  # prefix-cache blocks are shared only among jobs of the same salt
+    priority: int = 0  # lower goes first, if the order policy uses it
+    tier: str = ""  # the name of its promise; "": the default tier
     timeout_s: float | None = None  # from its arrival to its last token
     grammar: GrammarSpec | None = None
 
 
+def requests_of(
+    job: Job, outputs: Mapping[int, Sequence[int]] | None = None, grammars: Mapping[int, Grammar] | None = None
+) -> list[Request]:
+    """The job's samples as requests of the engine, one each.
+
+    `outputs`: sample → tokens it has already, for a job that goes on; only the samples in it are made. `grammars`: the
+    compiled grammar of each sample, if the job has one.
+
+    >>> job = Job(id="a", prompt=[1, 2], params=SamplingParams(n=2), seed=7)
+    >>> [request.id for request in requests_of(job)]
+    ['a.0', 'a.1']
+    """
+    if outputs is None:
+        outputs = dict.fromkeys(range(job.params.n), ())
+    group = Group(job.id) if len(outputs) > 1 else None
+    return [
+        Request(
+            f"{job.id}.{sample}",
+            job.prompt,
+            job.params,
+            seed=job.seed,
+            sample=sample,
+            stop_ids=job.stop_ids,
+            group=group,
+            tenant=job.tenant,
+            salt=job.salt,
+            output=output,
+            priority=job.priority,
+            tier=job.tier,
+            timeout_s=job.timeout_s,
+            grammar=grammars[sample] if grammars else None,
+        )
+        for sample, output in outputs.items()
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a job was not taken. `kind` is the name of a class in shoal.errors."""
+    """Why a job was refused. `kind` is the name of a class in shoal.errors."""
 
     kind: str
     message: str
@@ -52,7 +93,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one sample ended; nothing more will be said about it."""
+    """How one sample ended; nothing more comes for it."""
 
     reason: str  # a value of core.request.Reason
     stop_token: int | None = None
@@ -64,9 +105,9 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What fronts must know about an engine that is up."""
+    """What fronts need to know of an engine that is up."""
 
-    epoch: int  # how many times it was started before
+    epoch: int  # number of starts before this one
     max_model_len: int
     vocab_size: int
     kv_tokens: int
@@ -75,11 +116,11 @@ class EngineInfo:
 
 
 class Sink:
-    """What becomes of a job, told by the engine client on the event loop, in order. Subclass what you need.
+    """Receives the events of one job. The engine client calls it on the event loop, in order; subclass what you need.
 
-    Either refused() and nothing else, or accepted(), then tokens, then ended() once for each sample; refused() may also
-    come in between, and ends it, when there will never be an engine again. flush() comes after all that one message of
-    the engine said about this job, so that a reader is woken once per pass.
+    Either refused() and nothing else, or accepted(), then tokens, then ended() once for each sample. refused() may also
+    come in between and ends the job, when no engine will come back. flush() follows the events of one message of the
+    engine, so that a reader wakes up once per pass.
     """
 
     def refused(self, refusal: Refusal) -> None: ...
@@ -87,7 +128,7 @@ class Sink:
     def accepted(self) -> None: ...
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        """Of prompt tokens 1, 2, …; the first has none. May come in several parts."""
+        """Of prompt tokens 1, 2, …; token 0 has none. May come in several parts."""
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None: ...
 

@@ -13,19 +13,6 @@ from shoal.core.job import EngineInfo, Job, Sink
 from shoal.core.plan import Ints, StepPlan, StepResult
 
 
-class Grammar(Protocol):
-    """Where one sample stands in what it may say. Lives in the engine's process, one per sample; raises nothing."""
-
-    ended: bool  # all is said: nothing may follow
-    error: str  # why it cannot go on; empty while it can
-
-    def accept(self, token: int) -> bool:
-        """The sample said this token. False: that was not allowed, and it cannot go on."""
-
-    def fill(self, line: npt.NDArray[np.uint32]) -> None:
-        """Set the bit of every token that may come next, clear all others (all of them where it cannot go on)."""
-
-
 @dataclass(frozen=True, slots=True)
 class LateMasks:
     """Which tokens grammars allow in one pass, known only after its forward has begun.

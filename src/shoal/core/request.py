@@ -1,6 +1,6 @@
 """One request on its way through the engine, and the moves it may make.
 
-Owns identity, tokens and progress. The scheduler is the only writer of what stands under "progress".
+Owns identity, tokens and progress. Only the scheduler's room writes what stands under "progress".
 Knows nothing of blocks beyond the holding it carries, of torch or of clocks.
 
     Waiting ──► Running ──► Finished
@@ -12,22 +12,23 @@ A request is `computed` positions catching up with its tokens. Prefill, a chunk 
 resumption after a preemption are all "compute positions a..b"; there is no flag for the phase.
 
     tokens     0 1 2 3 4 5 6 7 8 | 9 10 |          known on the host: prompt, then output
-    pending                               11        sampled by a pass that has not come back yet
+    pending                               11 12     drawn by passes that have not come back yet
     computed   ███████████                          the KV of these is committed
-    planned    ██████████████████████████           … and of these is under way
+    planned    █████████████████████████████        … and of these is under way
+
+`planned` and `pending` count on every draft token in flight being accepted. A commit that rejects r of them takes r
+back from `planned` and adds it to `rejected`, by which passes planned on top are corrected when they are committed.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shoal.core.grammar import Grammar
 from shoal.core.params import SamplingParams
 from shoal.core.tiers import NO_PROMISE, Tier
-
-if TYPE_CHECKING:
-    from shoal.core.ports import Grammar
 
 
 class State(Enum):
@@ -82,8 +83,8 @@ class Request:
         "arrived_s", "began", "blocks_sent", "cached_tokens", "computed", "deadline_s", "end", "ends_after", "error",
         "fetching", "first_s", "furthest", "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens",
         "names", "order", "overtaken", "params", "parked", "pending", "planned", "preemptions", "priority", "promise",
-        "prompt_len", "reason", "row", "salt", "sample", "seed", "start_by_s", "state", "stop_ids", "tenant", "tier",
-        "timeout_s", "tokens", "wants_prompt_logprobs", "work",
+        "prompt_len", "reason", "rejected", "row", "salt", "sample", "seed", "start_by_s", "state", "stop_ids",
+        "tenant", "tier", "timeout_s", "tokens", "wants_prompt_logprobs", "work",
     )  # fmt: skip
 
     def __init__(
@@ -103,7 +104,7 @@ class Request:
         priority: int = 0,
         tier: str = "",
         timeout_s: float | None = None,
-        grammar: "Grammar | None" = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.id = id
         self.params = params
@@ -136,6 +137,7 @@ class Request:
         self.computed = 0
         self.planned = 0
         self.pending = 0
+        self.rejected = 0  # draft tokens rejected since it got its row
         self.holding: Any = None  # kv.manager.Holding while running
         self.fetching: Any = None  # … while blocks are brought to the device before it starts
         self.parked: list[bytes] = []  # digests of its blocks that the host memory keeps for it

@@ -1,8 +1,8 @@
-"""The black box: who was in the passes under way, written where a dead engine cannot take it along.
+"""The black box: the requests of the passes in flight, in a file that outlives the engine's process.
 
-The engine notes the requests of every pass before it begins. When it dies of a fault, the next one reads whom to
-suspect. A small file in the private folder: what was written stays in the kernel's memory when the process is gone.
-Knows ids.
+The engine records the requests of every pass before the pass begins. When it dies of a fault, the next engine reads
+which requests to suspect. The file lies in the private folder; what was written to it stays in the kernel's page cache
+when the process is gone. Knows only ids.
 """
 
 import json
@@ -23,10 +23,11 @@ class BlackBox:
         self._tried = False
 
     def note(self, ids: Sequence[str], tried: bool) -> None:
-        """A pass with these is about to begin; `tried`: they are suspects already. Cheap while they stay the same."""
+        """Record a pass that is about to begin; `tried`: its requests are suspects. Cheap if the ids are the same."""
         if ids is self._last and tried == self._tried and (tried or ids is self._before):
             return
-        self._last, self._before, self._tried = ids, () if tried else self._last, tried  # suspects come one at a time
+        before = () if tried else self._last  # suspects run one pass at a time
+        self._last, self._before, self._tried = ids, before, tried
         text = json.dumps({"tried": tried, "ids": list(dict.fromkeys([*self._last, *self._before]))}).encode()
         os.pwrite(self._fd, text + b"\n" + b" " * 8, 0)
         os.ftruncate(self._fd, len(text) + 1)
@@ -36,7 +37,7 @@ class BlackBox:
 
 
 def read(folder: Path) -> tuple[list[str], bool]:
-    """(ids, whether they were suspects already) of the last passes of an engine that is gone; nobody if unreadable."""
+    """(ids, whether they were suspects already) of a dead engine's last passes; no ids if the file cannot be read."""
     try:
         found = json.loads((folder / NAME).read_bytes())
         return [str(id) for id in found["ids"]], bool(found["tried"])

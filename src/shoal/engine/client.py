@@ -1,8 +1,8 @@
-"""The engine as a front sees it: jobs go out, what becomes of them comes back to their sinks.
+"""The engine as a front sees it: jobs go out, their events come back to their sinks.
 
-Owns every job of this front until it has ended: its prompt, parameters and tokens so far. So when the engine is
-restarted, jobs are handed to the new one and go on where they were; a token is taken only if its index is the number
-of tokens already there, so none is lost or doubled. Knows no HTTP and no text.
+Owns every job of this front until it has ended: its prompt, parameters and tokens so far. When the engine is restarted,
+unfinished jobs are submitted to the new one and continue where they were. A token is taken only if its index equals the
+number of tokens already there, so none is lost or doubled. Knows no HTTP and no text.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 PING_S = 1.0
 ANSWER_S = 5.0  # longest wait for an answer to a question
-FRESH_S = 1.0  # longest wait for fresh metrics: a pass may take long, and the last ones are better than none
-MOST_RESUMES = 10  # a job that was there when the engine died so often is not tried again
+FRESH_S = 1.0  # longest wait for fresh metrics: a pass may take long, and old ones are better than none
+MOST_RESUMES = 10  # a job is not submitted again once it has seen so many restarts
 RETRY_S = 5.0
 STARTING = "the engine is starting or being restarted; try again in a few seconds"
 GIVEN_UP = "the engine died and could not be started again; this server must be restarted"
@@ -41,15 +41,15 @@ class LiveJob:
     job: Job
     sink: Sink
     begun_s: float
-    said: dict[int, list[int]]  # sample → its output so far, for samples that have not ended
-    prompt_told: int = 0  # how many prompt logprobs the sink has
+    outputs: dict[int, list[int]]  # sample → its output so far, for samples that have not ended
+    prompt_logprobs: int = 0  # how many of them the sink has
     accepted: bool = False
     resumes: int = 0
 
 
 @dataclass
 class Question:
-    """Somebody waits for an answer."""
+    """A question that has been sent."""
 
     answer: "asyncio.Future[bytes]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -62,12 +62,12 @@ class ZmqClient:
         self.name = name
         self.clock = clock or WallClock()
         self._info: EngineInfo | None = None
-        self._given_up = False  # there will never be an engine again
+        self._given_up = False  # no engine will come back
         self._live: dict[int, LiveJob] = {}  # by number
         self._numbers: dict[str, int] = {}  # by job id
         self._count = 0
         self._questions: dict[int, Question] = {}
-        self._metrics: str | None = None  # what the engine said last
+        self._metrics: str | None = None  # of the engine, as of its last answer
         self._tasks: list[asyncio.Task[None]] = []
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -88,12 +88,12 @@ class ZmqClient:
         return len(self._live)
 
     def start(self) -> None:
-        """Connect, as soon as there is an engine; needs a running event loop."""
+        """Connect as soon as there is an engine. Needs a running event loop."""
         self._context = zmq.asyncio.Context()
         socket = self._socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self.name.encode())
         socket.setsockopt(zmq.LINGER, 200)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for an engine that is not there
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # messages are not queued for an engine that is down
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -107,7 +107,7 @@ class ZmqClient:
         ]
 
     async def close(self) -> None:
-        """Abort what still runs and disconnect."""
+        """Abort the jobs that still run, and disconnect."""
         for live in list(self._live.values()):
             self.abort(live.job.id)
         for task in self._tasks:
@@ -125,9 +125,9 @@ class ZmqClient:
         if self._info is None:
             raise EngineDown(self.trouble, RETRY_S)
         self._count += 1
-        said: dict[int, list[int]] = {sample: [] for sample in range(job.params.n)}
-        live = LiveJob(self._count, job, sink, self.clock.now_s(), said)
-        if not self._say(wire.pack_job(live.number, job)):
+        outputs: dict[int, list[int]] = {sample: [] for sample in range(job.params.n)}
+        live = LiveJob(self._count, job, sink, self.clock.now_s(), outputs)
+        if not self._send(wire.Submit.of(live.number, job)):
             raise EngineDown("the engine has just gone away; try again in a few seconds", RETRY_S)
         self._live[live.number] = live
         self._numbers[job.id] = live.number
@@ -136,15 +136,15 @@ class ZmqClient:
         number = self._numbers.get(job_id)
         if number is not None:
             self._forget(self._live[number])
-            self._say(wire.Abort(number))
+            self._send(wire.Abort(number))
 
     def finish_at(self, job_id: str, sample: int, outputs: int) -> None:
         number = self._numbers.get(job_id)
         if number is not None:
-            self._say(wire.FinishAt(number * wire.SAMPLES + sample, outputs))
-            if self._info is None:  # the engine is gone, and need not come back for this sample
+            self._send(wire.FinishAt(number * wire.SAMPLES + sample, outputs))
+            if self._info is None:  # the engine is down; this sample does not need the next one
                 live = self._live[number]
-                if live.said.pop(sample, None) is not None:
+                if live.outputs.pop(sample, None) is not None:
                     self._accept(live)
                     live.sink.ended(sample, Ending(Reason.STOP.value))
                     self._flush_or_forget(live)
@@ -156,7 +156,7 @@ class ZmqClient:
         number, question = self._count, Question()
         self._questions[number] = question
         try:
-            self._say(wire.Ask(number, what))
+            self._send(wire.Ask(number, what))
             wait_s = FRESH_S if what == "metrics" and self._metrics is not None else ANSWER_S
             text = await asyncio.wait_for(question.answer, wait_s)
         except TimeoutError:
@@ -171,25 +171,25 @@ class ZmqClient:
 
     # ---- to and from the engine -----------------------------------------------------------------------------------
 
-    def _say(self, message: wire.Message) -> bool:
-        """False if there is nobody to hear it."""
+    def _send(self, message: wire.Message) -> bool:
+        """False if no engine is connected."""
         if self._socket is None or self._socket.closed:
             return False
-        sent: Any = self._socket.send(wire.pack(message), zmq.NOBLOCK)  # with NOBLOCK it is done at once or not at all
+        sent: Any = self._socket.send(wire.pack(message), zmq.NOBLOCK)  # NOBLOCK: sent at once or not at all
         return not sent.cancelled() and sent.done() and sent.exception() is None
 
     async def _watch(self, monitor: Any) -> None:
-        """The engine came, or went."""
+        """Follow the engine's connection: up or lost."""
         while True:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._say(wire.Hello())
+                self._send(wire.Hello())
             elif event == zmq.EVENT_DISCONNECTED:
                 self._gone()
 
     def _gone(self) -> None:
         if self._info is not None:
-            log.warning("the engine is gone; %d jobs wait for the next one", len(self._live))
+            log.warning("the engine is down; %d jobs wait for its restart", len(self._live))
         self._info = self._metrics = None
         for question in self._questions.values():
             if not question.answer.done():
@@ -199,13 +199,13 @@ class ZmqClient:
         while True:
             await asyncio.sleep(PING_S)
             if self._info is not None:
-                self._say(wire.Ping())
+                self._send(wire.Ping())
             elif not self._given_up and (self.folder / wire.GIVEN_UP).exists():
                 self._give_up()
 
     def _give_up(self) -> None:
-        """No engine will come: those who wait for one are told, however far they are."""
-        log.error("no engine will come; %d jobs are ended", len(self._live))
+        """No engine will come back: end all jobs, however far they are."""
+        log.error("the engine will not be restarted; %d jobs are ended", len(self._live))
         self._given_up = True
         for live in list(self._live.values()):
             self._forget(live)
@@ -216,83 +216,85 @@ class ZmqClient:
         while True:
             data = await socket.recv()
             try:
-                said = wire.read_engine(data)
-                if isinstance(said, wire.Pass):
-                    self._take(said)
-                elif isinstance(said, wire.Ready):
-                    self._ready(said)
+                message = wire.read_engine(data)
+                if isinstance(message, wire.Pass):
+                    self._take(message)
+                elif isinstance(message, wire.Ready):
+                    self._ready(message)
                 else:
-                    self._answered(said)
-            except Exception:  # one bad message must not deafen this front
-                log.exception("a message of the engine could not be taken")
+                    self._replied(message)
+            except Exception:  # one bad message must not end this task
+                log.exception("a message of the engine could not be processed")
 
-    def _answered(self, said: wire.Answer) -> None:
-        if said.what == "metrics":
-            self._metrics = said.text.decode()
-        question = self._questions.get(said.number)
+    def _replied(self, message: wire.Reply) -> None:
+        if message.what == "metrics":
+            self._metrics = message.text.decode()
+        question = self._questions.get(message.number)
         if question is not None and not question.answer.done():
-            question.answer.set_result(said.text)
+            question.answer.set_result(message.text)
 
-    def _ready(self, said: wire.Ready) -> None:
-        """An engine that knows nothing of this front's jobs: hand over those that have not ended."""
-        self._info = EngineInfo(
-            said.epoch, said.max_model_len, said.vocab_size, said.kv_tokens, said.dtype, said.device
-        )
-        self._say(wire.Ask(0, "metrics"))  # so that there are some to tell during a long pass
+    def _ready(self, message: wire.Ready) -> None:
+        """A new engine, which has none of this front's jobs: submit those that have not ended."""
+        self._info = message.info
+        self._send(wire.Ask(0, "metrics"))  # so that there are some to show during a long pass
         for live in list(self._live.values()):
             live.resumes += 1
             if live.resumes > MOST_RESUMES:
                 self._fail(live, "the engine died several times while it computed this request")
             else:
-                self._say(wire.pack_job(live.number, self._left_of(live), live.said))
+                self._send(wire.Submit.of(live.number, self._left_of(live), live.outputs))
 
     def _left_of(self, live: LiveJob) -> Job:
-        """The job with what is left of its time."""
+        """The job with the time it has left."""
         if live.job.timeout_s is None:
             return live.job
         return replace(live.job, timeout_s=max(0.001, live.begun_s + live.job.timeout_s - self.clock.now_s()))
 
-    # ---- what becomes of jobs -------------------------------------------------------------------------------------
+    # ---- events of jobs -------------------------------------------------------------------------------------------
 
-    def _take(self, said: wire.Pass) -> None:
-        """Tell the sinks. Hot: once per token."""
-        if self._info is None or said.epoch != self._info.epoch:
+    def _take(self, message: wire.Pass) -> None:
+        """Pass everything on to the sinks."""
+        if self._info is None or message.epoch != self._info.epoch:
             return  # from an engine that is gone
-        told: dict[int, LiveJob] = {}
-        for key, first, packed in said.prompt_logprobs:
+        touched: dict[int, LiveJob] = {}
+        for part in message.prompt_logprobs:
+            live = self._live.get(part.key // wire.SAMPLES)
+            if live is not None:
+                fresh = part.values[live.prompt_logprobs + 1 - part.first :]  # a restarted engine repeats some of them
+                live.prompt_logprobs += len(fresh)
+                live.sink.prompt_logprobs(list(fresh))
+        self._take_tokens(message, touched)
+        for key, ending in message.ended:
+            number, sample = divmod(key, wire.SAMPLES)
+            live = self._live.get(number)
+            if live is not None and live.outputs.pop(sample, None) is not None:
+                self._accept(live)
+                live.sink.ended(sample, ending)
+                touched[number] = live
+        for key, refusal in message.refused:
             live = self._live.get(key // wire.SAMPLES)
             if live is not None:
-                fresh = packed[live.prompt_told + 1 - first :]  # a restarted engine tells some of it again
-                live.prompt_told += len(fresh)
-                live.sink.prompt_logprobs([wire.unpack_logprobs(one) for one in fresh])
-        logprobs = dict(said.logprobs) if said.logprobs else {}
-        for place, (key, token, index) in enumerate(zip(said.keys, said.tokens, said.indexes, strict=True)):
+                self._refused(live, key % wire.SAMPLES, refusal)
+                touched[live.number] = live
+        for live in touched.values():
+            self._flush_or_forget(live)
+
+    def _take_tokens(self, message: wire.Pass, touched: dict[int, LiveJob]) -> None:
+        """Hot: runs once per token."""
+        logprobs = message.logprobs
+        for at, (key, token, index) in enumerate(zip(message.keys, message.tokens, message.indexes, strict=True)):
             number, sample = divmod(key, wire.SAMPLES)
             live = self._live.get(number)
             if live is None:
                 continue
-            output = live.said.get(sample)
+            output = live.outputs.get(sample)
             if output is None or len(output) != index:
-                continue  # of a sample that has ended, or said again after a restart
+                continue  # the sample has ended, or a restarted engine repeats a token
             output.append(token)
             if not live.accepted:
                 self._accept(live)
-            live.sink.token(sample, token, wire.unpack_logprobs(logprobs[place]) if place in logprobs else None)
-            told[number] = live
-        for key, reason, stop_token, cached, preemptions, queue_s, error in said.ended:
-            number, sample = divmod(key, wire.SAMPLES)
-            live = self._live.get(number)
-            if live is not None and live.said.pop(sample, None) is not None:
-                self._accept(live)
-                live.sink.ended(sample, Ending(reason, stop_token, cached, preemptions, queue_s, error))
-                told[number] = live
-        for key, kind, message, retry_after_s in said.refused:
-            live = self._live.get(key // wire.SAMPLES)
-            if live is not None:
-                self._refused(live, key % wire.SAMPLES, Refusal(kind, message, retry_after_s))
-                told[live.number] = live
-        for live in told.values():
-            self._flush_or_forget(live)
+            live.sink.token(sample, token, logprobs.get(at) if logprobs else None)
+            touched[number] = live
 
     def _accept(self, live: LiveJob) -> None:
         if not live.accepted:
@@ -300,26 +302,26 @@ class ZmqClient:
             live.sink.accepted()
 
     def _refused(self, live: LiveJob, sample: int, refusal: Refusal) -> None:
-        """Before any token the whole job is refused; after that only one sample can have come too late."""
+        """Before its first token the whole job is refused; later only a sample whose time is over."""
         if not live.accepted:
             live.sink.refused(refusal)
-            self._say(wire.Abort(live.number))
-            live.said.clear()
+            self._send(wire.Abort(live.number))
+            live.outputs.clear()
         elif refusal.kind in ("DeadlinePassed", "PromiseBroken"):
-            live.said.pop(sample, None)
+            live.outputs.pop(sample, None)
             live.sink.ended(sample, Ending(Reason.TIMEOUT.value))
-        else:  # a new engine does not take what the old one had begun
+        else:  # a new engine refuses what the old one had begun
             self._fail(live, refusal.message)
 
     def _fail(self, live: LiveJob, error: str) -> None:
         self._accept(live)
-        for sample in list(live.said):
+        for sample in list(live.outputs):
             live.sink.ended(sample, Ending(Reason.ERROR.value, error=error))
-        live.said.clear()
+        live.outputs.clear()
         self._flush_or_forget(live)
 
     def _flush_or_forget(self, live: LiveJob) -> None:
-        if not live.said:
+        if not live.outputs:
             self._forget(live)
         live.sink.flush()
 

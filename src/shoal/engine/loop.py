@@ -18,83 +18,85 @@ from shoal.core.events import PassEvents
 from shoal.core.plan import StepResult
 from shoal.core.ports import Executor
 from shoal.core.request import Request
-from shoal.engine.engine import Engine
 from shoal.errors import EngineError
+from shoal.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Drives one engine with one executor; call turn() until idle."""
+    """Drives one scheduler and one executor; call step() until idle."""
 
-    def __init__(self, engine: Engine, executor: Executor, clock: Clock, depth: int = 2, check: bool = False) -> None:
-        self.engine = engine
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, depth: int = 2, check: bool = False
+    ) -> None:
+        self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.depth = depth
         self.check = check  # run the integrity check after every pass
         self._unsampled = False  # the newest pass was begun, but waits for its masks
         self._owed = 0  # passes that were sampled and whose result was not taken
-        self._broken: Exception | None = None  # what the executor raised, to be told by the next turn
+        self._broken: Exception | None = None  # what the executor raised, to be told by the next step
         self.on_begin: Callable[[Sequence[str], bool], None] | None = None  # told who is in a pass, before it begins
         self.spare: Iterator[object] | None = None  # work for moments without requests, some milliseconds a step
 
     def submit(self, request: Request) -> None:
-        self.engine.submit(request, self.clock.now_s())
+        self.scheduler.submit(request, self.clock.now_s())
 
     def submit_all(self, requests: Sequence[Request], resumed: bool = False) -> None:
         """All or none of them."""
-        self.engine.submit_all(requests, self.clock.now_s(), resumed)
+        self.scheduler.submit_all(requests, self.clock.now_s(), resumed)
 
     def abort(self, request_id: str) -> bool:
-        return self.engine.abort(request_id)
+        return self.scheduler.abort(request_id)
 
     def finish_at(self, request_id: str, outputs: int) -> bool:
-        return self.engine.finish_at(request_id, outputs)
+        return self.scheduler.finish_at(request_id, outputs)
 
     @property
     def idle(self) -> bool:
-        return self.engine.idle
+        return self.scheduler.idle
 
-    def turn(self, until_s: float | None = None) -> PassEvents:
+    def step(self, until_s: float | None = None) -> PassEvents:
         """Begin passes until `depth` are in flight, then wait for the oldest and commit it.
 
         With nothing to compute it waits for the time when there may be (a batching window), but not beyond `until_s`.
         """
         if self._broken is not None:
             return self._fail(self._broken)
-        while self.engine.in_flight < self.depth and not self._unsampled:
-            plan = self.engine.begin(self.clock.now_s())
+        while self.scheduler.in_flight < self.depth and not self._unsampled:
+            plan = self.scheduler.plan(self.clock.now_s())
             if plan is None:
                 break
             if self.on_begin is not None:
-                self.on_begin(self.engine.newest_ids, bool(self.engine.scheduler.suspects))
+                self.on_begin(self.scheduler.newest_ids, bool(self.scheduler.suspects))
             try:
                 self.executor.forward(plan)
                 self._unsampled = True
                 self._sample()
             except Exception as error:
                 return self._fail(error)
-        if not self.engine.in_flight:
-            if not self.engine.news and not self._spare():
+        if not self.scheduler.in_flight:
+            if not self.scheduler.news and not self._spare():
                 self._wait(until_s)
-            return self.engine.rest(self.clock.now_s())
+            return self.scheduler.take_events(self.clock.now_s())
         try:
             result = self._result()
         except Exception as error:
             return self._fail(error)
-        events = self.engine.finish(result, self.clock.now_s())
+        events = self.scheduler.commit(result, self.clock.now_s())
         try:
             self._sample()
         except Exception as error:
             self._broken = error  # this pass did not break, and is told first
         if self.check:
-            self.engine.scheduler.check()
+            self.scheduler.check()
         return events
 
     def _spare(self) -> bool:
         """Do some of the spare work, if nobody is waiting for anything; False: there was none to do."""
-        if self.spare is None or not self.engine.idle:
+        if self.spare is None or not self.scheduler.idle:
             return False
         try:
             next(self.spare)
@@ -107,8 +109,8 @@ class EngineLoop:
 
     def _sample(self) -> None:
         """Let the pass just begun choose its tokens, unless its masks must wait for an earlier one."""
-        if self._unsampled and not self.engine.masks_wait:
-            masks = self.engine.masks()
+        if self._unsampled and not self.scheduler.masks_wait:
+            masks = self.scheduler.masks()
             self._unsampled = False
             self.executor.sample(masks)
             self._owed += 1
@@ -123,16 +125,16 @@ class EngineLoop:
         return result
 
     def _wait(self, until_s: float | None) -> None:
-        wake_s = self.engine.wake_s(self.clock.now_s())
-        scheduler = self.engine.scheduler
-        if wake_s is None and scheduler.requests and not scheduler.more_coming:
+        wake_s = self.scheduler.wake_s(self.clock.now_s())
+        if wake_s is None and self.scheduler.requests and not self.scheduler.more_coming:
             raise EngineError("requests wait but nothing can be planned; this is a bug in the scheduler")
         known = [at_s for at_s in (wake_s, until_s) if at_s is not None]
         if known:
             self.clock.wait_until(min(known))
 
     def _fail(self, error: Exception) -> PassEvents:
-        """Whatever the executor raised, it ends the requests of the passes in flight and no others.
+        """The executor raised. The requests of the passes in flight become suspects and are tried again apart from the
+        others; only one that breaks a pass alone ends with this error.
 
         Those passes come back first, so that none of them writes into blocks that were given to others.
         """
@@ -150,7 +152,7 @@ class EngineLoop:
                 self._result()
             except Exception:
                 log.exception("a pass beside the failed one failed too")
-        return self.engine.fail(f"{type(error).__name__}: {error}", self.clock.now_s())
+        return self.scheduler.fail(f"{type(error).__name__}: {error}", self.clock.now_s())
 
     def close(self) -> None:
         self.executor.close()

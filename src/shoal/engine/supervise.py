@@ -1,7 +1,7 @@
-"""The supervisor: starts the engine and the fronts as processes, watches them, and starts again what died.
+"""The supervisor: starts the engine and the fronts as processes, watches them, and restarts those that died.
 
-Owns processes, signals and the private folder; apart from the fronts, so that none of their trouble is its own. Each
-child reads its config as JSON from standard input and says "ready" on a pipe. Knows nothing of what they do.
+Owns processes and signals. It is a process of its own, so that a fault in a front or in the engine cannot reach it.
+Each child reads its config as JSON from standard input and writes "ready" to a pipe. Knows nothing of what children do.
 """
 
 import contextlib
@@ -22,40 +22,40 @@ from shoal.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-# signals by which a process dies of its own fault
+# signals that mean a fault of the process itself
 FAULTS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE})
 BEAT_S = 1.0
-USERS_MISTAKE = 2  # exit code of a child that was asked for the impossible; trying again would not help
+USERS_MISTAKE = 2  # exit code of a child whose config cannot be served; a restart would not help
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 MOST_FAILED_STARTS = 5  # in a row, without having been ready once
-KILL_AFTER_S = 5.0  # a child that was told to stop and has not
+KILL_AFTER_S = 5.0  # a child that has not ended so long after SIGTERM is killed
 
 
 @dataclass
 class Child:
-    """One process, in all its lives."""
+    """One process, across all its restarts."""
 
     name: str
     module: str
-    config: Callable[[int], Mapping[str, Any]]  # of the life with this number; an EngineError: there can be none
-    fds: Sequence[int] = ()  # files it inherits
+    config: Callable[[int], Mapping[str, Any]]  # of start number n, from 0; raises EngineError if it cannot be started
+    fds: Sequence[int] = ()  # file descriptors it inherits
     process: "subprocess.Popen[bytes] | None" = None
     ready: bool = False
-    lives: int = 0
-    failures: int = 0  # starts in a row that were never ready
+    starts: int = 0
+    failures: int = 0  # starts in a row that never became ready
     start_at_s: float = 0.0
     pipe: int = -1
     was_ready: bool = False
-    up: bool = False  # ready, and connected to those it needs
-    silence_s: float = 0.0  # it says something at least so often, or it hangs; 0: it need not
-    heard_s: float = 0.0
-    hung: bool = False  # it was killed for that
-    after_fault: bool = False  # it died by itself, not by somebody's hand
+    up: bool = False  # ready, and connected to the processes it needs
+    silence_s: float = 0.0  # it hangs if its pipe is silent for longer; 0: not checked
+    heard_s: float = 0.0  # when it last wrote to its pipe
+    hung: bool = False  # it was killed because it hung
+    after_fault: bool = False  # it died of a fault of its own, not of a kill from outside
     given_up: bool = False
 
 
 class Supervisor:
-    """Keeps its children alive until it is told to stop."""
+    """Keeps its children running until a signal stops it."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class Supervisor:
         self.drain_timeout_s = drain_timeout_s
         self.clock = clock or WallClock()
         self._on_ready = on_ready
-        self._on_hangup = on_hangup  # what SIGHUP asks for; None: the same as SIGTERM
-        self._on_given_up = on_given_up  # so that those who wait for the engine hear that it will not come
+        self._on_hangup = on_hangup  # called for SIGHUP; None: SIGHUP stops it as SIGTERM does
+        self._on_given_up = on_given_up  # lets the fronts know that no engine will come back
         self._hung_up = False
-        self._told_ready = False
-        self._asked_to_stop = 0
+        self._was_ready = False
+        self._stop_signals = 0
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
 
@@ -85,18 +85,18 @@ class Supervisor:
         return [self.engine, *self.fronts]
 
     def run(self) -> int:
-        """Start everybody, stay until a signal ends it; the exit code."""
+        """Start all children and run until a signal comes; returns the exit code."""
         os.set_blocking(self._wake_w, False)
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGHUP, self._on_hangup_signal if self._on_hangup else self._on_signal)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up the selector
         try:
-            while not self._asked_to_stop:
+            while not self._stop_signals:
                 self._answer_hangup()
-                code = self._look_after()
+                code = self._tend_all()
                 if code is not None:
                     self._stop_all(drain=False)
                     return code
@@ -119,29 +119,29 @@ class Supervisor:
             self._on_hangup()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._asked_to_stop += 1
+        self._stop_signals += 1
 
-    # ---- alive ----------------------------------------------------------------------------------------------------
+    # ---- keeping children running ---------------------------------------------------------------------------------
 
-    def _look_after(self) -> int | None:
-        """Start who should run and does not. An exit code if that makes no sense any more."""
+    def _tend_all(self) -> int | None:
+        """Start the children that do not run. Returns an exit code where the server must end."""
         for child in self.children:
             code = self._tend(child)
             if code is not None:
                 return code
-        if not self._told_ready and all(child.up for child in self.children):
-            self._told_ready = True
+        if not self._was_ready and all(child.up for child in self.children):
+            self._was_ready = True
             self._on_ready()
         return None
 
     def _tend(self, child: Child) -> int | None:
-        """Start it if it should run and does not. An exit code if it makes no sense to go on at all."""
+        """Start the child if it does not run. Returns an exit code where the server must end."""
         code = None if child.process is None else child.process.poll()
         if code is not None:
-            self._buried(child, code)
+            self._ended(child, code)
             if code == USERS_MISTAKE and not child.was_ready:
-                return USERS_MISTAKE  # it has said what is wrong
-            if child.failures >= MOST_FAILED_STARTS and not (self._told_ready and self._give_up(child)):
+                return USERS_MISTAKE  # the child has printed the reason
+            if child.failures >= MOST_FAILED_STARTS and not (self._was_ready and self._give_up(child)):
                 log.error("%s failed to start %d times in a row; giving up", child.name, child.failures)
                 return 1
         self._check_pulse(child)
@@ -155,27 +155,27 @@ class Supervisor:
         return None
 
     def _give_up(self, child: Child) -> bool:
-        """It is not tried again. False if then nobody is left who could say so."""
+        """Stop restarting this child. False if no front is left to answer requests with the error."""
         child.given_up = True
         if all(front.given_up for front in self.fronts):
             return False
         if child is self.engine:
             try:
                 self._on_given_up()
-            except OSError as error:  # else they would wait for it for ever
-                log.error("the fronts cannot be told that no engine will come: %s", error)
+            except OSError as error:  # the fronts would wait for it forever
+                log.error("cannot let the fronts know that no engine will come back: %s", error)
                 return False
-        so = "requests are answered with 503" if child is self.engine else "the other fronts answer"
+        effect = "requests are answered with 503" if child is self.engine else "the other fronts answer"
         log.error(
-            "%s failed to start %d times in a row and is not tried again; %s until this server is restarted",
+            "%s failed to start %d times in a row and is not started again; %s until this server is restarted",
             child.name,
             child.failures,
-            so,
+            effect,
         )
         return True
 
     def _check_pulse(self, child: Child) -> None:
-        """Kill it if it hangs; what follows is as after any death."""
+        """Kill the child if it hangs; it is restarted as after any death."""
         if child.process is None or not child.ready or not child.silence_s:
             return
         silent_s = self.clock.now_s() - child.heard_s
@@ -184,33 +184,33 @@ class Supervisor:
             child.hung = True
             child.process.kill()
             child.process.wait()
-            self._buried(child, child.process.returncode)
+            self._ended(child, child.process.returncode)
 
     def _start(self, child: Child) -> None:
-        about = child.config(child.lives)
+        given = child.config(child.starts)
         read, write = os.pipe()
-        config = {**about, "ready_fd": write, "after_fault": child.after_fault}
+        config = {**given, "ready_fd": write, "after_fault": child.after_fault}
         child.process = subprocess.Popen(
             [sys.executable, "-m", child.module],
             stdin=subprocess.PIPE,
             pass_fds=[write, *child.fds],
-            start_new_session=True,  # Ctrl-C is for the supervisor alone
+            start_new_session=True,  # Ctrl-C reaches the supervisor only
         )
         os.close(write)
         child.pipe, child.ready, child.up, child.hung = read, False, False, False
-        child.lives += 1
+        child.starts += 1
         self._selector.register(read, selectors.EVENT_READ, child)
         assert child.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), child.process.stdin as pipe:
             pipe.write(json.dumps(config).encode())
 
-    def _buried(self, child: Child, code: int) -> None:
-        """It died: say so, and when it will be started again."""
+    def _ended(self, child: Child, code: int) -> None:
+        """The child has ended: log it, and set the time of its restart."""
         self._hear_pipe(child)
         if child.pipe >= 0:
             self._close_pipe(child)
         child.failures = 0 if child.ready else child.failures + 1
-        # a start that failed says nothing about who was in the last pass; nor does a kill from outside
+        # a failed start computed no pass, so it leaves after_fault as it was; a kill from outside is no fault
         if child.ready:
             child.after_fault = child.hung or code > 0 or -code in FAULTS
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**child.failures) if child.failures else 0.0
@@ -218,7 +218,7 @@ class Supervisor:
         child.start_at_s = self.clock.now_s() + pause_s
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if code != USERS_MISTAKE:
-            log.error("%s %s; it is started again in %.1f s", child.name, how, pause_s)
+            log.error("%s %s; restarting it in %.1f s", child.name, how, pause_s)
 
     def _next_start_s(self) -> float:
         now_s = self.clock.now_s()
@@ -239,13 +239,13 @@ class Supervisor:
             return
         os.set_blocking(child.pipe, False)
         try:
-            said = os.read(child.pipe, 4096)
+            data = os.read(child.pipe, 4096)
         except BlockingIOError:
             return
-        if said:
+        if data:
             child.heard_s = self.clock.now_s()
             child.ready = child.was_ready = True
-            child.up = child.up or b"up" in said
+            child.up = child.up or b"up" in data
         else:
             self._close_pipe(child)
 
@@ -254,32 +254,32 @@ class Supervisor:
         os.close(child.pipe)
         child.pipe = -1
 
-    # ---- the end --------------------------------------------------------------------------------------------------
+    # ---- stopping -------------------------------------------------------------------------------------------------
 
     def _stop_all(self, drain: bool) -> None:
-        """Fronts first: they let what runs finish, for which they need the engine."""
+        """Fronts first: they let running requests finish, and need the engine for that."""
         patience_s = self.drain_timeout_s + KILL_AFTER_S if drain else KILL_AFTER_S
         self._end(self.fronts, patience_s, watch_engine=drain)
         self._end([self.engine], KILL_AFTER_S)
 
     def _end(self, children: Sequence[Child], patience_s: float, watch_engine: bool = False) -> None:
-        asked = self._asked_to_stop
+        signals = self._stop_signals
         until_s = self.clock.now_s() + patience_s
         for child in children:
             if child.process is not None:
                 child.process.terminate()
         while any(child.process is not None and child.process.poll() is None for child in children):
-            if self.clock.now_s() >= until_s or self._asked_to_stop > asked:  # asked twice: now
+            if self.clock.now_s() >= until_s or self._stop_signals > signals:  # a second signal: at once
                 for child in children:
                     if child.process is not None:
                         child.process.kill()
             elif watch_engine:
-                self._tend(self.engine)  # what drains still needs it
+                self._tend(self.engine)  # draining fronts still need it
             self._sleep(min(0.2, max(0.0, until_s - self.clock.now_s())) or 0.05)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process when the supervisor dies, however it dies. Linux only; a no-op elsewhere."""
+    """Have the kernel kill this process when the supervisor dies for any reason. Linux only; a no-op elsewhere."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -292,7 +292,7 @@ def die_with_parent() -> None:
 
 
 class Heartbeat:
-    """Tells the supervisor now and then that this process's loop turns. Call it as often as it does."""
+    """Shows the supervisor that this process's loop runs. Call it in each iteration; it writes once per BEAT_S."""
 
     def __init__(self, fd: int, clock: Clock) -> None:
         self._fd = fd
@@ -308,6 +308,6 @@ class Heartbeat:
 
 
 def say_ready(fd: int, up: bool = True) -> None:
-    """Tell the supervisor that this process serves; `up`: and that those it needs are there."""
+    """Report to the supervisor that this process is ready; `up`: and connected to the processes it needs."""
     with contextlib.suppress(OSError):
         os.write(fd, b"up\n" if up else b"ready\n")

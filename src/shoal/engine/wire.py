@@ -1,67 +1,73 @@
-"""The wire between fronts and the engine: what is said, and how it is packed.
+"""The wire between fronts and the engine: the messages, and how they are packed.
 
 Fronts connect to one ZMQ socket of the engine, over ipc in a folder that only this user can enter. Messages are msgspec
-structs packed as msgpack arrays, never pickles. A front says what it wants; the engine answers with one message for
-each pass in which something happened to that front's jobs. Knows no scheduling and no text.
+structs packed as msgpack arrays, never pickles; the records of core (Job, EngineInfo, Logprobs, Ending, Refusal) travel
+inside them as maps of their own fields. For each pass the engine sends one message to every front whose jobs it
+changed. Knows no scheduling and no text.
 
-A job travels under a number of its front's choice, its samples under key = number * 256 + sample.
+A job travels under a number that its front chose; a sample of it under key = number * 256 + sample.
 """
 
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
-from typing import Any, TypeAlias
+from dataclasses import fields
+from typing import TypeAlias
 
 import msgspec
 
-from shoal.core.job import GrammarSpec, Job
+from shoal.core.job import Ending, EngineInfo, Job, Refusal
 from shoal.core.params import MAX_SAMPLES, SamplingParams
 from shoal.core.request import Logprobs
+from shoal.errors import BadParameter, BadRequest
 
 ADDRESS = "engine.ipc"  # the socket's file in the private folder
 GIVEN_UP = "given-up"  # a file there, written when the engine will not be started again
 SAMPLES = 256  # keys of one job
 assert MAX_SAMPLES <= SAMPLES
 
-# a token, its logprob and rank, the likeliest alternatives and their logprobs
-PackedLogprobs: TypeAlias = tuple[int, float, int, tuple[int, ...], tuple[float, ...]]
-
 
 class Message(msgspec.Struct, array_like=True, tag=True):
-    """Anything that is said."""
+    """Any message, in either direction."""
 
 
-# ---- what a front says
+# ---- from a front to the engine
 
 
 class Hello(Message):
-    """A front is there. The engine answers Ready."""
+    """A front has connected and has no jobs here. The engine answers Ready."""
 
 
 class Ping(Message):
-    """It still is; a front that is silent for long is taken for dead, and its jobs are aborted."""
+    """The front is alive; the engine aborts the jobs of a front that has been silent for too long."""
 
 
 class Submit(Message):
     """A job, or what is left of it after the engine was restarted."""
 
     number: int
-    id: str
-    prompt: list[int]
-    params: dict[str, Any]  # only what differs from the defaults
-    seed: int
-    stop_ids: list[int]
-    tenant: str
-    salt: str
-    priority: int
-    tier: str
-    timeout_s: float | None
-    grammar: tuple[str, str] | None
-    # resumed: sample → what it has said so far, for the samples that have not ended
-    said: dict[int, list[int]] | None = None
+    packed: msgspec.Raw  # the job, unpacked apart: a bad one is refused by its number, not dropped
+    outputs: dict[int, list[int]] | None = None  # resumed: sample → its tokens so far, for samples that have not ended
+
+    @classmethod
+    def of(cls, number: int, job: Job, outputs: dict[int, list[int]] | None = None) -> "Submit":
+        return cls(number, msgspec.Raw(_encoder.encode(job)), outputs)
+
+    def job(self) -> Job:
+        """Raises BadParameter that names the field where the job is malformed or a value is out of range.
+
+        >>> Submit.of(1, Job(id="a", prompt=[1], params=SamplingParams(top_k=3), seed=0)).job().params.top_k
+        3
+        """
+        try:
+            job = _job_decoder.decode(self.packed)
+            _check_names(_check_names(self.packed, _JOB_FIELDS)["params"], _PARAMS_FIELDS)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            if isinstance(error.__cause__, BadRequest):
+                raise error.__cause__ from None
+            raise BadParameter(f"the job cannot be read: {error}") from error
+        return job
 
 
 class Abort(Message):
-    """Nobody waits for this job any more."""
+    """The result of this job is no longer needed."""
 
     number: int
 
@@ -74,7 +80,7 @@ class FinishAt(Message):
 
 
 class Ask(Message):
-    """A question: metrics, or state."""
+    """A question, by its name: metrics or state."""
 
     number: int
     what: str
@@ -83,35 +89,38 @@ class Ask(Message):
 FrontMessage: TypeAlias = Hello | Ping | Submit | Abort | FinishAt | Ask
 
 
-# ---- what the engine says
+# ---- from the engine to a front
 
 
 class Ready(Message):
-    """The engine is up; as core.job.EngineInfo."""
+    """The engine is up."""
 
-    epoch: int
-    max_model_len: int
-    vocab_size: int
-    kv_tokens: int
-    dtype: str
-    device: str
+    info: EngineInfo
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Logprobs of a sample's prompt tokens from position `first` on."""
+
+    key: int
+    first: int
+    values: tuple[Logprobs, ...]
 
 
 class Pass(Message):
-    """What one pass (or what happened between two) meant for the jobs of one front. Parallel lists, one per token."""
+    """What one pass, or the time between two, changed for the jobs of one front."""
 
     epoch: int
-    keys: list[int]
-    tokens: list[int]
-    indexes: list[int]  # tokens[i] is output number indexes[i] of keys[i]
-    logprobs: list[tuple[int, PackedLogprobs]]  # (place in keys, …)
-    prompt_logprobs: list[tuple[int, int, list[PackedLogprobs]]]  # (key, position of the first, …)
-    # (key, reason, stop token, cached tokens, preemptions, queue_s, error)
-    ended: list[tuple[int, str, int | None, int, int, float, str]]
-    refused: list[tuple[int, str, str, float | None]]  # (key, kind, message, retry_after_s)
+    # one entry per token: tokens[i] is output number indexes[i] of the sample keys[i]
+    keys: list[int] = []
+    tokens: list[int] = []
+    indexes: list[int] = []
+    logprobs: dict[int, Logprobs] = {}  # of tokens[i], by i
+    prompt_logprobs: list[PromptLogprobs] = []
+    ended: list[tuple[int, Ending]] = []  # by key
+    refused: list[tuple[int, Refusal]] = []  # by key
 
 
-class Answer(Message):
+class Reply(Message):
     """To an Ask: text, or JSON."""
 
     number: int
@@ -119,11 +128,18 @@ class Answer(Message):
     text: bytes
 
 
-EngineMessage: TypeAlias = Ready | Pass | Answer
+EngineMessage: TypeAlias = Ready | Pass | Reply
+
+
+# ---- packing
 
 _encoder = msgspec.msgpack.Encoder()
 _front_decoder: msgspec.msgpack.Decoder[FrontMessage] = msgspec.msgpack.Decoder(FrontMessage)
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_job_decoder = msgspec.msgpack.Decoder(Job)
+_map_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_JOB_FIELDS = frozenset(item.name for item in fields(Job))
+_PARAMS_FIELDS = frozenset(item.name for item in fields(SamplingParams))
 
 
 def pack(message: Message) -> bytes:
@@ -131,7 +147,7 @@ def pack(message: Message) -> bytes:
 
 
 def read_front(data: bytes) -> FrontMessage:
-    """What a front said; raises msgspec.DecodeError for anything else."""
+    """A message from a front; raises msgspec.DecodeError for anything else."""
     return _front_decoder.decode(data)
 
 
@@ -139,61 +155,10 @@ def read_engine(data: bytes) -> EngineMessage:
     return _engine_decoder.decode(data)
 
 
-# ---- the words of core, packed
-
-
-def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """Only what differs from the defaults.
-
-    >>> pack_params(SamplingParams(top_k=3))
-    {'top_k': 3}
-    """
-    packed: dict[str, Any] = {}
-    for item in fields(params):
-        value = getattr(params, item.name)
-        if item.default is MISSING or value != item.default:
-            packed[item.name] = dict(value) if isinstance(value, Mapping) else value
-    return packed
-
-
-def pack_job(number: int, job: Job, said: dict[int, list[int]] | None = None) -> Submit:
-    return Submit(
-        number,
-        job.id,
-        job.prompt,
-        pack_params(job.params),
-        job.seed,
-        list(job.stop_ids),
-        job.tenant,
-        job.salt,
-        job.priority,
-        job.tier,
-        job.timeout_s,
-        (job.grammar.kind, job.grammar.text) if job.grammar else None,
-        said,
-    )
-
-
-def unpack_job(said: Submit) -> Job:
-    """Raises BadParameter where the parameters mean nothing."""
-    return Job(
-        id=said.id,
-        prompt=said.prompt,
-        params=SamplingParams.from_mapping(said.params),
-        seed=said.seed,
-        stop_ids=frozenset(said.stop_ids),
-        tenant=said.tenant,
-        salt=said.salt,
-        priority=said.priority,
-        tier=said.tier,
-        timeout_s=said.timeout_s,
-        grammar=GrammarSpec(*said.grammar) if said.grammar else None,
-    )
-
-
-def pack_logprobs(one: Logprobs) -> PackedLogprobs:
-    return (one.token, one.logprob, one.rank, one.top_tokens, one.top_logprobs)
-
-
-def unpack_logprobs(packed: PackedLogprobs) -> Logprobs:
-    return Logprobs(*packed)
+def _check_names(packed: msgspec.Raw, known: frozenset[str]) -> dict[str, msgspec.Raw]:
+    """The parts of a packed record; refuses names it does not have, which msgspec would skip in silence."""
+    parts = _map_decoder.decode(packed)
+    unknown = parts.keys() - known
+    if unknown:
+        raise BadParameter(f"unknown field {min(unknown)!r} in a job; known: {', '.join(sorted(known))}")
+    return parts

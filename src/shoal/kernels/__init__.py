@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.kernels.ops import Batch, FusedLayers, Ops
+from shoal.kernels.ops import Batch, FusedLayers, Ops, PassOps
 
-__all__ = ["Batch", "FusedLayers", "Ops", "available", "pick"]
+__all__ = ["Batch", "FusedLayers", "Ops", "PassOps", "available", "pick"]
 
 
 def _ref() -> Ops:

@@ -1,11 +1,38 @@
-"""Gumbel noise as a function of two keys and a token id, and of nothing else.
+"""Counter-based randomness: Gumbel noise that is a function of (seed, sample, position, token id) and of nothing else.
 
-Every implementation of a draw makes the same: here in torch, in triton/draw.py and in cpu/native.c. Only those ids
-whose noise is asked for are hashed. Knows tensors only; where keys come from is runner/draws.py.
+So neighbours, preemption, a restart or another machine cannot change what a request draws. A token is chosen as the
+largest of score + noise, which draws from the softmax of the scores.
+
+    seed, sample, position ─► draw_keys: two 32-bit keys ─► gumbel: noise of each token id
+
+Every implementation of a draw computes the same noise: torch here, Triton in triton/draw.py, C in cpu/. Only the ids
+whose noise is needed are hashed. Knows neither requests nor scores.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from shoal.core.plan import Ints
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix64(x: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]") -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
+    """A bijection of 64-bit numbers that changes half of the bits when one is changed."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def draw_keys(seeds: Ints, samples: Ints, positions: Ints) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
+    """[n, 2] 32-bit keys, one pair for each draw."""
+    with np.errstate(over="ignore"):
+        key = seeds.astype(np.uint64)
+        for part in (samples, positions):
+            key = _mix64(key + np.uint64(_GOLDEN)) ^ part.astype(np.uint64)
+        key = _mix64(key + np.uint64(_GOLDEN))
+    return np.ascontiguousarray(key).view(np.int32).reshape(-1, 2)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
+    from shoal.core.plan import Ints
+    from shoal.core.ports import LateMasks
+    from shoal.kernels.draw_table import Filters, SamplingState
     from shoal.kernels.weights import Weight
 
 
@@ -111,5 +114,52 @@ class Ops(Protocol):
         A device recognises a layer by the `kind` of its attention and MLP and reads their attributes by name.
         """
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """(largest value, its index) of each row [n, vocab]; a row with a NaN has the largest value NaN."""
+    def choose(
+        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+    ) -> tuple[Tensor, Tensor]:
+        """A token for each line of float32 scores [n, vocab], and the best score of the line: int64 [n], float32 [n].
+
+        Line i belongs to row rows[i] of the state, and its token will have position positions[i]. In this order:
+        penalties, biases, and −inf for end tokens that may not come yet (not in masked lines: the grammar decides) and
+        for tokens that a mask does not allow; best is the largest score now. At temperature 0 the first of the best is
+        chosen, else one draw among the tokens that top_k, top_p and min_p leave. The scores stay as they are; counts
+        of rows with penalties go on. Where best is not finite, the token has no meaning.
+        """
+
+    @property
+    def pass_ops(self) -> PassOps | None:
+        """What an executor launches around the layers of recorded passes; None: this device does not record them."""
+
+
+class PassOps(Protocol):
+    """The work around a model's layers on a device that must not wait for the host: all arguments are on the device,
+    results go where the caller wants them, and every call can be recorded in a graph."""
+
+    long_context: int
+    """A decode with more past positions than this counts as long."""
+
+    def queries_per_block(self, group: int, head_dim: int, kind: dtype) -> int:
+        """Queries of a prompt chunk that attention computes at once; group: query heads per KV head."""
+
+    def prepared(self, tables: Tensor, decodes: Tensor, blocks: Tensor, long: bool) -> object:
+        """Batch.prepared for the tables of runner/step.py; long: some decode is."""
+
+    def add_blocks(self, new: Tensor, tables: Tensor) -> None:
+        """tables[row, index] = block for every (row, index, block) of new, int32 [n, 3]."""
+
+    def place_tokens(
+        self, ids: Tensor, rows: Tensor, positions: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(ids, positions, slots), int64 [T]. An id below 0 is the row's last token; a row below 0 is padding."""
+
+    def likeliest(self, scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
+        """`draw` at temperature 0, without a table."""
+
+    def draw(
+        self, scores: Tensor, table: Tensor, last_token: Tensor, out: Tensor, best: Tensor, filters: Filters
+    ) -> None:
+        """`choose` for lines without edits and masks, whose parameters stand in a draw table (draw_table.py).
+
+        Tokens go into out (int32), best scores into best (float32; infinity where a score is NaN), and each token into
+        last_token at its row, unless that is below 0.
+        """

@@ -5,17 +5,22 @@ Does not know models or schedules.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from shoal.core.plan import Ints
+from shoal.core.ports import LateMasks
 from shoal.kernels import composed
-from shoal.kernels.noise import gumbel
+from shoal.kernels.draw_table import KEY, PARAMETERS, ROW, SECOND_KEY, TEMPERATURE, SamplingState
+from shoal.kernels.noise import draw_keys, gumbel
 from shoal.kernels.ops import Batch
 from shoal.kernels.padded import padded_attention
-from shoal.kernels.wants import KEY, MIN_P, ROW, SECOND_KEY, TEMPERATURE, TOP_K, TOP_P
 from shoal.kernels.weights import Weight, matrix
 
 
@@ -33,10 +38,27 @@ class RefOps:
     def fused(self, layers: Sequence[Any]) -> None:
         """Not offered."""
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Value and place."""
-        values, places = scores.max(dim=-1)
-        return values, places
+    def choose(
+        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+    ) -> tuple[Tensor, Tensor]:
+        """Line by line: edits, mask, draw, count."""
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=scores.device)
+        best = torch.zeros(len(rows), device=scores.device)
+        masked = {} if masks is None else dict(zip(masks.rows.tolist(), masks.allowed, strict=True))
+        for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            edited = _edited(scores[line].float(), row, position, state, masked.get(row))
+            keys = torch.from_numpy(draw_keys(state.seed[[row]], state.sample[[row]], positions[[line]]))
+            draw = Draw(keys, **{name: getattr(state, name)[row].item() for name in PARAMETERS})
+            tokens[line], best[line] = _choose(edited, draw)
+            slot = state.penalty_slot[row]
+            if slot >= 0:
+                state.seen[slot, tokens[line]] = True
+                state.counts[slot, tokens[line]] += 1
+        return tokens, best
+
+    @property
+    def pass_ops(self) -> None:
+        """Nothing is recorded."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in x's type; on a CPU, 16-bit types and types that differ go through float32."""
@@ -119,39 +141,58 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tenso
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
-    """Twin of the kernel of that name: the first of the highest of each line; infinity where there is NaN."""
-    for line, row in enumerate(rows.tolist()):
-        token, top = _highest(scores[line].float())
-        _tell(token, row, line, last_token, out)
-        best[line] = top
+# ---- choosing tokens ------------------------------------------------------------------------------------------------
 
 
-def draw(scores: Tensor, wants: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
-    """Twin of the kernel of that name: one token for each line of scores, as the table of wants.py asks.
+@dataclass(frozen=True)
+class Draw:
+    """One draw: the keys of its noise, and PARAMETERS."""
 
-    Sorted, and one line at a time. Every filter is a bound on the scores: equal ones are kept or lost together.
+    keys: Tensor | None  # int32 [1, 2]; not needed at temperature 0
+    temperature: float
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def _edited(
+    scores: Tensor, row: int, position: int, state: SamplingState, allowed: npt.NDArray[np.uint32] | None
+) -> Tensor:
+    """One line of scores [vocab] after penalties, biases, forbidden ends and the row's mask of packed bits."""
+    edited, slot = scores.clone(), int(state.penalty_slot[row])
+    if slot >= 0:
+        # tensors: CUDA divides by a Python number as it multiplies by the reciprocal, which rounds differently
+        seen, counts, repetition = state.seen[slot], state.counts[slot], scores.new_tensor(state.repetition[row])
+        edited[seen] = torch.where(edited > 0, edited / repetition, edited * repetition)[seen]
+        edited = edited - float(state.frequency[row]) * counts - float(state.presence[row]) * (counts > 0)
+    bias = slice(state.bias_first[row], state.bias_first[row] + state.bias_count[row])
+    for token, amount in zip(state.bias_ids[bias].tolist(), state.bias_amounts[bias].tolist(), strict=True):
+        edited[token] += amount
+    if allowed is None and position < state.first_free_end[row]:
+        ends = slice(state.ends_first[row], state.ends_first[row] + state.ends_count[row])
+        edited[state.ends_ids[ends].tolist()] = -torch.inf
+    if allowed is not None:
+        bits = np.unpackbits(allowed.view(np.uint8), count=len(scores), bitorder="little").astype(np.bool_)
+        edited[torch.from_numpy(~bits).to(scores.device)] = -torch.inf
+    return edited
+
+
+def _choose(scores: Tensor, draw: Draw) -> tuple[int, Tensor]:
+    """(token, best score) of one line of edited scores.
+
+    Every filter is a bound on the scores: equal ones are kept or lost together. The best is always kept.
     """
-    fractions = wants.view(torch.float32)
-    for line, row in enumerate(wants[ROW].tolist()):
-        given = scores[line].float()
-        token, top = _highest(given)
-        best[line] = top
-        temperature = fractions[TEMPERATURE, line]
-        if temperature > 0 and bool(top.isfinite()):
-            scaled = (given - top) / temperature
-            least = _bound(scaled, int(wants[TOP_K, line]), float(fractions[TOP_P, line]))
-            least = torch.maximum(least, torch.log(fractions[MIN_P, line]))
-            keys = wants[[KEY, SECOND_KEY], line].unsqueeze(0)
-            ids = torch.arange(len(given), dtype=torch.int32, device=given.device)
-            noisy = (scaled + gumbel(keys, ids)[0]).masked_fill((scaled < least) & (given < top), -torch.inf)
-            token = int(noisy.argmax())
-        _tell(token, row, line, last_token, out)
-
-
-def _highest(scores: Tensor) -> tuple[int, Tensor]:
-    scores = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return int((scores == scores.max()).nonzero()[0]), scores.max()
+    numbers = scores.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    best = numbers.max()
+    if draw.temperature == 0 or not bool(best.isfinite()):
+        return int((numbers == best).nonzero()[0]), best
+    assert draw.keys is not None
+    scaled = (scores - best) / scores.new_tensor(draw.temperature)
+    least = _bound(scaled, draw.top_k, draw.top_p)
+    least = torch.maximum(least, torch.log(scores.new_tensor(draw.min_p)))
+    ids = torch.arange(len(scores), dtype=torch.int32, device=scores.device)
+    noisy = scaled + gumbel(draw.keys.to(scores.device), ids)[0]
+    return int(noisy.masked_fill((scaled < least) & (scores < best), -torch.inf).argmax()), best
 
 
 def _bound(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -167,7 +208,27 @@ def _bound(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
     return least
 
 
-def _tell(token: int, row: int, line: int, last_token: Tensor, out: Tensor) -> None:
+def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
+    """As PassOps.likeliest."""
+    for line, row in enumerate(rows.tolist()):
+        token, best[line] = _choose(scores[line].float(), Draw(None, temperature=0.0))
+        _store(token, row, line, last_token, out)
+
+
+def draw(scores: Tensor, table: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
+    """As PassOps.draw."""
+    floats = table.view(torch.float32)
+    for line, row in enumerate(table[ROW].tolist()):
+        parameters: dict[str, Any] = {
+            name: (floats if dtype is np.float32 else table)[column, line].item()
+            for column, (name, dtype) in enumerate(PARAMETERS.items(), start=TEMPERATURE)
+        }
+        one = Draw(table[[KEY, SECOND_KEY], line].unsqueeze(0), **parameters)
+        token, best[line] = _choose(scores[line].float(), one)
+        _store(token, row, line, last_token, out)
+
+
+def _store(token: int, row: int, line: int, last_token: Tensor, out: Tensor) -> None:
     out[line] = token
     if row >= 0:
         last_token[row] = token

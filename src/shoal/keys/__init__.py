@@ -1,1 +1,2 @@
-"""API keys: what a key is (api_key.py), and how keys are read from a file and reach every process (file.py)."""
+"""API keys: what a key is (api_key.py), how keys are read from a file and reach every process (file.py), and the limits
+of each (limits.py)."""

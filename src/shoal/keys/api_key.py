@@ -1,6 +1,6 @@
-"""API keys as everybody may know them: a name, a hash, and what the key may ask for.
+"""API keys in the form that is kept: a name, a hash, and what the key may do.
 
-Owns the words. A key itself is kept nowhere, only its sha256. Knows no files, no HTTP and no scheduling.
+Owns the record. The key itself is not kept, only its sha256. Knows no files, no HTTP and no scheduling.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ class ApiKey:
     name: str
     digest: bytes  # sha256 of the key
     tier: str = ""  # of its requests; "": none of its own
-    max_concurrent: int | None = None  # requests alive; None: the server's default, 0: no limit
-    tokens_per_minute: int | None = None  # the same
-    admin: bool = False  # may see what all others do
+    max_concurrent: int | None = None  # unfinished requests; None: the server's default, 0: no limit
+    tokens_per_minute: int | None = None  # None and 0 as above
+    admin: bool = False  # may see the requests of all keys
 
 
-KeySource: TypeAlias = Callable[[], Sequence[ApiKey]]  # the keys in force now; none: everybody may ask
+KeySource: TypeAlias = Callable[[], Sequence[ApiKey]]  # the keys in force now; empty: no key is needed
 
 
 def no_keys() -> Sequence[ApiKey]:
-    """Everybody may ask."""
+    """No key is needed."""
     return ()
 
 
 def digest_of(key: str | bytes) -> bytes:
-    """What is kept of a key."""
+    """The hash that is kept of a key."""
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()

@@ -1,8 +1,8 @@
-"""The file with the API keys: read, checked, and handed on to the processes that need it.
+"""The key file: reading it, checking it, and handing the keys to the processes that need them.
 
-Owns the file's form and the messages about it. Only the supervisor reads the file; what it found good it writes into
-the private folder, where fronts and the engine look. So a file that went wrong changes nothing, and a process that is
-started later has the same keys as all others. Knows no HTTP, and not what limits mean.
+Owns the file's format and its error messages. Only the supervisor reads the file; it writes the valid keys into the
+private folder, where fronts and the engine read them. So a broken file changes nothing, and a process that starts later
+has the same keys as the others. Knows no HTTP, and not what limits mean.
 
     keys.yaml ──► `shoal serve` (at the start, and on SIGHUP) ──► keys.json in the private folder ──► fronts, engine
 """
@@ -23,7 +23,7 @@ from shoal.keys.api_key import NAME, ApiKey, digest_of
 
 PUBLISHED = "keys.json"  # its name in the private folder
 SHORTEST = 8  # characters of a key
-MOST_KEYS = 4096  # all of them are compared with every request's
+MOST_KEYS = 4096  # each request's key is compared with all of them
 FIELDS = ("name", "sha256", "tier", "max_concurrent", "tokens_per_minute", "admin")
 HOW = "run `shoal key NAME --stdin`, type the key, and put the line that it prints into the file"
 
@@ -31,31 +31,29 @@ HOW = "run `shoal key NAME --stdin`, type the key, and put the line that it prin
 
 
 def read_key_file(path: str | Path) -> list[ApiKey]:
-    """The keys of a YAML file; whatever is wrong with it is a BadConfig that says where."""
-    import yaml  # here, so that who has no such file needs no YAML reader
+    """The keys of a YAML file; raises BadConfig with the place of what is wrong."""
+    import yaml  # imported lazily: only needed when a key file is given
 
     try:
         read = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise BadConfig(f"cannot read the key file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = getattr(error, "problem_mark", None)  # the message would show what stands there, perhaps a key
+        where = getattr(error, "problem_mark", None)  # not the whole message: it quotes the file, perhaps a key
         line = f" (line {where.line + 1})" if where is not None else ""
-        raise BadConfig(
-            f"the key file {path} is not YAML{line}; `shoal key NAME` prints a line as it should be"
-        ) from None
+        raise BadConfig(f"the key file {path} is not YAML{line}; `shoal key NAME` prints a valid line") from None
     if not isinstance(read, list) or not read:
         raise BadConfig(
-            f"the key file {path} must be a list of keys, and not an empty one; `shoal key NAME >> {path}` adds one"
+            f"the key file {path} must be a list of keys, with at least one; `shoal key NAME >> {path}` adds one"
         )
     return [_read_entry(entry, f"{path}: key {number}") for number, entry in enumerate(read, 1)]
 
 
 def _read_entry(entry: Any, where: str) -> ApiKey:
     if not isinstance(entry, Mapping):
-        raise BadConfig(f"{where} must have at least a name and a sha256, as `shoal key NAME` prints them")
+        raise BadConfig(f"{where} must be an entry with a name and a sha256, as `shoal key NAME` prints it")
     if "key" in entry:
-        raise BadConfig(f"{where} has the key itself, and a key file keeps only hashes; {HOW}")
+        raise BadConfig(f"{where} contains the key itself, but a key file holds only hashes; {HOW}")
     for field in entry:
         pick(dict.fromkeys(FIELDS), str(field), f"field in {where}")
     name = entry.get("name")
@@ -79,12 +77,12 @@ def _read_entry(entry: Any, where: str) -> ApiKey:
 
 
 def _read_hash(value: Any, where: str) -> bytes:
-    """Never repeats what it was given: it may be the key itself."""
+    """The message never repeats the value: it may be the key itself."""
     if not isinstance(value, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", value):
         raise BadConfig(f"{where}: sha256 must be 64 hexadecimal digits in quotes, the hash of the key; {HOW}")
     digest = bytes.fromhex(value)
     if digest == digest_of(""):
-        raise BadConfig(f"{where}: sha256 is the hash of an empty text, which is no key; {HOW}")
+        raise BadConfig(f"{where}: sha256 is the hash of an empty string, which is not a key; {HOW}")
     return digest
 
 
@@ -98,7 +96,7 @@ def _read_limit(entry: Mapping[str, Any], field: str, where: str) -> int | None:
 
 
 def joined(*groups: Sequence[ApiKey]) -> list[ApiKey]:
-    """All keys of all places; two that are the same, or are called the same, are refused."""
+    """The keys of all sources; refuses two that are equal or have the same name."""
     keys = [key for group in groups for key in group]
     if len(keys) > MOST_KEYS:
         raise BadConfig(f"there are {len(keys)} API keys, the limit is {MOST_KEYS}; remove some")
@@ -106,7 +104,7 @@ def joined(*groups: Sequence[ApiKey]) -> list[ApiKey]:
     digests: dict[bytes, str] = {}
     for key in keys:
         if key.name in names:
-            raise BadConfig(f"two API keys are called {key.name!r}; give each a name of its own")
+            raise BadConfig(f"two API keys are named {key.name!r}; give each its own name")
         if key.digest in digests:
             raise BadConfig(f"{key.name!r} and {digests[key.digest]!r} are the same API key; remove one")
         names.add(key.name)
@@ -115,7 +113,7 @@ def joined(*groups: Sequence[ApiKey]) -> list[ApiKey]:
 
 
 def check_tiers(keys: Sequence[ApiKey], tiers: Tiers) -> None:
-    """Each key's tier is one that the server has; else every one of its requests would be refused."""
+    """Check that the server has each key's tier; otherwise every request of that key would be refused."""
     for key in keys:
         try:
             tiers.of(key.tier)
@@ -129,12 +127,12 @@ def check_tiers(keys: Sequence[ApiKey], tiers: Tiers) -> None:
 
 
 def new_key() -> str:
-    """256 random bits: too many to be guessed, so that a plain hash is enough to keep it safe."""
+    """256 random bits: a plain hash of so many cannot be searched, so no slow hash is needed."""
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
 def line_of(key: ApiKey) -> str:
-    """A key as it stands in the file.
+    """A key as a line of the file.
 
     >>> line_of(ApiKey(name="a", digest=bytes(32), max_concurrent=4))[:22]
     '- {"name": "a", "sha25'
@@ -156,30 +154,30 @@ def _as_mapping(key: ApiKey) -> dict[str, Any]:
 
 
 def publish(keys: Sequence[ApiKey], folder: Path) -> None:
-    """Write down the keys in force, in one step: readers see the old ones or the new ones."""
+    """Write the keys in force, atomically: readers see the old ones or the new ones."""
     fresh = folder / f"{PUBLISHED}.new"
     fresh.write_text(json.dumps([_as_mapping(key) for key in keys]))
     fresh.replace(folder / PUBLISHED)
 
 
 class KeyBook:
-    """The keys in force, as they were last published. Asking costs one look at the file's stamp."""
+    """The keys in force, as they were last published. A call costs one stat of the file."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / PUBLISHED
         self._stamp = (-1, -1)
         self._keys: tuple[ApiKey, ...] = ()
         try:
-            self._look()
-        except OSError as error:  # never as if there were no keys: then everybody could ask
-            raise BadConfig(f"the server's private folder has lost its keys ({error.strerror}); restart it") from error
+            self._read()
+        except OSError as error:  # not "no keys": then no key would be needed
+            raise BadConfig(f"the private folder has no keys ({error.strerror}); restart the server") from error
 
     def __call__(self) -> tuple[ApiKey, ...]:
-        with contextlib.suppress(OSError):  # the server ends and takes its folder away: what runs goes on
-            self._look()
+        with contextlib.suppress(OSError):  # the server ends and its folder is gone: running requests go on
+            self._read()
         return self._keys
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         found = os.stat(self._path)
         stamp = (found.st_ino, found.st_mtime_ns)
         if stamp != self._stamp:
@@ -189,5 +187,5 @@ class KeyBook:
 
 
 def hashed(pairs: Sequence[tuple[str, str]]) -> list[ApiKey]:
-    """Keys that were given as they are, as (name, key): by a flag or a variable."""
+    """Keys that were given in plain text, as (name, key), by a flag or a variable."""
     return [ApiKey(name=name, digest=digest_of(key)) for name, key in pairs]

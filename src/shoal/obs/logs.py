@@ -1,6 +1,6 @@
 """Logs: one line per event, as text for people or as JSON for machines.
 
-Extra fields given to a log call (`log.info("done", extra={"fields": {...}})`) are written as they are. Owns formats,
+Extra fields of a log call (`log.info("done", extra={"fields": {...}})`) are written after the message. Owns formats,
 not what is logged.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def set_up_logs(level: str, style: str = "text") -> None:
-    """Everything of Shoal's goes to standard error in this format; other libraries only from a warning on."""
+    """Write Shoal's log to standard error in this format; of other libraries only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
     root = logging.getLogger()
@@ -32,8 +32,8 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         room = record.name.removeprefix("shoal.")
-        told = " ".join(f"{key}={one_line(value)}" for key, value in fields_of(record).items())
-        line = f"{at} {record.levelname} {room}: {record.getMessage()}" + (f" {told}" if told else "")
+        fields = " ".join(f"{key}={one_line(value)}" for key, value in fields_of(record).items())
+        line = f"{at} {record.levelname} {room}: {record.getMessage()}" + (f" {fields}" if fields else "")
         return line + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
 
 

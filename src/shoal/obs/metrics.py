@@ -1,7 +1,7 @@
-"""Prometheus metrics: what an engine did, from its events, and what a front answered.
+"""Prometheus metrics: of an engine, from its events, and of a front, from its answers.
 
-EngineMetrics lives in the engine's process and stands in the way of every pass, so it counts in bulk: the tokens of a
-pass share one time, and most of their owners were last heard at one time too. Knows events; knows no scheduler, no
+EngineMetrics runs in the engine's process between two passes, so it counts in bulk: the tokens of a pass share one
+commit time, and most of their requests got their previous token at one time, too. Knows events; knows no scheduler, no
 clock, no process and no HTTP beyond the names of the routes.
 """
 
@@ -23,10 +23,10 @@ from shoal.errors import BadRequest, Rejected
 
 OTHER = "other"
 
-# a small model on a GPU answers in a millisecond, a long prompt on a CPU in a minute
+# from a small model on a GPU (a millisecond) to a long prompt on a CPU (a minute)
 WAIT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 ANSWER_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-# finer where people feel the difference: 5 to 200 ms from token to token
+# finer where readers notice the difference: 5 to 200 ms between tokens
 GAP_S = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2,
     5, 10,
@@ -36,34 +36,37 @@ TOKENS = tuple(2**power for power in range(18))  # 1 … 131,072
 SHARE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
 
 GAUGES = {
-    "shoal_requests_running": "Requests that hold a place in the batch",
-    "shoal_requests_waiting": "Requests in the waiting line, preempted ones included",
-    "shoal_kv_blocks_held": "KV blocks that requests hold",
-    "shoal_kv_blocks_cached": "KV blocks nobody holds, kept for prefix hits until somebody needs them",
-    "shoal_kv_blocks_capacity": "KV blocks there are",
-    "shoal_kv_use_ratio": "Share of the KV blocks that requests hold",
+    "shoal_requests_running": "Requests that hold a row of the batch",
+    "shoal_requests_waiting": "Requests in the queue, preempted ones included",
+    "shoal_kv_blocks_held": "KV blocks held by requests",
+    "shoal_kv_blocks_cached": "KV blocks not held by any request, kept for prefix hits until they are needed",
+    "shoal_kv_blocks_capacity": "KV blocks in total",
+    "shoal_kv_use_ratio": "Share of the KV blocks held by requests",
 }
 COUNTERS = {
-    "shoal_requests_arrived": "Requests taken into the waiting line",
+    "shoal_requests_arrived": "Requests accepted into the queue",
     "shoal_prompt_tokens": "Prompt tokens of requests, counted when they first run",
-    "shoal_prefix_hit_tokens": "Of those, found in the prefix cache",
+    "shoal_prefix_hit_tokens": "Prompt tokens found in the prefix cache",
     "shoal_output_tokens": "Tokens generated",
-    "shoal_computed_tokens": "Positions computed for requests: prompt, output and what a preemption lost",
-    "shoal_recomputed_tokens": "Of those, computed before and lost to a preemption",
-    "shoal_padded_tokens": "Positions computed for nobody",
-    "shoal_budget_tokens": "Positions the passes could have computed for requests",
-    "shoal_preemptions": "Requests that lost their blocks to another",
-    "shoal_faults": "Passes that raised; those in them were tried again apart from the others",
+    "shoal_computed_tokens": "Positions computed for requests: prompt, output and recomputation",
+    "shoal_recomputed_tokens": "Positions computed again after a preemption",
+    "shoal_padded_tokens": "Padding positions computed",
+    "shoal_budget_tokens": "Token budgets of all passes",
+    "shoal_preemptions": "Preemptions: requests that lost their KV blocks",
+    "shoal_faults": "Passes that raised an error; their requests are retried apart from the others",
     "shoal_kv_blocks_out": "KV blocks copied to host memory",
     "shoal_kv_blocks_in": "KV blocks copied back from host memory",
 }
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
-    "shoal_queue_seconds": ("From a request's arrival to its first place in a batch", WAIT_S),
+    "shoal_queue_seconds": ("From a request's arrival to its first admission", WAIT_S),
     "shoal_time_to_first_token_seconds": ("From a request's arrival to its first token", WAIT_S),
-    "shoal_inter_token_seconds": ("From one token of a request to its next", GAP_S),
-    "shoal_end_to_end_seconds": ("From a request's arrival to its end, where it ended with an answer", ANSWER_S),
-    "shoal_step_seconds": ("What the device took to compute a pass", GAP_S),
-    "shoal_step_turnaround_seconds": ("From a pass's plan to its commit, with the passes ahead of it", GAP_S),
+    "shoal_inter_token_seconds": ("From one token of a request to the next", GAP_S),
+    "shoal_end_to_end_seconds": (
+        "From a request's arrival to its end, for requests that ended with an answer",
+        ANSWER_S,
+    ),
+    "shoal_step_seconds": ("Time the device took to compute a pass", GAP_S),
+    "shoal_step_turnaround_seconds": ("From a pass's plan to its commit, including the passes ahead of it", GAP_S),
     "shoal_batch_requests": ("Requests in a pass", REQUESTS),
     "shoal_batch_tokens": ("Positions computed for requests in a pass", TOKENS),
     "shoal_budget_use_ratio": ("Share of its token budget that a pass used", SHARE),
@@ -76,23 +79,23 @@ GAVE_WAY = "shoal_requests_gave_way"
 PROMISES = "shoal_promises"
 POLICIES = "shoal_policies"
 WAYS = ("recompute", "swap", "drop")
-TOLD = ["tier", "promise", "kept"]
+PROMISE_LABELS = ["tier", "promise", "kept"]
 AXES = ("batching", "layout", "prefill", "budget", "memory", "order", "when_short")
 LABELLED = {
-    GAVE_WAY: ("how", "Requests that lost their blocks to another, by what became of them"),
+    GAVE_WAY: ("how", "Preemptions, by what happened to the KV blocks"),
     FINISHED: ("reason", "Requests that ended, by reason"),
-    REJECTED: ("kind", "Requests refused, by the name of the error"),
+    REJECTED: ("kind", "Requests rejected, by the name of the error"),
 }
 ANSWERED = frozenset({Reason.STOP, Reason.LENGTH, Reason.TIMEOUT})
-# all kinds there are, so that every series exists from the start and a new name cannot make new ones for ever
+# all kinds, so that every series exists from the start and their number is bounded
 KINDS = (*sorted(kind.__name__ for base in (BadRequest, Rejected) for kind in base.__subclasses__()), OTHER)
 
 HTTP, ACTIVE = "shoal_http_requests", "shoal_http_active_requests"
 FRONT = {
     HTTP: "HTTP requests answered, by route and status",
-    ACTIVE: "Generation requests this front has not finished",
+    ACTIVE: "Unfinished generation requests of this front",
     "shoal_engine_up": "1 while the engine answers, else 0",
-    "shoal_engine_restarts": "How often the engine was started again",
+    "shoal_engine_restarts": "Restarts of the engine",
 }
 ROUTES = frozenset({
     "/", "/docs", "/openapi.json", "/static", "/health", "/version", "/metrics", "/tokenize", "/detokenize",
@@ -115,7 +118,7 @@ class Tally:
 
     def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
         self.name, self.help, self.bounds = name, help, bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last: beyond all bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
@@ -129,7 +132,7 @@ class Tally:
 
 
 class EngineMetrics(Collector):
-    """Counts what one engine's passes tell. A request with n samples is n requests here."""
+    """Counts the events of one engine; an Observer. A request with n samples counts as n requests here."""
 
     def __init__(self, policies: Mapping[str, str] | None = None) -> None:
         self.policies = dict(policies or {})  # axis → choice
@@ -142,18 +145,18 @@ class EngineMetrics(Collector):
         self.kinds = dict.fromkeys(KINDS, 0)
         # of requests that have not ended
         self._arrived_s: dict[str, float] = {}
-        self._heard_s: dict[str, float] = {}  # when its last token came
+        self._token_s: dict[str, float] = {}  # when its last token was committed
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     @property
     def tracked(self) -> int:
-        """How many entries are kept about requests: none when nobody is in the engine."""
-        return len(self._arrived_s) + len(self._heard_s)
+        """How many entries are kept about requests: 0 when the engine is empty."""
+        return len(self._arrived_s) + len(self._token_s)
 
     def take(self, events: PassEvents) -> None:
-        """Count one record. To be called once for each, in order."""
-        self._come(events)
+        """Count one record. Call it once for each, in order."""
+        self._arrivals(events)
         if events.scheduled_ids:
             self._pass(events)
         self.totals["shoal_faults"] += events.faults
@@ -169,9 +172,9 @@ class EngineMetrics(Collector):
         """All of it as Prometheus text."""
         return generate_latest(self._registry)
 
-    # ---- what a record tells --------------------------------------------------------------------------------------
+    # ---- the parts of a record ------------------------------------------------------------------------------------
 
-    def _come(self, events: PassEvents) -> None:
+    def _arrivals(self, events: PassEvents) -> None:
         self._arrived_s.update(zip(events.arrived, events.arrived_s, strict=True))
         self.totals["shoal_requests_arrived"] += len(events.arrived)
         self.totals["shoal_preemptions"] += len(events.preempted)
@@ -183,7 +186,7 @@ class EngineMetrics(Collector):
                 self.promises[refused.tier, "ttft", "no"] += 1
             self._forget(refused.id)
         for admitted in events.admitted:
-            if not admitted.resumed:  # who comes back has been counted
+            if not admitted.resumed:  # a resumed request was counted before
                 self.totals["shoal_prompt_tokens"] += admitted.prompt_tokens
                 self.totals["shoal_prefix_hit_tokens"] += min(admitted.cached_tokens, admitted.prompt_tokens)
                 self.tallies["shoal_request_prompt_tokens"].add(admitted.prompt_tokens)
@@ -203,26 +206,26 @@ class EngineMetrics(Collector):
             tallies["shoal_budget_use_ratio"].add(events.computed_tokens / events.budget_tokens)
 
     def _tokens(self, events: PassEvents) -> None:
-        """Hot: up to a thousand tokens in every pass, so whoever was last heard at one time is counted together."""
-        now_s, heard_s = events.committed_s, self._heard_s
+        """Hot: up to a thousand tokens per pass, so requests with the same previous token time are counted together."""
+        now_s, token_s = events.committed_s, self._token_s
         gaps = self.tallies["shoal_inter_token_seconds"]
         self.totals["shoal_output_tokens"] += len(events.owners)
-        heard_now = dict.fromkeys(events.owners, now_s)
-        together = len(events.owners) - len(heard_now)
-        if together:  # tokens that came with another of the same request: a group's, when it ends
+        token_now = dict.fromkeys(events.owners, now_s)
+        together = len(events.owners) - len(token_now)
+        if together:  # several tokens of one request in one record, as when a static group ends
             gaps.add(0.0, together)
-        before = Counter(map(heard_s.get, heard_now))
+        before = Counter(map(token_s.get, token_now))
         if before.pop(None, 0):
             self._first_tokens(events)
         for last_s, times in before.items():
             assert last_s is not None
             gaps.add(now_s - last_s, times)
-        heard_s.update(heard_now)
+        token_s.update(token_now)
 
     def _first_tokens(self, events: PassEvents) -> None:
         waits = self.tallies["shoal_time_to_first_token_seconds"]
         for owner, index in zip(events.owners, events.indexes, strict=True):
-            if index == 0 and owner in self._arrived_s:  # else it had its first in an engine that is gone
+            if index == 0 and owner in self._arrived_s:  # else it got its first token from an engine that died
                 waits.add(events.committed_s - self._arrived_s[owner])
 
     def _end(self, finished: Finished, now_s: float) -> None:
@@ -237,7 +240,7 @@ class EngineMetrics(Collector):
                 self.tallies["shoal_end_to_end_seconds"].add(now_s - arrived_s)
 
     def _forget(self, id: str) -> float | None:
-        self._heard_s.pop(id, None)
+        self._token_s.pop(id, None)
         return self._arrived_s.pop(id, None)
 
     def _gauges(self, events: PassEvents) -> None:
@@ -249,7 +252,7 @@ class EngineMetrics(Collector):
         gauges["shoal_kv_blocks_capacity"] = events.blocks_total
         gauges["shoal_kv_use_ratio"] = events.blocks_held / events.blocks_total if events.blocks_total else 0.0
 
-    # ---- as Prometheus wants it -----------------------------------------------------------------------------------
+    # ---- the Prometheus collector ---------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
         for name, help in GAUGES.items():
@@ -261,12 +264,14 @@ class EngineMetrics(Collector):
             yield _by_label(name, help, [label], {(key,): value for key, value in values.items()})
         yield _by_label(
             PROMISES,
-            "Promises to requests that ended or were refused for them, by whether they were kept",
-            TOLD,
+            "Promises to requests that ended or were rejected because of them, by whether they were kept",
+            PROMISE_LABELS,
             self.promises,
         )
         if self.policies:
-            chosen = GaugeMetricFamily(POLICIES, "The choice made on each axis; always 1", labels=[*self.policies])
+            chosen = GaugeMetricFamily(
+                POLICIES, "The policy of each axis, as labels; always 1", labels=[*self.policies]
+            )
             chosen.add_metric([*self.policies.values()], 1)
             yield chosen
         for tally in self.tallies.values():
@@ -275,51 +280,51 @@ class EngineMetrics(Collector):
 
 @dataclass(frozen=True, slots=True)
 class FrontNumbers:
-    """What one front has counted, as it travels to another."""
+    """The counts of one front, in the form that is sent to another."""
 
     name: str
     active: int
-    restarts: int  # of the engine, as far as this front knows
+    restarts: int  # of the engine, as seen by this front
     answers: list[tuple[str, str, int]]  # route, status, how many
 
 
 class FrontMetrics(Collector):
-    """Counts what one front answered. Knows of the engine only whether it is up and how often it was started.
+    """Counts the answers of one front. Knows of the engine only whether it is up and how often it was started.
 
-    Its name is a label. Whoever asks reaches one front of several, so that one tells the numbers of all: its own, and
-    those that the others have told it, as made by tell().
+    The front's name is a label. A scrape reaches one of several fronts, which shows the numbers of all: its own, and
+    those it got from the others, as made by tell().
     """
 
     def __init__(self, name: str = "front-0") -> None:
         self.name = name
         self.answers: Counter[tuple[str, str]] = Counter()  # (route, status) → answers
         for route in ("/v1/chat/completions", "/v1/completions"):
-            self.answers[route, "500"] = 0  # there from the start, so that rate() sees the first of them
+            self.answers[route, "500"] = 0  # exists from the start, so that rate() sees the first one
         self._up = False
         self._restarts = 0
-        self._fronts: list[FrontNumbers] = []  # what collect() is to show
+        self._fronts: list[FrontNumbers] = []  # shown by collect()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def count(self, route: str, status: int) -> None:
-        """One answer. The route may be a path as it was asked; a path nobody serves is "other"."""
+        """Count one answer. The route may be a request's path; a path without a route counts as "other"."""
         self.answers[route_of(route), str(status)] += 1
 
     def numbers(self, active: int, info: EngineInfo | None) -> FrontNumbers:
         if info is not None:
-            self._restarts = max(self._restarts, info.epoch)  # while it is down the last number stands
+            self._restarts = max(self._restarts, info.epoch)  # the last known number while the engine is down
         answers = [(route, status, times) for (route, status), times in self.answers.items()]
         return FrontNumbers(self.name, active, self._restarts, answers)
 
     def tell(self, active: int, info: EngineInfo | None) -> bytes:
-        """All of it, for another front."""
+        """This front's numbers as JSON, for another front."""
         return json.dumps(asdict(self.numbers(active, info))).encode()
 
     def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes] = ()) -> bytes:
-        """All of it and what the other fronts told, as Prometheus text; it may stand before or after the engine's."""
+        """The numbers of all fronts as Prometheus text, to be joined with the engine's in any order."""
         own = self.numbers(active, info)
-        told = {front.name: front for front in map(read_numbers, others) if front is not None}
-        self._fronts = sorted({**told, own.name: own}.values(), key=lambda front: front.name)
+        received = {front.name: front for front in map(read_numbers, others) if front is not None}
+        self._fronts = sorted({**received, own.name: own}.values(), key=lambda front: front.name)
         self._restarts = max(front.restarts for front in self._fronts)
         self._up = info is not None
         return generate_latest(self._registry)
@@ -337,23 +342,23 @@ class FrontMetrics(Collector):
         yield CounterMetricFamily("shoal_engine_restarts", FRONT["shoal_engine_restarts"], value=self._restarts)
 
 
-def read_numbers(told: bytes) -> FrontNumbers | None:
-    """What another front told; None if it makes no sense, as from one that died in the middle of it.
+def read_numbers(data: bytes) -> FrontNumbers | None:
+    """The numbers of another front; None if they cannot be read, as from a front that died while it sent them.
 
     >>> read_numbers(b'{"name": "front-1", "active": 2, "restarts": 0, "answers": [["/health", "200", 5]]}')
     FrontNumbers(name='front-1', active=2, restarts=0, answers=[('/health', '200', 5)])
     >>> read_numbers(b'{"name": "front-1", "act')
     """
     try:
-        said = json.loads(told)
-        answers = [(str(route), str(status), int(times)) for route, status, times in said["answers"]]
-        return FrontNumbers(str(said["name"]), int(said["active"]), int(said["restarts"]), answers)
+        read = json.loads(data)
+        answers = [(str(route), str(status), int(times)) for route, status, times in read["answers"]]
+        return FrontNumbers(str(read["name"]), int(read["active"]), int(read["restarts"]), answers)
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def route_of(path: str) -> str:
-    """The route a path belongs to, as a label: of these there are few, of paths as many as people type.
+    """The route of a path, as a label: there are few routes, but any number of paths.
 
     >>> route_of("/v1/models/some-model"), route_of("/wp-login.php")
     ('/v1/models/{model}', 'other')

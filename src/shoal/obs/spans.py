@@ -1,8 +1,8 @@
-"""Spans: where the time of each request went, for a tracing system that speaks OpenTelemetry.
+"""Spans: where the time of each request went, for a tracing system that supports OpenTelemetry.
 
-Owns the names of spans and their attributes. OpenTelemetry is optional (the extra `[otel]`) and loaded only
-where spans were asked for. Nobody waits for a span: they are sent by a thread of their own, and dropped when there are
-too many. Tells no prompts and no answers. Knows no HTTP beyond the header that names the caller's span.
+Owns the names of spans and their attributes. OpenTelemetry is optional (the extra `[otel]`) and loaded only if spans
+are switched on. No request waits for a span: a thread of its own sends them, and drops them when there are too many.
+Spans hold no prompts and no answers. Knows no HTTP beyond the header that names the caller's span.
 
     completion ├─────────────────────────────────────────────────┤
     queue       ├───────┤
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from shoal.errors import BadConfig
 
 TRACES = "/v1/traces"  # where a collector takes them
-CLOSE_S = 3.0  # longest wait for the last of them to be taken
+CLOSE_S = 3.0  # longest wait for the last spans to be sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class Walk:
 
     name: str
     began_s: float
-    asked_s: float  # when it was handed to the engine
+    asked_s: float  # when it was submitted to the engine
     queue_s: float = 0.0  # how long it waited there
-    first_token_s: float | None = None  # None: there was none
+    first_token_s: float | None = None  # None: it got no token
     ended_s: float
     error: str = ""  # the kind of error that ended it
     facts: Mapping[str, str | int | float | bool] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Spans(Protocol):
 
 
 class NoSpans:
-    """Nobody asked for spans."""
+    """Spans are switched off."""
 
     def record(self, walk: Walk) -> None: ...
 
@@ -98,7 +98,7 @@ class OtelSpans:
         whole.end(end_time=_ns(walk.ended_s))
 
     def close(self) -> None:
-        """Send what is left, if somebody takes it soon."""
+        """Send what is left, if the collector takes it in time."""
         last = threading.Thread(target=self._provider.shutdown, daemon=True)
         last.start()
         last.join(CLOSE_S)

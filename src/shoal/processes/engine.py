@@ -1,40 +1,41 @@
 """The engine's own process: `python -m shoal.processes.engine`, config in as JSON on standard input, never a pickle.
 
-Builds the engine, opens its socket in the private folder and serves fronts until SIGTERM. Exit code 2 means that what
-was asked for is impossible, and the reason is on standard error.
+Builds the engine, opens its socket in the private folder and serves fronts until SIGTERM. Exit code 2 means that the
+config cannot be served; the reason is on standard error. main() and serve() are for other engine programs, too.
 """
 
+import importlib
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.paced import Emissions, PacedExecutor
 from shoal.config.engine import EngineConfig
-from shoal.core.job import EngineInfo
+from shoal.core.ports import Executor
 from shoal.engine import blackbox, wire
-from shoal.engine.engine import Engine
 from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
-from shoal.engine.limits import KeyLimits
-from shoal.engine.loop import EngineLoop
-from shoal.engine.poison import poisoned
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
-from shoal.errors import ShoalError
+from shoal.errors import BadConfig, ShoalError
 from shoal.keys.file import KeyBook
+from shoal.keys.limits import KeyLimits
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
-from shoal.sched.admission import Limits
+from shoal.sched.make import default_limits
+from shoal.text.grammar import grammars_of
 
 log = logging.getLogger("shoal.processes.engine")
 
+WRAPPER = "_SHOAL_EXECUTOR_WRAPPER"  # a hook for debugging, in docs/operations.md
 
-def main() -> int:
+
+def main(run: Callable[[Mapping[str, Any]], None]) -> int:
+    """Read the config, run the program, return its exit code."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGHUP):  # both are for the supervisor
+    for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor handles both
         signal.signal(number, signal.SIG_IGN)
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
@@ -46,6 +47,13 @@ def main() -> int:
     return 0
 
 
+def leave(code: int) -> None:
+    """End this process at once: nothing is left to do, and torch's threads need not be waited for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def run(config: Mapping[str, Any]) -> None:
     folder = Path(config["folder"])
     socket = open_socket(folder)
@@ -53,10 +61,15 @@ def run(config: Mapping[str, Any]) -> None:
     box = blackbox.BlackBox(folder)
     host = make_host(config, socket, suspects)
     host.loop.on_begin = box.note
-    host.loop.executor = poisoned(host.loop.executor, os.environ)
+    host.loop.executor = wrapped(host.loop.executor, os.environ)
     host.beat = Heartbeat(config["ready_fd"], host.loop.clock)
+    serve(host, config)
+
+
+def serve(host: Host, config: Mapping[str, Any]) -> None:
+    """Answer fronts until SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda number, frame: host.stop())
-    socket.bind(f"ipc://{folder / wire.ADDRESS}")
+    host.socket.bind(f"ipc://{Path(config['folder']) / wire.ADDRESS}")
     info = host.info
     log.info(
         "engine ready: %s on %s, context %d, KV cache of %d tokens",
@@ -67,60 +80,50 @@ def run(config: Mapping[str, Any]) -> None:
         host.run()
     finally:
         host.loop.close()
-        socket.close(linger=0)
-    if config.get("paced"):
-        assert isinstance(host.metrics, Emissions)
-        host.metrics.save(Path(config["paced"]["save"]))
+        host.socket.close(linger=0)
 
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
     """The engine of this config, behind the socket."""
-    from shoal.build import build, default_limits  # loads torch
+    from shoal.build import build  # loads torch
 
     engine = EngineConfig(**config["engine"])
-    if config.get("paced"):
-        return paced_host(engine, config["paced"], socket)
-    limits_of = None
-    if config.get("keys"):
-        limits_of = KeyLimits(KeyBook(Path(config["folder"])), default_limits(engine))
+    folder = Path(config["folder"])
+    limits_of = KeyLimits(KeyBook(folder), default_limits(engine)) if config.get("keys") else None
     built = build(
         engine,
         InboxClock(socket),
         progress=sys.stderr.isatty(),
         limits_of=limits_of,
         in_idle_moments=True,
-        spare_folder=Path(config["folder"]) / "kernels",  # the next engine finds it there
+        spare_folder=folder / "kernels",  # the next engine finds it there
     )
-    info = EngineInfo(
-        config["epoch"],
-        built.limits.max_model_len,
-        built.limits.vocab_size,
-        built.kv_blocks * built.config.block_size,
-        str(built.dtype).removeprefix("torch."),
-        built.device,
+    metrics = EngineMetrics(policies_of(built.config))
+    make_grammar = grammars_of(built.files, built.tokenizer).make if built.tokenizer is not None else None
+    return Host(
+        built.loop,
+        socket,
+        built.info(config["epoch"]),
+        observers=[metrics],
+        answers={"metrics": metrics.render},
+        make_grammar=make_grammar,
+        suspects=suspects,
     )
-    make_grammar = None
-    if built.tokenizer is not None:
-        from shoal.text.grammar import Grammars
-
-        make_grammar = Grammars(built.tokenizer, built.spec.vocab_size, sorted(built.eos)).make
-    return Host(built.loop, socket, info, EngineMetrics(policies_of(built.config)), make_grammar, suspects)
 
 
-def paced_host(engine: EngineConfig, paced: Mapping[str, Any], socket: Inbox) -> Host:
-    """An engine that computes nothing, for measuring fronts."""
-    from shoal.build import make_scheduler
-
-    limits = Limits(paced["kv_tokens"], engine.slots, engine.pass_tokens, vocab_size=1000)
-    scheduler = make_scheduler(engine, limits, -(-paced["kv_tokens"] // engine.block_size) + engine.slots)
-    executor = PacedExecutor(paced["tick_s"], tokens=list(range(50, 100)))
-    loop = EngineLoop(Engine(scheduler), executor, InboxClock(socket), depth=1)
-    info = EngineInfo(0, limits.max_model_len, limits.vocab_size, paced["kv_tokens"], "none", "paced")
-    return Host(loop, socket, info, Emissions())
+def wrapped(executor: Executor, environ: Mapping[str, str]) -> Executor:
+    """The executor inside the one that WRAPPER=MODULE:FUNCTION makes of it; itself where the variable is not set."""
+    name = environ.get(WRAPPER)
+    if not name:
+        return executor
+    module, _, function = name.partition(":")
+    try:
+        wrap: Callable[[Executor], Executor] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadConfig(f"{WRAPPER} must name an importable MODULE:FUNCTION, not {name!r}: {error}") from error
+    log.warning("debugging: the executor is wrapped by %s", name)
+    return wrap(executor)
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # nothing is left to do, and torch's threads need not be waited for
+    leave(main(run))

@@ -1,7 +1,7 @@
 """A front's own process: `python -m shoal.processes.front`, config in as JSON on standard input.
 
-HTTP, tokenizing and detokenizing; no torch. Accepts connections on a socket it inherits, so that several fronts can
-share one port. SIGTERM drains: no new requests, what runs may finish, then exit code 0.
+HTTP, tokenizing and detokenizing; no torch. Accepts connections on an inherited socket, so that several fronts can
+share one port. SIGTERM drains: new requests are refused, running ones may finish, then exit code 0.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from typing import Any
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
 from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
-from shoal.errors import BadConfig, ShoalError
+from shoal.errors import ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.keys.api_key import no_keys
 from shoal.keys.file import KeyBook
@@ -29,14 +29,16 @@ from shoal.server.app import Front, make_app
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
 from shoal.server.siblings import SocketSiblings
-from shoal.text.tokenizer import Tokenizer, load_tokenizer
+from shoal.text.grammar import grammars_of
+from shoal.text.template import read_template
+from shoal.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("shoal.processes.front")
 
 
 def main() -> int:
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGHUP):  # both are for the supervisor
+    for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor handles both
         signal.signal(number, signal.SIG_IGN)
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
@@ -62,7 +64,7 @@ async def run(config: Mapping[str, Any]) -> None:
         settings,
         client,
         tokenizer,
-        make_grammars(files, tokenizer),
+        grammars_of(files, tokenizer) if tokenizer is not None else None,
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
         FrontMetrics(lasting_name(config)),
@@ -76,7 +78,7 @@ async def run(config: Mapping[str, Any]) -> None:
 
 
 async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], client: ZmqClient) -> None:
-    """Serve until SIGTERM comes, and let what runs finish."""
+    """Serve until SIGTERM comes, then drain."""
     server = make_server(front, front.settings, ssl_certfile=serve.ssl_certfile, ssl_keyfile=serve.ssl_keyfile)
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -88,13 +90,13 @@ async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], cl
     watching.cancel()
     await drain(front, serve.drain_timeout)
     server.should_exit = True
-    await asyncio.wait({serving}, timeout=2.0)  # what is not a generation is short
+    await asyncio.wait({serving}, timeout=2.0)  # requests other than generations are short
     server.force_exit = True
     await serving
 
 
 async def say_up(client: ZmqClient, ready_fd: int) -> None:
-    """Tell the supervisor when requests can be served."""
+    """Report to the supervisor when requests can be served."""
     while client.info is None:
         await asyncio.sleep(0.02)
     say_ready(ready_fd)
@@ -107,16 +109,16 @@ async def wait_for_first(stopping: asyncio.Event, serving: "asyncio.Task[None]")
 
 
 async def drain(front: Front, timeout_s: float) -> None:
-    """Let what runs finish, but not for ever; what is cut off is told so."""
+    """Let running requests finish until the timeout; the rest end with an error."""
     front.draining = True
-    log.info("draining: %d requests run, they have %g s", front.active, timeout_s)
+    log.info("draining: %d running requests have %g s to finish", front.active, timeout_s)
     until_s = asyncio.get_running_loop().time() + timeout_s
     while front.active and asyncio.get_running_loop().time() < until_s:
         await asyncio.sleep(0.05)
     if front.active:
-        log.warning("%d requests did not finish in time and are cut off", front.active)
+        log.warning("%d requests did not finish in time and are ended", front.active)
         front.end_all()
-        await asyncio.sleep(0.2)  # so that they can be told
+        await asyncio.sleep(0.2)  # time to send the error
 
 
 def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFiles) -> ServerSettings:
@@ -134,26 +136,8 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
 
 
 def lasting_name(config: Mapping[str, Any]) -> str:
-    """A front's name, the same in all its lives."""
+    """A front's name without the number of its start."""
     return str(config["name"]).partition(".")[0]
-
-
-def make_grammars(files: ModelFiles, tokenizer: Tokenizer | None) -> Any:
-    """What checks schemas before they go to the engine."""
-    if tokenizer is None:
-        return None
-    from shoal.text.grammar import Grammars
-
-    return Grammars(tokenizer, int(files.config.get("vocab_size") or tokenizer.vocab_size), eos_ids(files))
-
-
-def read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise BadConfig(f"cannot read the chat template {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Copies of KV blocks between device and host memory, beside the passes.
 
-Owns a thread that copies one order after the other, and tells which are done and how long they took. What an order may
-touch is the scheduler's business: nobody writes to its sources or uses its targets before it is done. Orders begin
-after the passes that were handed over before them. Knows no requests and no plans.
+Owns a thread that performs one BlockCopy after the other, and reports which are done and how long they took. The
+scheduler sees to it that no pass writes to a copy's sources or uses its targets before the copy is done. A copy begins
+after the passes that were submitted before it. Knows no requests and no plans.
 """
 
 import time
@@ -25,7 +25,7 @@ class Copier:
         self._stream: Any = None
 
     def submit(self, order: BlockCopy) -> None:
-        """Begin a copy. Call it where passes are handed to the device, in their order."""
+        """Queue a copy. Call it where passes are submitted to the device, in their order."""
         after: Any = None
         if self._store.data.is_cuda:
             after = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -49,10 +49,10 @@ class Copier:
         return time.perf_counter() - begun_s
 
     def take(self, all_of_them: bool = False) -> tuple[tuple[tuple[int, float], ...], tuple[int, ...]]:
-        """((id, seconds) of those done, ids of those that failed) since the last call; waits if all are wanted.
+        """((id, seconds) of completed copies, ids of failed ones) since the last call; all_of_them waits for all.
 
-        They end in the order of their submission, and are told in it: the first that is not done ends the look, or one
-        that ends while we look would be told before those we had already passed.
+        Copies complete in the order of their submission and are reported in it: the scan stops at the first that is
+        not done, since a later one could complete during the scan and overtake it.
         """
         if not self._under_way:
             return (), ()

@@ -1,4 +1,4 @@
-"""An Executor for NVIDIA GPUs: passes are queued on a stream of their own, and the host waits for nothing but tokens.
+"""An Executor for NVIDIA GPUs: passes are queued on a stream of their own, and the host waits only for tokens.
 
     host     plan k+1, one pinned buffer ─► one copy ─┐              wait for the tokens of k, commit, plan k+2 …
     stream   … pass k │ tokens of k ─► host │ copy k+1 │ block tables │ graph of the layers │ graph of the head │ …
@@ -6,7 +6,7 @@
 Block tables and last tokens of all rows live on the device; a pass is described by small tables that kernels read
 there, so one graph serves any lengths. Long passes are not recorded: their launches hide behind their own work.
 The head's graph takes the likeliest token or draws one; rows that ask for more than a draw go to the Sampler.
-The padded layout is computed as on any device. Knows rows, not requests.
+The padded layout is computed as on any device. Knows rows, not requests; its kernels come from Ops.pass_ops.
 """
 
 from collections import deque
@@ -22,51 +22,49 @@ from torch import Tensor
 from tqdm import tqdm
 
 from shoal.core.params import SamplingParams
-from shoal.core.plan import SCRIPTED_END, Ints, RowStart, StepPlan, StepResult
+from shoal.core.plan import Ints, RowStart, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.kernels import Batch
-from shoal.kernels.triton import Cut
-from shoal.kernels.triton.attention import LONG, queries_per_block
-from shoal.kernels.triton.draw import draw
-from shoal.kernels.triton.step import add_blocks, likeliest, place_tokens
-from shoal.kernels.wants import WANTS, Filters
+from shoal.kernels.draw_table import COLUMNS, ROW, Filters, filters_of
+from shoal.kernels.draw_table import fill as fill_draw_table
+from shoal.kernels.transfer import to_device
 from shoal.models import Model
+from shoal.runner.draws import PassDraws, draws_of
 from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
-from shoal.runner.inputs import PassInputs, put
 from shoal.runner.kvstore import KVStore
-from shoal.runner.runner import PromptLogprobs, Runner, failed
-from shoal.runner.step import Room, changes, count_blocks, fill, lay_out, padded
+from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
+from shoal.runner.runner import ForwardState, Runner
+from shoal.runner.step import PassShape, count_blocks, fill, lay_out, new_blocks, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
-REHEARSED = (1, 4, 16, 64)  # batches that are computed by different kernels
+REHEARSED = (1, 4, 16, 64)  # batch sizes that are computed by different kernels
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
-ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # what takes the most memory
-PROMPTS = 32  # blocks of queries that a graph has room for beyond those its tokens fill
+ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # takes the most memory
+PROMPTS = 32  # blocks of queries in a graph beyond those that its tokens fill
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A pass whose tokens are not chosen yet."""
+class QueuedForward:
+    """A pass on the stream whose tokens are not chosen yet."""
 
     plan: StepPlan
+    draws: PassDraws
     since: torch.cuda.Event
-    padded: int  # positions computed for nobody
-    hidden: Tensor | None = None  # of all positions, where somebody wants it
-    inputs: PassInputs | None = None  # of a padded pass
+    padded: int  # positions of padding that are computed
+    hidden: Tensor | None = None  # states of all positions, where prompt logprobs need them
+    rectangle: ForwardState | None = None  # of a padded pass
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A pass on its way, as far as the host knows it."""
+class QueuedPass:
+    """A whole pass on the stream, as far as the host knows it."""
 
-    begun: Begun
+    forward: QueuedForward
     until: torch.cuda.Event
-    rows: Ints
-    positions: Ints
     masks: LateMasks | None
-    said: Tensor | None  # pinned: tokens, then the bits of their scores
+    drawn: Tensor | None  # pinned: tokens, then the bits of their best scores
     logprobs: list[tuple[int, Logprobs]]
     prompt_logprobs: PromptLogprobs
     finished: StepResult | None = None  # of a padded pass
@@ -74,7 +72,7 @@ class Waiting:
 
 @cache
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """One for all executors of a device: torch keeps memory by stream, so the next finds what the last one freed."""
+    """One stream for all executors of a device: torch caches memory by stream, so they reuse each other's."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -87,37 +85,39 @@ class CudaExecutor:
         self.device = self.kv.data.device
         self.stream = stream_of(self.device)
         self.graphs = Graphs()
-        spec = self.model.spec
-        self.queries = queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
+        ops, spec = self.model.ops.pass_ops, self.model.spec
+        assert ops is not None, "kernels that cannot be recorded"
+        self.ops = ops
+        self.queries = ops.queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
         rows = runner.tables.blocks.shape[0]
         self._lines = size_for(DECODES, rows) or padded(rows)
-        largest = Room(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
+        largest = PassShape(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
         with torch.cuda.stream(self.stream), torch.inference_mode():
             self.block_tables = torch.zeros(runner.tables.blocks.shape, dtype=torch.int32, device=self.device)
-            self._first = WANTS * self._lines  # number of the buffer's tables; before them, what each line wants
+            self._first = COLUMNS * self._lines  # where the pass's tables begin in the buffer, behind the draw table
             self._buffer = torch.zeros(self._first + largest.size, dtype=torch.int32, device=self.device)
-            self._wants = self._buffer[: self._first].view(WANTS, self._lines)
+            self._draw_table = self._buffer[: self._first].view(COLUMNS, self._lines)
             shape = (self._lines, spec.hidden_size)
-            self._chosen = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
-            self._said = torch.zeros(2 * self._lines, dtype=torch.int32, device=self.device)
+            self._scored = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
+            self._drawn = torch.zeros(2 * self._lines, dtype=torch.int32, device=self.device)
         self.model.reserve_positions(self.block_tables.shape[1] * self.kv.block_size)
-        torch.cuda.synchronize(self.device)  # what was made on other streams is there
-        self._begun: Begun | None = None
-        self._waiting: deque[Waiting] = deque()
+        torch.cuda.synchronize(self.device)  # tensors made on other streams are ready
+        self._forward: QueuedForward | None = None
+        self._passes: deque[QueuedPass] = deque()
 
     def recordings(self, most: int) -> Iterator[int]:
-        """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is under way.
+        """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is in flight.
 
-        The others (beside prompts, with a long past, with filters) are too many: they are recorded when they come.
+        The others (beside prompts, with a long past, with filters) are too many: they are recorded when they occur.
         """
         for size in LINES:
             if size > min(most, self._lines):
                 return
-            room = Room(size, size, 0, size)
+            shape = PassShape(size, size, 0, size)
             with self._here():
-                work = partial(self._body, self._send(NOTHING, room), room)
-                for _ in range(2):  # as it is, then recorded; where requests did that already, a pass for nobody
-                    self.graphs.run(room, work)
+                work = partial(self._body, self._send(NOTHING, draws_of(NOTHING), shape), shape)
+                for _ in range(2):  # as it is, then recorded; if requests did that already, a pass of padding
+                    self.graphs.run(shape, work)
                     self.graphs.run(("head", size, None), partial(self._head, size, None))
             self.stream.synchronize()
             yield size
@@ -133,182 +133,159 @@ class CudaExecutor:
         with self._here():
             since = _now()
             self.runner.update(plan)
+            draws = draws_of(plan)
             if not len(plan.rows):  # only copies of blocks
-                self._begun = Begun(plan, since, 0)
+                self._forward = QueuedForward(plan, draws, since, 0)
                 return
             if plan.width:
-                rectangle, inputs = self._rectangle(plan)
-                self._begun = Begun(plan, since, len(inputs.ids) - len(plan.tokens), rectangle, inputs)
+                rectangle = self._rectangle(plan, draws)
+                padding = len(rectangle.inputs.ids) - len(plan.tokens)
+                self._forward = QueuedForward(plan, draws, since, padding, rectangle=rectangle)
                 return
-            room, recorded = self._room(plan)
-            buffer = self._send(plan, room)
-            work = partial(self._body, buffer, room)
+            shape, recorded = self._shape(plan, draws)
+            work = partial(self._body, self._send(plan, draws, shape), shape)
             kept: Tensor | None = None
-            if recorded and not self.runner.wants_hidden:
-                self.graphs.run(room, work)
+            if recorded and not self.runner.needs_hidden:
+                self.graphs.run(shape, work)
             else:
                 kept = work()
-            self._begun = Begun(plan, since, room.tokens - len(plan.tokens), kept)
+            self._forward = QueuedForward(plan, draws, since, shape.tokens - len(plan.tokens), kept)
 
-    def _room(self, plan: StepPlan) -> tuple[Room, bool]:
+    def _shape(self, plan: StepPlan, draws: PassDraws) -> tuple[PassShape, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
-        tokens, rows = len(plan.tokens), len(plan.rows)
-        sampling = int((plan.draws > 0).sum())
+        tokens, rows, drawing = len(plan.tokens), len(plan.rows), len(draws.rows)
         single = plan.counts == 1
-        long = bool((plan.starts[single] >= LONG).any())
+        long = bool((plan.starts[single] >= self.ops.long_context).any())
         if tokens == rows:
             size = size_for(LINES, rows)
             if size is not None and size <= self._lines:
-                return Room(size, size, 0, size, long), True
-            return Room(tokens, rows, 0, sampling, long), False
+                return PassShape(size, size, 0, size, long), True
+            return PassShape(tokens, rows, 0, drawing, long), False
         blocks, decodes = count_blocks(plan, self.queries), int(single.sum())
-        size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, sampling))
+        size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, drawing))
         if size is not None and beside is not None:
             most = size // self.queries + PROMPTS
             if blocks <= most and beside <= self._lines:
-                return Room(size, beside, most, beside, long), True
-        return Room(tokens, decodes, blocks, sampling, long), False
+                return PassShape(size, beside, most, beside, long), True
+        return PassShape(tokens, decodes, blocks, drawing, long), False
 
-    def _send(self, plan: StepPlan, room: Room) -> Tensor:
-        """Everything about the pass in one copy; the block tables are brought up to date."""
-        new = changes(plan)
-        until = self._first + room.size
+    def _send(self, plan: StepPlan, draws: PassDraws, shape: PassShape) -> Tensor:
+        """Send all tables of the pass in one copy, and add its new blocks to the block tables."""
+        new = new_blocks(plan)
+        until = self._first + shape.size
         host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
         array = host.numpy()
-        wants = array[: self._first].reshape(WANTS, self._lines)
-        drawing = plan.draws > 0
-        self.sampler.tell(wants, plan.rows[drawing], (plan.starts + plan.counts)[drawing])
-        fill(lay_out(array, room, self._first), plan, self.queries)
+        draw_table = array[: self._first].reshape(COLUMNS, self._lines)
+        fill_draw_table(draw_table, self.sampler.state, draws.rows, draws.positions)
+        fill(lay_out(array, shape, self._first), plan, draws, self.queries)
         array[until:] = new.reshape(-1)
         if len(host) <= len(self._buffer):
             buffer = self._buffer[: len(host)]
             buffer.copy_(host, non_blocking=True)
-        else:  # long prompts taken whole, or many that start: graphs still find what they read where they read it
+        else:  # whole long prompts, or many rows that start; graphs read the fixed buffer, so it is filled as well
             buffer = host.to(self.device, non_blocking=True)
             kept = min(until, len(self._buffer))
             self._buffer[:kept].copy_(buffer[:kept])
         if len(new):
-            add_blocks(buffer[until:].view(-1, 3), self.block_tables)
-        # a pass may be recorded now: then it must read from memory that stays
+            self.ops.add_blocks(buffer[until:].view(-1, 3), self.block_tables)
+        # a pass that is recorded now must read from memory that stays
         return self._buffer if until <= len(self._buffer) else buffer
 
-    def _body(self, buffer: Tensor, room: Room) -> Tensor:
-        """All layers; the hidden values of those that choose a token are set aside."""
-        tables = lay_out(buffer, room, self._first)
+    def _body(self, buffer: Tensor, shape: PassShape) -> Tensor:
+        """All layers; hidden states that are scored are set aside for the head."""
+        tables = lay_out(buffer, shape, self._first)
         known, rows, at = tables.tokens
         last, size = self.runner.tables.last_token, self.kv.block_size
-        ids, positions, slots = place_tokens(known, rows, at, last, self.block_tables, size)
-        cut = Cut(self.block_tables, tables.decodes, tables.blocks, room.long)
-        batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=cut)
+        ids, positions, slots = self.ops.place_tokens(known, rows, at, last, self.block_tables, size)
+        prepared = self.ops.prepared(self.block_tables, tables.decodes, tables.blocks, shape.long)
+        batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=prepared)
         hidden = self.model.forward(ids, batch, self.kv.layers)
-        if room.lines:
-            torch.index_select(hidden, 0, tables.index, out=self._chosen[: room.lines])
+        if shape.lines:
+            torch.index_select(hidden, 0, tables.index, out=self._scored[: shape.lines])
         return hidden
 
-    def _rectangle(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
-        new = changes(plan)
+    def _rectangle(self, plan: StepPlan, draws: PassDraws) -> ForwardState:
+        new = new_blocks(plan)
         if len(new):
-            add_blocks(put(new.astype(np.int32), self.device), self.block_tables)
-        return self.runner.compute(plan)
+            self.ops.add_blocks(to_device(new.astype(np.int32), self.device), self.block_tables)
+        return self.runner.compute(plan, draws)
 
     # ---- sample ---------------------------------------------------------------------------------------------------
 
     def sample(self, masks: LateMasks | None) -> None:
-        begun, self._begun = self._begun, None
-        assert begun is not None, "no pass was begun"
-        plan = begun.plan
-        drawing = plan.draws > 0
-        rows, positions = plan.rows[drawing], (plan.starts + plan.counts)[drawing]
+        forward, self._forward = self._forward, None
+        assert forward is not None, "no pass was begun"
+        plan = forward.plan
         with self._here():
-            if begun.inputs is not None and begun.hidden is not None:
-                finished = self.runner.sample(plan, (begun.hidden, begun.inputs), masks)
-                self._waiting.append(Waiting(begun, _now(), rows, positions, masks, None, [], (), finished))
+            if forward.rectangle is not None:
+                finished = self.runner.sample(plan, forward.rectangle, masks)
+                self._passes.append(QueuedPass(forward, _now(), masks, None, [], (), finished))
                 return
-            said: Tensor | None = None
+            drawn: Tensor | None = None
             logprobs: list[tuple[int, Logprobs]] = []
-            if len(rows):
-                size, logprobs = self._choose(rows, positions, masks)
-                said = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
-                said.copy_(self._said[: 2 * size], non_blocking=True)
-            about_prompts: PromptLogprobs = ()
-            if begun.hidden is not None:
+            if len(forward.draws.rows):
+                size, logprobs = self._choose(forward.draws, masks)
+                drawn = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
+                drawn.copy_(self._drawn[: 2 * size], non_blocking=True)
+            of_prompts: PromptLogprobs = ()
+            if forward.hidden is not None:
                 starts = np.cumsum(plan.counts) - plan.counts
-                about_prompts = self.runner.prompt_logprobs(plan, begun.hidden, starts.tolist())
-            self._waiting.append(Waiting(begun, _now(), rows, positions, masks, said, logprobs, about_prompts))
+                of_prompts = self.runner.prompt_logprobs(plan, forward.hidden, starts.tolist())
+            self._passes.append(QueuedPass(forward, _now(), masks, drawn, logprobs, of_prompts))
 
-    def _choose(self, rows: Ints, positions: Ints, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]]]:
-        """Tokens and best scores for the host, so many of each; those that ask for more are chosen once more."""
-        count, asking = len(rows), self.sampler.asking(rows, masks)
+    def _choose(self, draws: PassDraws, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]]]:
+        """Tokens and best scores for the host, so many of each; rows that ask for more are chosen once more."""
+        count, asking = len(draws.rows), self.sampler.asking(draws.rows, draws.positions, masks)
         size = size_for(LINES, count)
         if size is None or size > self._lines or asking.all():
             size, asking = count, np.ones(count, dtype=np.bool_)
         else:
-            filters = self.sampler.filters(rows[~asking])
+            filters = filters_of(self.sampler.state, draws.rows[~asking])
             self.graphs.run(("head", size, filters), partial(self._head, size, filters))
         if not asking.any():
             return size, []
-        return size, self._sample(size, np.flatnonzero(asking), rows, positions, masks)
+        return size, self._sample(size, np.flatnonzero(asking), draws, masks)
 
     def _head(self, lines: int, filters: Filters | None) -> None:
         """A token for every line; without filters the likeliest."""
-        scores = self.model.scores(self._chosen[:lines])
-        said, best = self._said[:lines], self._said[lines : 2 * lines].view(torch.float32)
+        scores = self.model.scores(self._scored[:lines])
+        tokens, best = self._drawn[:lines], self._drawn[lines : 2 * lines].view(torch.float32)
         last_token = self.runner.tables.last_token
         if filters is None:
-            likeliest(scores, self._wants[0], last_token, said, best)
+            self.ops.likeliest(scores, self._draw_table[ROW], last_token, tokens, best)
         else:
-            draw(scores, self._wants, last_token, said, best, filters)
+            self.ops.draw(scores, self._draw_table, last_token, tokens, best, filters)
 
-    def _sample(
-        self, size: int, places: Ints, rows: Ints, positions: Ints, masks: LateMasks | None
-    ) -> list[tuple[int, Logprobs]]:
-        """Whatever the rows at these places ask for."""
-        where = put(places, self.device)
-        logits = self.model.logits(self._chosen[where])
-        tokens, best, logprobs = self.sampler.sample(logits, rows[places], positions[places], masks)
-        self.runner.tables.last_token[put(rows[places], self.device)] = tokens
-        self._said[where] = tokens.to(torch.int32)
-        self._said[size : 2 * size].view(torch.float32)[where] = best
-        return [(int(places[place]), one) for place, one in logprobs]
+    def _sample(self, size: int, lines: Ints, draws: PassDraws, masks: LateMasks | None) -> list[tuple[int, Logprobs]]:
+        """Choose the tokens of these lines by Ops.choose, and their logprobs."""
+        where, rows = to_device(lines, self.device), draws.rows[lines]
+        logits = self.model.logits(self._scored[where])
+        tokens, best, logprobs = self.sampler.sample(logits, rows, draws.positions[lines], masks)
+        self.runner.tables.last_token[to_device(rows, self.device)] = tokens
+        self._drawn[where] = tokens.to(torch.int32)
+        self._drawn[size : 2 * size].view(torch.float32)[where] = best
+        return [(int(lines[index]), one) for index, one in logprobs]
 
     # ---- result ---------------------------------------------------------------------------------------------------
 
     def result(self) -> StepResult:
-        waiting = self._waiting[0]
-        waiting.until.synchronize()  # interrupted here, the result is still the next one
-        self._waiting.popleft()
-        begun = waiting.begun
-        busy_s = begun.since.elapsed_time(waiting.until) / 1000
-        if waiting.finished is not None:
-            return replace(waiting.finished, busy_s=busy_s)
-        done, broken = self.runner.copier.take(all_of_them=not len(begun.plan.rows))
-        tokens = np.empty(0, dtype=np.int64)
-        failures: list[tuple[int, str]] = []
-        if waiting.said is not None:
-            count, half = len(waiting.rows), len(waiting.said) // 2
-            said = waiting.said.numpy()
-            tokens = said[:count].astype(np.int64)
-            best = said[half : half + count].view(np.float32)
-            if not np.isfinite(best).all():
-                failures = failed(torch.from_numpy(best), waiting.rows, waiting.masks)
-            scripted = self.sampler.rows.ends_at[waiting.rows] == waiting.positions
-            if scripted.any():
-                tokens = np.where(scripted, SCRIPTED_END, tokens)
-        plan = begun.plan
-        return StepResult(
-            plan.step,
-            waiting.rows,
-            plan.generations[plan.draws > 0],
-            np.ones_like(waiting.rows),
-            tokens,
-            tuple(waiting.logprobs),
-            waiting.prompt_logprobs,
-            tuple(failures),
-            done,
-            broken,
-            padded=begun.padded,
-            busy_s=busy_s,
-        )
+        oldest = self._passes[0]
+        oldest.until.synchronize()  # interrupted here, the result is still the next one
+        self._passes.popleft()
+        forward = oldest.forward
+        busy_s = forward.since.elapsed_time(oldest.until) / 1000
+        if oldest.finished is not None:
+            return replace(oldest.finished, busy_s=busy_s)
+        plan, draws, drawn = forward.plan, forward.draws, NO_TOKENS
+        copies = self.runner.copier.take(all_of_them=not len(plan.rows))
+        if oldest.drawn is not None:
+            count, half = len(draws.rows), len(oldest.drawn) // 2
+            numbers = oldest.drawn.numpy()
+            best = numbers[half : half + count].view(np.float32)
+            drawn = DrawnTokens(np.ones_like(draws.rows), numbers[:count].astype(np.int64), best, oldest.logprobs)
+        ends_at = self.sampler.rows.ends_at
+        of_prompts = oldest.prompt_logprobs
+        return step_result(plan, draws, drawn, ends_at, oldest.masks, copies, of_prompts, forward.padded, busy_s)
 
     def close(self) -> None:
         self.stream.synchronize()
@@ -321,7 +298,7 @@ NOTHING = StepPlan(0, (), np.empty((0, 3), dtype=np.int64), _NONE, _NONE, _NONE,
 
 
 def _now() -> torch.cuda.Event:
-    """A mark on the current stream."""
+    """An event recorded on the current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
@@ -330,13 +307,13 @@ def _now() -> torch.cuda.Event:
 def rehearse(
     model: Model, dtype: torch.dtype, block_size: int, tokens: int, lines: int, progress: bool = False
 ) -> None:
-    """Compute the largest passes there may be, and one of each kind, over a KV cache of a single block.
+    """Compute the largest possible passes, and one of each kind, over a KV cache of a single block.
 
-    So the memory that passes need is taken before anybody measures what is left, and kernels are compiled before
-    anybody waits for a token: side by side, for compiling takes seconds and one processor each.
+    So the memory that passes need is allocated before the free memory is measured, and kernels are compiled before
+    the first request: in parallel, because compiling one takes seconds on one processor.
     """
     store = KVStore(model.spec, 1, block_size, dtype, "cuda")
-    model.reserve_positions(tokens)  # before there are threads that would do it
+    model.reserve_positions(tokens)  # before the threads start, which would race to do it
 
     def compute(rows: int, count: int, params: Sequence[SamplingParams]) -> None:
         executor = CudaExecutor(Runner(model, store, rows, count, "cuda"), rows * count)
@@ -348,13 +325,13 @@ def rehearse(
     works = [(1, tokens, [ALL]), (lines, 1, [FILTERED, ALL])]
     works += [(count, 1, [GREEDY]) for count in sorted({min(count, lines) for count in REHEARSED})]
     with ThreadPoolExecutor(thread_name_prefix="rehearse") as pool:
-        begun = [pool.submit(compute, *work) for work in works]
-        for one in tqdm(begun, desc="kernels", unit="pass", disable=not progress, leave=False):
+        futures = [pool.submit(compute, *work) for work in works]
+        for one in tqdm(futures, desc="kernels", unit="pass", disable=not progress, leave=False):
             one.result()
 
 
 def _made_up(rows: int, count: int, params: Sequence[SamplingParams], block_size: int) -> StepPlan:
-    """The first `count` positions of so many rows, all in block 0; the last params are those of all further rows."""
+    """The first `count` positions of `rows` rows, all in block 0; the last params apply to all further rows."""
     blocks = (0,) * -(-count // block_size)
     starting = [
         RowStart(row, 0, (0,) * count, count, params[min(row, len(params) - 1)], 0, 0, frozenset(), blocks, False)

@@ -1,29 +1,27 @@
-"""Counter-based randomness: noise that is a function of (seed, sample, position, token id) and of nothing else.
+"""The draws of a pass: which rows draw a token, where they are in the plan, and which positions the tokens will have.
 
-So neighbours, preemption, a restart or another machine cannot change what a request draws. A token is chosen as the
-largest of score + Gumbel noise (kernels/noise.py), which draws from the softmax of the scores; here are its keys.
-Knows no requests and no logits.
+The only reader of StepPlan.draws. Knows plans, not scores.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
-from shoal.core.plan import Ints
-
-_GOLDEN = 0x9E3779B97F4A7C15
+from shoal.core.plan import Ints, StepPlan
 
 
-def _mix64(x: "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]") -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
-    """A bijection of 64-bit numbers that changes half the bits when one is changed."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+class PassDraws(NamedTuple):
+    """One entry per row that draws, in the plan's order."""
+
+    rows: Ints
+    generations: Ints
+    positions: Ints  # of the tokens that are drawn: each row's first position beyond the pass
+    last: Ints  # index of the row's last token among the plan's tokens; its hidden state is scored
 
 
-def draw_keys(seeds: Ints, samples: Ints, positions: Ints) -> "np.ndarray[tuple[int, ...], np.dtype[np.int32]]":
-    """[n, 2] 32-bit keys, one pair for each draw."""
-    with np.errstate(over="ignore"):
-        key = seeds.astype(np.uint64)
-        for part in (samples, positions):
-            key = _mix64(key + np.uint64(_GOLDEN)) ^ part.astype(np.uint64)
-        key = _mix64(key + np.uint64(_GOLDEN))
-    return np.ascontiguousarray(key).view(np.int32).reshape(-1, 2)
+def draws_of(plan: StepPlan) -> PassDraws:
+    """The draws that a plan asks for; every row draws at most one token."""
+    assert not (plan.draws > 1).any(), "this runner verifies no draft tokens"
+    drawing = plan.draws > 0
+    rows, positions = plan.rows[drawing], (plan.starts + plan.counts)[drawing]
+    return PassDraws(rows, plan.generations[drawing], positions, np.cumsum(plan.counts)[drawing] - 1)

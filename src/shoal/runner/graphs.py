@@ -1,6 +1,6 @@
-"""CUDA graphs: recorded launches, made when a shape comes for the second time, and the sizes worth recording.
+"""CUDA graphs: recorded launches, recorded when a shape occurs for the second time, and the sizes worth recording.
 
-All graphs share one pool of memory: they run one after the other, and nothing they leave there is read later.
+All graphs share one memory pool: they run one after the other, and nothing that they leave there is read later.
 Knows no model and no plan.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-TOLD = 16  # graphs between two lines of the log
+LOGGED = 16  # graphs between two lines of the log
 
 # a graph computes its whole size, so sizes are dense where a pass is short
 LINES = (*range(1, 9), *range(10, 17, 2), *range(24, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))
@@ -21,7 +21,7 @@ TOKENS = (*range(16, 129, 16), *range(192, 513, 64), *range(640, 1025, 128), *ra
 
 
 def size_for(sizes: tuple[int, ...], count: int) -> int | None:
-    """The smallest of the sizes that holds `count`; None: it is beyond them.
+    """The smallest of the sizes that holds `count`; None: none does.
 
     >>> size_for((1, 2, 4, 8), 3), size_for((1, 2, 4, 8), 9)
     (4, None)
@@ -39,7 +39,7 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, key: Hashable, work: Callable[[], object]) -> None:
-        """Do the work. The first time as it is, which also compiles what it needs; from the second on as a graph."""
+        """Do the work: the first time directly, which also compiles its kernels; from the second time on as a graph."""
         graph = self._graphs.get(key)
         if graph is None:
             if key not in self._seen:
@@ -48,10 +48,8 @@ class Graphs:
                 return
             graph = self._graphs[key] = self._record(work)
             log.debug("recorded graph %d: %s", len(self._graphs), key)
-            if len(self._graphs) % TOLD == 0:
-                log.info(
-                    "%d CUDA graphs recorded; each size of batch is recorded when it comes again", len(self._graphs)
-                )
+            if len(self._graphs) % LOGGED == 0:
+                log.info("%d CUDA graphs recorded; each batch size is recorded when it occurs again", len(self._graphs))
         graph.replay()
 
     def _record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -60,7 +58,7 @@ class Graphs:
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # the first error is the one that tells
+            with suppress(RuntimeError):  # the first error is the cause
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -70,6 +68,6 @@ class Graphs:
         return len(self._graphs)
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Drop all graphs and their memory."""
         self._graphs.clear()
         self._seen.clear()

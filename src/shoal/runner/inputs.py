@@ -1,10 +1,9 @@
-"""Plan to tensors: the tables that persist between passes, and the batch of one pass, ragged or padded.
+"""From plan to tensors: the tables that persist between passes, and the batch of one pass, ragged or padded.
 
-A row's block table and last token stay here; a plan only says what changed. Knows no model and no sampling.
+Owns every row's block table and last token; a plan holds only their changes. Knows no model and no sampling.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,17 +11,18 @@ from torch import Tensor
 
 from shoal.core.plan import FROM_DEVICE, Ints, StepPlan
 from shoal.kernels import Batch
+from shoal.kernels.transfer import to_device
+from shoal.runner.draws import PassDraws
 
 
 @dataclass(frozen=True, slots=True)
 class PassInputs:
-    """What the model needs for one pass, and which of its outputs are wanted."""
+    """The model's inputs of one pass, and which of its outputs are scored."""
 
     ids: Tensor
     batch: Batch
-    sampling: Ints  # indexes of the flat positions whose logits choose a token
-    sampling_rows: Ints
-    sampling_positions: Ints  # the position each chosen token will have
+    draws: PassDraws
+    scored: Ints  # indexes of the flat positions whose hidden states are scored, one per draw
 
 
 class RowTables:
@@ -38,26 +38,24 @@ class RowTables:
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def note(self, rows: Ints, tokens: Tensor) -> None:
-        """These rows have just said these tokens."""
-        if (
-            self.device.type == "cpu"
-        ):  # numpy: between two passes nothing is in the caches, and torch needs more of them
+        """Keep the tokens just chosen for these rows."""
+        if self.device.type == "cpu":  # numpy: caches are cold between two passes, and torch touches more memory
             self.last_token.numpy()[rows] = tokens.numpy()
         else:
             self.last_token[self._put(rows)] = tokens
 
     def update(self, plan: StepPlan) -> None:
-        """Take in what the plan changes."""
+        """Apply the plan's changes."""
         for start in plan.starting:
             self.blocks[start.row, : len(start.blocks)] = start.blocks
         if plan.grown.size:
             self.blocks[plan.grown[:, 0], plan.grown[:, 1]] = plan.grown[:, 2]
 
-    def gather(self, plan: StepPlan) -> PassInputs:
+    def gather(self, plan: StepPlan, draws: PassDraws) -> PassInputs:
         """The batch in the shape that the plan asks for."""
-        return self._rectangle(plan) if plan.width else self._ragged(plan)
+        return self._rectangle(plan, draws) if plan.width else self._ragged(plan, draws)
 
-    def _ragged(self, plan: StepPlan) -> PassInputs:
+    def _ragged(self, plan: StepPlan, draws: PassDraws) -> PassInputs:
         """Rows end to end, no padding."""
         counts, size = plan.counts, self.block_size
         offsets = np.concatenate(([0], np.cumsum(counts)))
@@ -74,21 +72,20 @@ class RowTables:
             block_tables=self._put(self.blocks[plan.rows, :widest]),
             block_size=size,
         )
-        chosen = plan.draws > 0
-        return PassInputs(self._ids(plan, rows), batch, offsets[1:][chosen] - 1, plan.rows[chosen], contexts[chosen])
+        return PassInputs(self._ids(plan, rows), batch, draws, draws.last)
 
-    def _rectangle(self, plan: StepPlan) -> PassInputs:
-        """Every row padded to the width, and rows of padding alone; padding reads and writes the scratch block."""
+    def _rectangle(self, plan: StepPlan, draws: PassDraws) -> PassInputs:
+        """Every row padded to the width, plus rows of padding; padding reads and writes the scratch block."""
         rows, width, size = len(plan.rows) + plan.dead, plan.width, self.block_size
-        ragged = self._ragged(plan)
+        ragged = self._ragged(plan, draws)
         at = np.repeat(np.arange(len(plan.rows)) * width - np.array(ragged.batch.starts[:-1]), plan.counts)
-        places = at + np.arange(len(at))  # where each real position stands in the rectangle
+        cells = at + np.arange(len(at))  # the cell of the rectangle that holds each real position
         positions = np.zeros(rows * width, dtype=np.int64)
         slots = np.full(rows * width, self.scratch * size, dtype=np.int64)
-        positions[places] = ragged.batch.positions.cpu().numpy()
-        slots[places] = ragged.batch.slots.cpu().numpy()
+        positions[cells] = ragged.batch.positions.cpu().numpy()
+        slots[cells] = ragged.batch.slots.cpu().numpy()
         ids = torch.zeros(rows * width, dtype=torch.int64, device=self.device)
-        ids[self._put(places)] = ragged.ids
+        ids[self._put(cells)] = ragged.ids
         contexts = plan.starts + plan.counts
         tables = np.full((rows, ragged.batch.block_tables.shape[1]), self.scratch, dtype=np.int64)
         filled = np.arange(tables.shape[1]) < -(-contexts // size)[:, None]
@@ -102,10 +99,10 @@ class RowTables:
             block_size=size,
             width=width,
         )
-        return PassInputs(ids, batch, places[ragged.sampling], ragged.sampling_rows, ragged.sampling_positions)
+        return PassInputs(ids, batch, draws, cells[draws.last])
 
     def _ids(self, plan: StepPlan, rows: Ints) -> Tensor:
-        """Token ids; where the host does not know one yet, the row's last sample."""
+        """Token ids; an id that the host does not know yet is the row's last token."""
         ids = self._put(plan.tokens)
         late = np.flatnonzero(plan.tokens == FROM_DEVICE)
         if late.size:
@@ -114,10 +111,4 @@ class RowTables:
         return ids
 
     def _put(self, array: Ints) -> Tensor:
-        return put(array, self.device)
-
-
-def put(array: "np.ndarray[tuple[int, ...], np.dtype[Any]]", device: torch.device) -> Tensor:
-    """An array on the device; the host does not wait for what the device is doing."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+        return to_device(array, self.device)

@@ -1,6 +1,6 @@
 """The KV tensors, and the copies between their blocks.
 
-Owns memory, not its use: which block belongs to whom is the KV manager's business.
+Owns the memory, not its use: the KV manager decides which request holds a block.
 """
 
 import math
@@ -17,14 +17,14 @@ from shoal.models.spec import ModelSpec
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """What one block costs over all layers."""
+    """Bytes of one block over all layers."""
     return spec.kv_values_per_token * block_size * dtype.itemsize
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros that take memory only where they are written, if the device can do that.
+    """Zeros; on a CPU they take memory only once they are written.
 
-    torch.zeros writes every page of a large CPU tensor: seconds for a cache of some gigabytes, most of it never used.
+    torch.zeros writes every page of a large CPU tensor: seconds for a cache of some gigabytes, most of it unused.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -34,7 +34,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
 
 @contextmanager
 def refusing(flag: str, blocks: int, block_bytes: int) -> Iterator[None]:
-    """Memory that cannot be had is no fault in here: too much was asked for, by this flag."""
+    """Turn a failed allocation into BadConfig: the flag asks for too much memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # numpy's, torch's
@@ -56,8 +56,8 @@ class KVStore:
         device: torch.device | str,
         host_blocks: int = 0,
     ) -> None:
-        # zeros, not empty: 0 x garbage in a masked place would be NaN if the garbage is; untouched pages cost nothing
-        self.scratch = blocks  # one block more, for what padding writes
+        # zeros, not empty: masked positions are multiplied by 0, and 0 x NaN is NaN; untouched pages cost nothing
+        self.scratch = blocks  # one block more, which padding writes to
         shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)
         block_bytes = bytes_per_block(spec, block_size, dtype)
         with refusing("--kv-memory or --kv-share", blocks, block_bytes):
@@ -78,8 +78,8 @@ class KVStore:
 
     @torch.inference_mode()
     def copy(self, order: BlockCopy) -> None:
-        """Perform a copy between device and host, block by block: no buffer in between."""
-        assert self.host is not None, "blocks are to be copied, and there is no host memory for them"
+        """Copy blocks between device and host, one by one, without a buffer in between."""
+        assert self.host is not None, "a copy of blocks, but there is no host memory for them"
         source, target = (self.data, self.host) if order.direction == "out" else (self.host, self.data)
         for one, other in zip(order.source, order.target, strict=True):
             target[:, :, other].copy_(source[:, :, one], non_blocking=True)

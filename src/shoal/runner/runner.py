@@ -1,30 +1,35 @@
 """The runner: one StepPlan in, one StepResult out.
 
 One ragged forward per pass: linear layers over all tokens of all requests, attention per sequence over its blocks,
-logits only for the positions that choose a token. Knows rows, not requests; never sees the scheduler.
+logits only for the positions that draw a token. Knows rows, not requests; never sees the scheduler.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import SCRIPTED_END, Ints, StepPlan, StepResult
+from shoal.core.plan import Ints, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.models import Model
 from shoal.runner.copier import Copier
+from shoal.runner.draws import PassDraws, draws_of
 from shoal.runner.inputs import PassInputs, RowTables
 from shoal.runner.kvstore import KVStore
+from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.sampler import Sampler, logprobs_of
 
-NOT_FINITE = "the model's scores are not finite numbers; its weights may be damaged, or every token is forbidden"
-FORBIDDEN = "the grammar allows no token of the model's vocabulary here; change the grammar"
 LOGITS_AT_ONCE = 64  # lines of logits held at a time for prompt logprobs
 
-Begun = tuple[Tensor, PassInputs]  # hidden states of a pass, and what they were computed from
-PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
+
+class ForwardState(NamedTuple):
+    """A pass whose tokens are not chosen yet."""
+
+    hidden: Tensor  # states of all positions
+    inputs: PassInputs
 
 
 class Runner:
@@ -37,16 +42,16 @@ class Runner:
         self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device)
         self.sampler = Sampler(rows, model.spec.vocab_size, device, model.ops)
         self.copier = Copier(kv)
-        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows that want prompt logprobs: prompt, how many
+        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows with prompt logprobs: prompt, how many
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> Begun | None:
+    def forward(self, plan: StepPlan) -> ForwardState | None:
         """Hidden states of all positions of the pass; None if it has no rows."""
         self.update(plan)
-        return self.compute(plan) if len(plan.rows) else None
+        return self.compute(plan, draws_of(plan)) if len(plan.rows) else None
 
     def update(self, plan: StepPlan) -> None:
-        """Take in what the plan changes: copies of blocks begin, rows start or grow."""
+        """Apply the plan's changes: queue copies of blocks, start rows, add blocks to them."""
         for order in plan.copies:
             self.copier.submit(order)
         self.tables.update(plan)
@@ -57,58 +62,40 @@ class Runner:
                 self._prompts[start.row] = (start.tokens[: start.prompt_len], start.params.prompt_logprobs or 0)
 
     @property
-    def wants_hidden(self) -> bool:
-        """Whether somebody's prompt logprobs are still to be computed."""
+    def needs_hidden(self) -> bool:
+        """Whether some row's prompt logprobs are still to be computed, from the hidden states of all positions."""
         return bool(self._prompts)
 
-    def compute(self, plan: StepPlan) -> tuple[Tensor, PassInputs]:
+    def compute(self, plan: StepPlan, draws: PassDraws) -> ForwardState:
         """The forward pass itself."""
-        inputs = self.tables.gather(plan)
-        return self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs
+        inputs = self.tables.gather(plan, draws)
+        return ForwardState(self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs)
 
     @torch.inference_mode()
-    def sample(self, plan: StepPlan, begun: Begun | None, masks: LateMasks | None) -> StepResult:
-        """Tokens for the rows that choose one."""
-        if begun is None:
-            none = np.empty(0, dtype=np.int64)
-            done, broken = self.copier.take(all_of_them=True)
-            return StepResult(plan.step, none, none, none, none, copies_done=done, copies_failed=broken)
-        hidden, inputs = begun
-        rows = inputs.sampling_rows
-        tokens = np.empty(0, dtype=np.int64)
-        logprobs: list[tuple[int, Logprobs]] = []
-        failures: list[tuple[int, str]] = []
-        if rows.size:
-            logits = self.model.logits(chosen_rows(hidden, inputs.sampling))
-            chosen, best, logprobs = self.sampler.sample(logits, rows, inputs.sampling_positions, masks)
-            self.tables.note(rows, chosen)
-            failures = failed(best, rows, masks)
-            tokens = chosen.cpu().numpy()
-            scripted = self.sampler.rows.ends_at[rows] == inputs.sampling_positions
-            if scripted.any():
-                tokens = np.where(scripted, SCRIPTED_END, tokens)
+    def sample(self, plan: StepPlan, forward: ForwardState | None, masks: LateMasks | None) -> StepResult:
+        """The result of a pass: tokens for the rows that draw one."""
+        ends_at = self.sampler.rows.ends_at
+        if forward is None:
+            copies = self.copier.take(all_of_them=True)
+            return step_result(plan, draws_of(plan), NO_TOKENS, ends_at, masks, copies)
+        hidden, inputs = forward
+        draws, drawn = inputs.draws, NO_TOKENS
+        if len(draws.rows):
+            logits = self.model.logits(scored_states(hidden, inputs.scored))
+            tokens, best, logprobs = self.sampler.sample(logits, draws.rows, draws.positions, masks)
+            self.tables.note(draws.rows, tokens)
+            drawn = DrawnTokens(np.ones_like(draws.rows), tokens.cpu().numpy(), best.cpu().numpy(), logprobs)
         of_prompts = self.prompt_logprobs(plan, hidden, inputs.batch.starts)
-        done, broken = self.copier.take()  # last of all: what is taken must be told
-        return StepResult(
-            plan.step,
-            rows,
-            plan.generations[plan.draws > 0],
-            np.ones_like(rows),
-            tokens,
-            tuple(logprobs),
-            of_prompts,
-            tuple(failures),
-            done,
-            broken,
-            padded=len(inputs.ids) - len(plan.tokens),
-        )
+        copies = self.copier.take()  # last of all: a failure before this loses none of them
+        padded = len(inputs.ids) - len(plan.tokens)
+        return step_result(plan, draws, drawn, ends_at, masks, copies, of_prompts, padded)
 
     def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, starts: Sequence[int]) -> PromptLogprobs:
-        """What the model thought of each prompt token, given those before it; starts: of each row in hidden."""
+        """Logprobs of each prompt token, given those before it; starts: where each row begins in hidden."""
         found: list[tuple[int, int, tuple[Logprobs, ...]]] = []
         if not self._prompts:
             return ()
-        for place, (row, start, count) in enumerate(
+        for index, (row, start, count) in enumerate(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
         ):
             if row not in self._prompts:
@@ -118,29 +105,19 @@ class Runner:
             values: list[Logprobs] = []
             for at in range(start, last, LOGITS_AT_ONCE):
                 until = min(at + LOGITS_AT_ONCE, last)
-                offset = starts[place] - start
+                offset = starts[index] - start
                 logits = self.model.logits(hidden[offset + at : offset + until])
                 targets = torch.tensor(prompt[at + 1 : until + 1], device=hidden.device)
                 values += logprobs_of(logits, targets, top)
             if values:
-                found.append((place, start + 1, tuple(values)))
+                found.append((index, start + 1, tuple(values)))
             if start + count >= len(prompt):
                 del self._prompts[row]
         return tuple(found)
 
 
-def chosen_rows(hidden: Tensor, places: Ints) -> Tensor:
-    """Those rows of the hidden states: where they are, if that is all of them."""
-    if len(places) == len(hidden):  # they are in order, so each is itself
+def scored_states(hidden: Tensor, scored: Ints) -> Tensor:
+    """The hidden states at these indexes, without a copy if that is all of them."""
+    if len(scored) == len(hidden):  # indexes are in order
         return hidden
-    return hidden[torch.from_numpy(places).to(hidden.device)]
-
-
-def failed(best: Tensor, rows: Ints, masks: LateMasks | None) -> list[tuple[int, str]]:
-    """(place, reason) of the lines whose best score is no number."""
-    sound = np.isfinite(best.cpu().numpy())
-    if sound.all():
-        return []
-    masked = set() if masks is None else set(masks.rows[~masks.allowed.any(axis=1)].tolist())
-    places = np.flatnonzero(~sound).tolist()
-    return [(place, FORBIDDEN if int(rows[place]) in masked else NOT_FINITE) for place in places]
+    return hidden[torch.from_numpy(scored).to(hidden.device)]

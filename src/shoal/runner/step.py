@@ -1,9 +1,9 @@
-"""One pass as tables of numbers, laid out in one buffer for kernels that read it from device memory.
+"""One pass as tables of numbers in one buffer, which kernels read from device memory.
 
-Owns the layout and how a plan fills it. The device's own tables (blocks and last token of every row) and the kernels
-belong to others. Knows no model.
+Owns the buffer's layout and how a plan fills it. The tables that stay on the device (blocks and last token of every
+row) belong to the executor. Knows no model.
 
-    what lines want (kernels/wants.py) │ id, row, position of tokens │ decodes │ blocks of queries │ which tokens choose
+    draw table (kernels/draw_table.py) │ id, row, position of tokens │ decodes │ blocks of queries │ sampled tokens
 """
 
 from dataclasses import dataclass
@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 
 from shoal.core.plan import Ints, StepPlan
+from shoal.runner.draws import PassDraws
 
-NOBODY = -1  # the row of padding
-ALIGN = 4  # every table begins on a multiple of 16 bytes: kernels load faster, and need one version only
+PADDING = -1  # the row of padding
+ALIGN = 4  # every table begins on a multiple of 16 bytes: loads are faster, and a kernel needs one version only
 
 
 @dataclass(frozen=True)
-class Room:
-    """How many entries each table has room for; what a plan does not need is nobody's."""
+class PassShape:
+    """How many entries each table has; entries that a plan does not need are padding."""
 
     tokens: int
     decodes: int
     blocks: int
-    lines: int  # of hidden values that choose a token
+    lines: int  # hidden states that are scored
     long: bool = False  # whether a decode has a long past
 
     @property
     def size(self) -> int:
-        """Numbers in all, what the lines want apart."""
+        """Numbers in all tables but the draw table."""
         tables = 3 * padded(self.tokens) + 3 * padded(self.decodes) + 5 * padded(self.blocks)
         return tables + padded(self.lines)
 
@@ -38,20 +39,20 @@ class Room:
 class Tables:
     """Views into a buffer, a numpy array or a tensor."""
 
-    tokens: Any  # [3, tokens]: id (FROM_DEVICE: the row's last), row (NOBODY: padding), position
-    decodes: Any  # [3, decodes]: row, context (0: nobody), place of the query
-    blocks: Any  # [5, blocks]: row (NOBODY: none), where its queries begin, how many, first of this block, context
-    index: Any  # [lines]: which tokens' hidden values choose
+    tokens: Any  # [3, tokens]: id (FROM_DEVICE: the row's last token), row (or PADDING), position
+    decodes: Any  # [3, decodes]: row, context (0: padding), index of the query among the tokens
+    blocks: Any  # [5, blocks]: row (PADDING: none), where its queries begin, how many, first of this block, context
+    index: Any  # [lines]: which tokens' hidden states are scored
 
 
 def padded(count: int) -> int:
     return -(-count // ALIGN) * ALIGN
 
 
-def lay_out(buffer: Any, room: Room, first: int) -> Tables:
+def lay_out(buffer: Any, shape: PassShape, first: int) -> Tables:
     """The tables of a pass in a flat buffer, from number `first` on."""
     views = []
-    for lines, size in ((3, room.tokens), (3, room.decodes), (5, room.blocks), (1, room.lines)):
+    for lines, size in ((3, shape.tokens), (3, shape.decodes), (5, shape.blocks), (1, shape.lines)):
         wide = padded(size)
         views.append(buffer[first : first + lines * wide].reshape(lines, wide)[:, :size])
         first += lines * wide
@@ -59,42 +60,40 @@ def lay_out(buffer: Any, room: Room, first: int) -> Tables:
 
 
 def count_blocks(plan: StepPlan, queries: int) -> int:
-    """How many blocks of queries the plan's prompt chunks are cut into."""
+    """How many blocks of queries the plan's prompt chunks are split into."""
     long = plan.counts[plan.counts > 1]
     return int((-(-long // queries)).sum())
 
 
-def fill(tables: Tables, plan: StepPlan, queries: int) -> None:
-    """Write the plan, and nobody into what is left."""
+def fill(tables: Tables, plan: StepPlan, draws: PassDraws, queries: int) -> None:
+    """Fill the tables from the plan; pad the rest with row PADDING."""
     counts, count = plan.counts, len(plan.tokens)
     tables.tokens[0, :count] = plan.tokens
     tables.tokens[:, count:] = 0
-    tables.tokens[1, count:] = NOBODY
-    ends = np.cumsum(counts)
+    tables.tokens[1, count:] = PADDING
     if count == len(counts):  # one position each
         tables.tokens[1, :count] = plan.rows
         tables.tokens[2, :count] = plan.starts
         _fill_decodes(tables.decodes, plan.rows, plan.starts + 1, np.arange(count))
     else:
-        begins = ends - counts
+        begins = np.cumsum(counts) - counts
         tables.tokens[1, :count] = np.repeat(plan.rows, counts)
         tables.tokens[2, :count] = np.arange(count) - np.repeat(begins - plan.starts, counts)
         single = counts == 1
         _fill_decodes(tables.decodes, plan.rows[single], plan.starts[single] + 1, begins[single])
         _fill_blocks(tables.blocks, plan, begins, queries)
-    chosen = ends[plan.draws > 0] - 1
-    tables.index[: len(chosen)] = chosen
-    tables.index[len(chosen) :] = 0
+    tables.index[: len(draws.last)] = draws.last
+    tables.index[len(draws.last) :] = 0
 
 
-def _fill_decodes(decodes: Any, rows: Ints, contexts: Ints, places: Ints) -> None:
+def _fill_decodes(decodes: Any, rows: Ints, contexts: Ints, queries: Ints) -> None:
     count = len(rows)
-    decodes[0, :count], decodes[1, :count], decodes[2, :count] = rows, contexts, places
+    decodes[0, :count], decodes[1, :count], decodes[2, :count] = rows, contexts, queries
     decodes[:, count:] = 0
 
 
 def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, queries: int) -> None:
-    """The longest work first, so that the card is not left waiting for one block at the end."""
+    """The longest contexts first, so that the GPU does not wait for one long block at the end."""
     long = np.flatnonzero(plan.counts > 1)
     each = -(-plan.counts[long] // queries)
     owner = np.repeat(long, each)
@@ -107,11 +106,11 @@ def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, queries: int) -> Non
     blocks[2, :count] = plan.counts[owner]
     blocks[3, :count] = first
     blocks[4, :count] = plan.starts[owner] + plan.counts[owner]
-    blocks[:, count:] = NOBODY
+    blocks[:, count:] = PADDING
 
 
-def changes(plan: StepPlan) -> Ints:
-    """[n, 3]: (row, index, block) for everything new in the block tables."""
+def new_blocks(plan: StepPlan) -> Ints:
+    """[n, 3]: (row, index, block) of every block that the plan adds to a block table."""
     parts = [plan.grown] if plan.grown.size else []
     for start in plan.starting:
         blocks = np.empty((len(start.blocks), 3), dtype=np.int64)

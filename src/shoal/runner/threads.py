@@ -1,11 +1,11 @@
-"""How many threads a CPU computes with: what the machine lets us use, and among what could be best, what is.
+"""How many threads a CPU computes with: the candidates that the machine allows, and the fastest of them.
 
     all logical CPUs we may run on ─┐
-    one thread for each core  ──────┼─► those no larger than the share of time that a container gives us ─► the fastest
-    the share of time itself ───────┘
+    one thread per core  ───────────┼─► candidates no larger than the container's CPU quota ─► the fastest
+    the CPU quota itself ───────────┘
 
-Where that leaves one number, nothing is measured: another program that is busy right now must not decide for hours.
-And the threads of one who has done computing are given back.
+If one candidate is left, nothing is measured: another program that happens to be busy must not decide for hours.
+Also ends the OpenMP threads of a thread that computes no more.
 Knows Linux's files about CPUs; elsewhere torch's own choice stays. Does not know models.
 """
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from shoal.kernels.cpu import CpuOps, Library, NativeOps, find, make
+from shoal.kernels.cpu import CpuOps, Library, find, make
 from shoal.kernels.weights import DenseWeight
 
 SHAPE = (4096, 2048)  # of each of four matrices: 64 MiB, more than most caches hold
 ROWS = (1, 16)  # tokens of a pass with one request, and with some
-WORTH = 0.95  # fewer threads must take at most this share of the time
+WORTH = 0.95  # fewer threads are chosen only if they take at most this share of the time
 TOPOLOGY = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -40,7 +40,7 @@ def possible_threads(cpus: Sequence[int], siblings: Callable[[int], str | None],
 
 
 def choose_threads(level: str = "auto") -> int:
-    """Set torch's number of threads for CPU kernels of this level, and say it; OMP_NUM_THREADS is obeyed."""
+    """Set torch's number of threads for CPU kernels of this level, and return it; OMP_NUM_THREADS is obeyed."""
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return torch.get_num_threads()
     possible = possible_threads(sorted(os.sched_getaffinity(0)), _siblings, _quota())
@@ -55,10 +55,10 @@ def choose_threads(level: str = "auto") -> int:
 
 
 def release_threads(level: str = "auto") -> bool:
-    """End the threads that the calling one computed with, for another thread computes from now on.
+    """End the OpenMP threads of the calling thread, because another thread computes from now on.
 
-    Each thread that computes has a pool of its own. One that only waits still counts: where there are more threads than
-    CPUs, OpenMP lets those that wait sleep at once, and waking one takes longer than a small operation.
+    Each computing thread has a pool of its own, and idle pools count: with more threads than CPUs, OpenMP puts waiting
+    threads to sleep at once, and waking one takes longer than a small operation.
     """
     found = find(level)
     return isinstance(found, Library) and found.release_threads()
@@ -73,7 +73,7 @@ def _siblings(cpu: int) -> str | None:
 
 
 def _quota() -> float | None:
-    """CPUs' worth of time that a container may use."""
+    """The container's CPU quota, in CPUs; None: it has none."""
     try:
         quota, period = QUOTA.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -82,12 +82,12 @@ def _quota() -> float | None:
 
 
 def _seconds(ops: CpuOps, threads: int) -> float:
-    """Of some linear layers, for few tokens and for more."""
+    """The time of some linear layers, for passes of few tokens and of more."""
     torch.set_num_threads(threads)
     weights = [DenseWeight(torch.full(SHAPE, 0.5, dtype=torch.bfloat16)) for _ in range(4)]
     total = 0.0
     for rows in ROWS:
-        x = torch.full((rows, SHAPE[1]), 0.5, dtype=torch.float32 if isinstance(ops, NativeOps) else torch.bfloat16)
+        x = ops.embed(torch.zeros(rows, dtype=torch.int64), weights[0])  # of the type that activations have
         taken = []
         for _ in range(4):
             begun = time.perf_counter()

@@ -75,7 +75,7 @@ class Admission:
         self.max_queue = max_queue
         self.pace = Pace()
 
-    def check_room(self, waiting: int, coming: int, now_s: float) -> None:
+    def check_queue(self, waiting: int, coming: int, now_s: float) -> None:
         """Raise QueueFull if so many more would be too many."""
         most = self.max_queue
         if not most or waiting + coming <= most:

@@ -9,9 +9,10 @@ Knows the model of passes and promises. Does not know which prompts get the toke
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, Self
 
 from shoal.core.request import Request
+from shoal.sched.setup import NoOptions, Setup
 from shoal.sched.steptime import StepModel
 
 LEAST = 16  # positions of prompts in a pass, however tight the promise
@@ -22,13 +23,16 @@ GROWTH = 2  # a pass is at most so many times larger than the largest before
 class Budget(Protocol):
     """The size of a pass."""
 
-    learns: bool  # wants to know how long passes take
+    learns: bool  # it needs to know how long passes take
+
+    @classmethod
+    def make(cls, setup: Setup) -> Self: ...
 
     def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
         """Positions for prompts beside so many decodes, when the pass has room for `most` more."""
 
 
-class Fixed:
+class Fixed(NoOptions):
     """All the room there is."""
 
     learns = False
@@ -37,13 +41,17 @@ class Fixed:
         return most
 
 
-class Promise:
+class PromiseBudget:
     """What lets those who speak speak in time."""
 
     learns = True
 
     def __init__(self, steps: StepModel) -> None:
         self.steps = steps
+
+    @classmethod
+    def make(cls, setup: Setup) -> Self:
+        return cls(setup.steps)
 
     def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
         tightest_s, read = math.inf, 0
@@ -61,4 +69,4 @@ class Promise:
         return min(most, max(LEAST, self.steps.tokens_within(within_s, read) - decodes))
 
 
-BUDGET: dict[str, type[Fixed] | type[Promise]] = {"fixed": Fixed, "promise": Promise}
+BUDGET: dict[str, type[Budget]] = {"fixed": Fixed, "promise": PromiseBudget}

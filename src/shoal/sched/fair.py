@@ -23,16 +23,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from shoal.core.request import Request
+from shoal.sched.order import BaseOrder
 
 MOST_ABSENT = 10_000  # counters kept of tenants that are not here
 
 
-class Fair:
+class Fair(BaseOrder):
     """An order policy with a memory of what it gave to whom."""
 
     PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
     counts = True
-    overtakes = False
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
@@ -40,13 +40,10 @@ class Fair:
         self._owed: dict[Request, float] = {}
         self.present: dict[str, int] = {}  # tenant → its requests that have not ended
 
-    def line(self) -> "FairLine":
-        return FairLine(self)
+    def queue(self) -> "FairQueue":
+        return FairQueue(self)
 
-    def key(self, request: Request) -> tuple[float, ...]:
-        return (request.order,)
-
-    def turn(self, request: Request) -> tuple[float, ...]:
+    def prefill_key(self, request: Request) -> tuple[float, ...]:
         """Of those who share a pass, the tenant served least first."""
         return (self.served[request.tenant], request.order)
 
@@ -75,12 +72,12 @@ class Fair:
         if request in self._owed:
             self._pay(request, self.PROMPT_PRICE * tokens / request.promise.weight)
 
-    def said(self, request: Request) -> None:
-        """One token, perhaps its last. Its prompt is over."""
+    def generated(self, request: Request, tokens: int) -> None:
+        """The prompt is computed; the tokens may be its last."""
         if request in self._owed:
             self._pay(request, self._owed[request])
         if request.tenant in self.served:
-            self.served[request.tenant] += self.OUTPUT_PRICE / request.promise.weight
+            self.served[request.tenant] += self.OUTPUT_PRICE * tokens / request.promise.weight
 
     def left(self, request: Request, by_itself: bool) -> None:
         tenant = request.tenant
@@ -108,15 +105,6 @@ class Fair:
         if owes:
             self.owed[request.tenant] -= owes
 
-    def urgent(self, request: Request, now_s: float) -> bool:
-        return False
-
-    def victim_for(self, request: Request, running: Iterable[Request]) -> Request | None:
-        return None
-
-    def may_overtake(self, request: Request, blocked: Request) -> bool:
-        return False
-
     def favours(self, request: Request, running: Iterable[Request]) -> bool:
         """A tenant with nothing running, or with fewer places than would be its equal part of those taken."""
         tenants = Counter(one.tenant for one in running)
@@ -133,7 +121,7 @@ class Fair:
             del self.served[tenant]
 
 
-class FairLine:
+class FairQueue:
     """One line per tenant; the least served tenant's first is next."""
 
     def __init__(self, fair: Fair) -> None:

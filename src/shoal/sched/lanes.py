@@ -10,9 +10,11 @@ owns which blocks, or the order of the line.
 """
 
 from collections import Counter
+from typing import Self
 
 from shoal.core.request import Request
 from shoal.core.tiers import Tiers
+from shoal.sched.setup import Setup
 
 
 class Lanes:
@@ -25,7 +27,11 @@ class Lanes:
         self._present: Counter[int] = Counter()  # caps of tiers → how many of their requests are here
         self._credit = 0.0  # long passes owed
 
-    def came(self, request: Request) -> None:
+    @classmethod
+    def make(cls, setup: Setup) -> Self:
+        return cls(setup.config.lane_tokens, setup.config.long_share, setup.tiers)
+
+    def arrived(self, request: Request) -> None:
         if request.promise.longest:
             self._present[request.promise.longest] += 1
 
@@ -41,7 +47,7 @@ class Lanes:
         """Tokens of the longest sequence in the short lane now; 0: there is one lane."""
         return min([cap for cap in (self.longest, *self._present) if cap], default=0)
 
-    def turns(self) -> tuple[bool, bool]:
+    def order(self) -> tuple[bool, bool]:
         """Which lane to try first and second; True is the long one."""
         return (True, False) if self._credit >= 1 else (False, True)
 
@@ -60,6 +66,10 @@ class Headroom:
         self.share = share
         self.short_tokens = short_tokens  # requests of at most so many tokens may use it; 0: length does not matter
         self._tiers = tiers
+
+    @classmethod
+    def make(cls, setup: Setup) -> Self:
+        return cls(setup.config.headroom, setup.config.headroom_tokens, len(setup.tiers))
 
     def may_use(self, request: Request) -> bool:
         highest = self._tiers > 1 and request.promise.rank == 0

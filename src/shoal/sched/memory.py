@@ -5,16 +5,20 @@ reserve    prompt and max_tokens: nobody ever runs short, and what is not said w
 predict    prompt and a quantile of the output lengths seen before, by tenant and prompt length
 """
 
-from typing import Protocol
+from typing import Protocol, Self
 
 from shoal.core.request import Request
 from shoal.sched.lengths import OutputLengths
+from shoal.sched.setup import NoOptions, Setup
 
 
 class Memory(Protocol):
     """How much KV to set aside when a request starts."""
 
-    def room(self, request: Request) -> int:
+    @classmethod
+    def make(cls, setup: Setup) -> Self: ...
+
+    def tokens_to_hold(self, request: Request) -> int:
         """Positions to hold blocks for before it starts."""
 
     def spare(self, total_blocks: int, running: int) -> int:
@@ -32,7 +36,11 @@ class OnDemand:
     def __init__(self, watermark: float = 0.01) -> None:
         self.watermark = watermark
 
-    def room(self, request: Request) -> int:
+    @classmethod
+    def make(cls, setup: Setup) -> Self:
+        return cls(setup.config.watermark)
+
+    def tokens_to_hold(self, request: Request) -> int:
         return len(request.tokens)
 
     def spare(self, total_blocks: int, running: int) -> int:
@@ -42,10 +50,10 @@ class OnDemand:
         pass
 
 
-class Reserve:
+class Reserve(NoOptions):
     """Room for the longest answer it may give."""
 
-    def room(self, request: Request) -> int:
+    def tokens_to_hold(self, request: Request) -> int:
         return request.end
 
     def spare(self, total_blocks: int, running: int) -> int:
@@ -62,11 +70,15 @@ class Predict:
         self.quantile = quantile
         self._lengths = OutputLengths()
 
+    @classmethod
+    def make(cls, setup: Setup) -> Self:
+        return cls(setup.config.quantile)
+
     def predicted(self, request: Request) -> int:
         """Output tokens, at most max_tokens."""
         return self._lengths.quantile(request, self.quantile)
 
-    def room(self, request: Request) -> int:
+    def tokens_to_hold(self, request: Request) -> int:
         expected = request.prompt_len + self.predicted(request) - 1
         return min(request.end, max(expected, len(request.tokens)))
 

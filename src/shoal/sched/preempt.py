@@ -10,13 +10,12 @@ Knows what each would cost. The scheduler does it.
 """
 
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, Self
 
 from shoal.core.request import Request
 from shoal.kv.manager import KVManager
-from shoal.sched.steptime import StepModel
-
-FADE = 0.2  # what the newest copy counts
+from shoal.sched.setup import NoOptions, Setup
+from shoal.sched.steptime import CopyTimes, StepModel
 
 
 class How(Enum):
@@ -31,10 +30,13 @@ class Preempt(Protocol):
     learns: bool  # wants to know how long passes take
     gives_way: bool  # a request may lose its place at all
 
+    @classmethod
+    def make(cls, setup: Setup) -> Self: ...
+
     def choose(self, victim: Request, kv: KVManager) -> How: ...
 
 
-class Recompute:
+class Recompute(NoOptions):
     """Forget its KV; its tokens are kept, so nothing that was said is lost."""
 
     learns = False
@@ -44,7 +46,7 @@ class Recompute:
         return How.RECOMPUTE
 
 
-class Swap:
+class Swap(NoOptions):
     """Keep its KV in host memory."""
 
     learns = False
@@ -54,7 +56,7 @@ class Swap:
         return How.SWAP
 
 
-class Drop:
+class Drop(NoOptions):
     """End it."""
 
     learns = False
@@ -64,7 +66,7 @@ class Drop:
         return How.DROP
 
 
-class Wait:
+class Wait(NoOptions):
     """Nobody gives way."""
 
     learns = False
@@ -72,27 +74,6 @@ class Wait:
 
     def choose(self, victim: Request, kv: KVManager) -> How:
         raise AssertionError(f"{victim} ran out of blocks although its room was reserved")
-
-
-class CopyTimes:
-    """How long it takes to copy a block, out and in, as it was lately."""
-
-    def __init__(self) -> None:
-        self.block_s: dict[bool, float] = {}  # out → seconds
-
-    def learn(self, out: bool, blocks: int, seconds: float) -> None:
-        if blocks < 1 or not 0 < seconds < 3600:
-            return
-        newest = seconds / blocks
-        before = self.block_s.get(out, newest)
-        self.block_s[out] = before + FADE * (newest - before)
-
-    def both_s(self) -> float | None:
-        """Out and back; one stands for the other where it is not known. None: no copy was seen yet."""
-        out_s, in_s = self.block_s.get(True), self.block_s.get(False)
-        if out_s is None and in_s is None:
-            return None
-        return (out_s if out_s is not None else in_s or 0.0) + (in_s if in_s is not None else out_s or 0.0)
 
 
 class Auto:
@@ -111,6 +92,10 @@ class Auto:
         self.copies = copies
         self.budget = budget  # positions in one pass
 
+    @classmethod
+    def make(cls, setup: Setup) -> Self:
+        return cls(setup.steps, setup.copies, setup.config.pass_tokens)
+
     def choose(self, victim: Request, kv: KVManager) -> How:
         if kv.host is None:
             return How.RECOMPUTE
@@ -121,9 +106,8 @@ class Auto:
         copy_s = self.copies.both_s()
         if copy_s is None or not self.steps.known:
             return How.SWAP  # nobody knows yet: this one will tell
-        _, per_token, per_read = self.steps.coefficients
         tokens = len(own) * kv.block_size
-        recompute_s = per_token * tokens + per_read * tokens * (1 + tokens / self.budget) / 2
+        recompute_s = self.steps.added_s(tokens, tokens / self.budget)
         return How.SWAP if len(own) * copy_s < recompute_s else How.RECOMPUTE
 
 

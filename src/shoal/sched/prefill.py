@@ -7,13 +7,18 @@ exclusive   the whole prompt in a pass without decodes, which pause
 A cap of `chunk_tokens` on one prompt's share of a pass goes with chunked and exclusive.
 """
 
-from typing import Protocol
+from typing import Protocol, Self
+
+from shoal.sched.setup import Setup
 
 
 class Prefill(Protocol):
     """How much of a prompt now."""
 
     alone: bool  # decodes pause while a prompt is computed
+
+    @classmethod
+    def make(cls, setup: Setup) -> Self: ...
 
     def take(self, need: int, left: int, first: bool) -> int:
         """Positions to compute of a prompt that needs `need`, when the pass has room for `left` more; 0 is not now.
@@ -27,38 +32,38 @@ def whole(need: int, left: int, first: bool) -> int:
     return need if need <= left or first else 0
 
 
-class Chunked:
-    """A slice of the prompt per pass, so that no pass is much longer than another."""
+class Chunks:
+    """What the prefill policies share: an upper limit on one prompt's share of a pass."""
 
     alone = False
 
     def __init__(self, chunk_tokens: int = 0) -> None:
         self.chunk_tokens = chunk_tokens  # 0: only the pass's budget limits it
 
+    @classmethod
+    def make(cls, setup: Setup) -> Self:
+        return cls(setup.config.chunk_tokens)
+
+
+class Chunked(Chunks):
+    """A slice of the prompt per pass, so that no pass is much longer than another."""
+
     def take(self, need: int, left: int, first: bool) -> int:
         most = min(need, left)
         return min(most, self.chunk_tokens) if self.chunk_tokens else most
 
 
-class Inline:
-    """The whole prompt at once, whoever else is in the pass."""
-
-    alone = False
-
-    def __init__(self, chunk_tokens: int = 0) -> None:
-        pass
+class Inline(Chunks):
+    """The whole prompt at once, beside the running decodes."""
 
     def take(self, need: int, left: int, first: bool) -> int:
         return whole(need, left, first)
 
 
-class Exclusive:
+class Exclusive(Chunks):
     """Prompts in passes of their own."""
 
     alone = True
-
-    def __init__(self, chunk_tokens: int = 0) -> None:
-        self.chunk_tokens = chunk_tokens
 
     def take(self, need: int, left: int, first: bool) -> int:
         if self.chunk_tokens:
@@ -66,7 +71,7 @@ class Exclusive:
         return whole(need, left, first)
 
 
-PREFILL: dict[str, type[Chunked] | type[Inline] | type[Exclusive]] = {
+PREFILL: dict[str, type[Prefill]] = {
     "chunked": Chunked,
     "inline": Inline,
     "exclusive": Exclusive,

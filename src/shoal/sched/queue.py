@@ -9,7 +9,7 @@ from shoal.core.request import Request
 PATIENCE = 64  # requests that are let past one that does not fit; then nobody may pass it or take its place
 
 
-class Line(Protocol):
+class WaitQueue(Protocol):
     """Requests that wait. A request is pushed and removed with the same key."""
 
     newcomers: int  # of those in line, how many have never run; the others lost their blocks
@@ -33,7 +33,7 @@ class Line(Protocol):
     def check(self) -> None: ...
 
 
-class WaitingLine:
+class SortedQueue:
     """Requests sorted by key; ties by arrival."""
 
     def __init__(self) -> None:

@@ -14,20 +14,22 @@ Owns the line and its counters. Knows no blocks and no clock.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from typing import Self
 
 from shoal.core.request import Request
 from shoal.core.tiers import Tiers
+from shoal.sched.order import BaseOrder
 from shoal.sched.queue import PATIENCE
+from shoal.sched.setup import Setup
 from shoal.sched.steptime import StepModel
 
 MARGIN = 0.25  # of the promise: begin to make way when so little is left beyond the prompt's own time
 SPARE_PASSES = 2  # … or so many passes, whichever is more
 
 
-class Slo:
+class Slo(BaseOrder):
     """Who goes first, by promise."""
 
-    counts = False
     overtakes = True
 
     def __init__(self, tiers: Tiers, steps: StepModel, budget: int = 512) -> None:
@@ -35,21 +37,17 @@ class Slo:
         self.steps = steps
         self.budget = budget  # positions in one pass
         self.passed = [0.0] * len(tiers)  # by rank: let past a lower tier that waits, since one of that went
-        self._line = SloLine(self)
+        self._line = SloQueue(self)
 
-    def line(self) -> "SloLine":
+    @classmethod
+    def make(cls, setup: Setup) -> Self:
+        return cls(setup.tiers, setup.steps, setup.config.pass_tokens)
+
+    def queue(self) -> "SloQueue":
         return self._line
 
     def arrived(self, request: Request) -> None:
-        request.work = self.prompt_s(len(request.tokens))
-
-    def prompt_s(self, tokens: int) -> float:
-        """How long it takes to compute a prompt; 0 while nobody knows."""
-        if not self.steps.known:
-            return 0.0
-        constant, per_token, per_read = self.steps.coefficients
-        passes = -(-tokens // self.budget)
-        return passes * constant + per_token * tokens + per_read * tokens * (passes + 1) / 2
+        request.work = self.steps.prompt_s(len(request.tokens), self.budget)
 
     def started(self, request: Request, tokens: int) -> None:
         rank = request.promise.rank
@@ -57,23 +55,11 @@ class Slo:
             self.passed[rank] += 1
         self.passed[:rank] = [0.0] * rank
 
-    def computed(self, request: Request, tokens: int) -> None:
-        pass
-
-    def said(self, request: Request) -> None:
-        pass
-
-    def left(self, request: Request, by_itself: bool) -> None:
-        pass
-
     def key(self, request: Request) -> tuple[float, ...]:
         """Its rank, then when it must start: both fixed on arrival."""
         promise = request.promise
         late = promise.ttft_s - request.work if promise.ttft_s < 1e9 else 0.0
         return (promise.rank, request.arrived_s + late, request.order)
-
-    def turn(self, request: Request) -> tuple[float, ...]:
-        return self.key(request)
 
     def urgent(self, request: Request, now_s: float) -> bool:
         """Its promise breaks if it does not start soon."""
@@ -87,9 +73,6 @@ class Slo:
         """A higher tier need not wait for one of a lower tier that does not fit, up to a point."""
         return request.promise.rank < blocked.promise.rank and blocked.overtaken < PATIENCE
 
-    def favours(self, request: Request, running: Iterable[Request]) -> bool:
-        return False
-
     def victim(self, running: Iterable[Request]) -> Request:
         """Of the lowest tier, who loses least; of equals the newest."""
         return max(running, key=lambda one: (one.promise.rank, -one.computed, one.order))
@@ -101,7 +84,7 @@ class Slo:
         return self.victim(lower) if lower else None
 
 
-class SloLine:
+class SloQueue:
     """One line per tier."""
 
     def __init__(self, slo: Slo) -> None:

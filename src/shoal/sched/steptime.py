@@ -87,6 +87,25 @@ class StepModel:
         constant, per_token, per_read = self.coefficients
         return constant + per_token * tokens + per_read * kv_read
 
+    def prompt_s(self, tokens: int, budget: int) -> float:
+        """How long it takes to compute a prompt in passes of `budget` positions; 0 while no pass is known."""
+        if not self.known:
+            return 0.0
+        passes = -(-tokens // budget)
+        return passes * self.coefficients[0] + self.added_s(tokens, passes)
+
+    def added_s(self, tokens: int, passes: float) -> float:
+        """What a prompt, computed in so many chunks, adds to passes that run anyway: its positions and their reads."""
+        _, per_token, per_read = self.coefficients
+        return per_token * tokens + per_read * tokens * (passes + 1) / 2
+
+    def soonest_s(self, tokens: int, budget: int, running: int, kv_read: int) -> float:
+        """The least time to the first token of a prompt that starts now, when so many requests decode beside it and
+        read so many positions; reads of its own are left out."""
+        constant, per_token, per_read = self.coefficients
+        passes = -(-tokens // budget)
+        return passes * (constant + per_token * running + per_read * kv_read) + per_token * tokens
+
     def tokens_within(self, seconds: float, kv_read: float) -> int:
         """How many positions a pass may compute to be done in time; 0 if not even one."""
         constant, per_token, per_read = self.coefficients
@@ -134,3 +153,26 @@ def _both(tt: float, tr: float, rr: float, ts: float, rs: float) -> tuple[float,
     if determinant <= 1e-12 * tt * rr:
         return -math.inf, -math.inf
     return (ts * rr - rs * tr) / determinant, (rs * tt - ts * tr) / determinant
+
+
+class CopyTimes:
+    """How long it takes to copy a block, out and in: a mean in which the past fades."""
+
+    NEWEST = 0.2  # weight of the newest copy
+
+    def __init__(self) -> None:
+        self.block_s: dict[bool, float] = {}  # out → seconds
+
+    def learn(self, out: bool, blocks: int, seconds: float) -> None:
+        if blocks < 1 or not 0 < seconds < LONGEST_S:
+            return
+        newest = seconds / blocks
+        before = self.block_s.get(out, newest)
+        self.block_s[out] = before + self.NEWEST * (newest - before)
+
+    def both_s(self) -> float | None:
+        """Out and back; one stands for the other where it is not known. None: no copy was seen yet."""
+        out_s, in_s = self.block_s.get(True), self.block_s.get(False)
+        if out_s is None and in_s is None:
+            return None
+        return (out_s if out_s is not None else in_s or 0.0) + (in_s if in_s is not None else out_s or 0.0)

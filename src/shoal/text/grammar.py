@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 from shoal.core.job import GrammarSpec
 from shoal.core.names import pick
 from shoal.errors import BadGrammar, QueueFull, UnknownName
+from shoal.files.source import ModelFiles, eos_ids
 from shoal.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -238,6 +239,11 @@ def read_vocabulary(backend: Backend, vocab_size: int, eos_ids: list[int]) -> "L
         raise BadGrammar(
             f"this model's tokenizer cannot be used with grammars ({shortened(str(error))}); ask without one"
         ) from error
+
+
+def grammars_of(files: ModelFiles, tokenizer: Tokenizer) -> Grammars:
+    """Grammars for the vocabulary of this model."""
+    return Grammars(tokenizer, int(files.config.get("vocab_size") or tokenizer.vocab_size), eos_ids(files))
 
 
 def limits() -> "LLParserLimits":

@@ -1,12 +1,13 @@
 """The chat template: messages in, prompt text out, rendered in a sandbox because the template came with the model.
 
-Owns the jinja2 environment and the check of messages. Does not know token ids or where the template was found.
+Owns the jinja2 environment, the check of messages and a template's file. Does not know token ids or models.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -14,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shoal.errors import BadChat
+from shoal.errors import BadChat, BadConfig
 
 Message = Mapping[str, Any]
 
@@ -54,6 +55,16 @@ class ChatTemplate:
             return _environment().from_string(self.source)
         except TemplateError as error:
             raise BadChat(f"the chat template is broken: {error}; supply another with --chat-template") from error
+
+
+def read_template(path: str | None) -> str | None:
+    """The text of a template in a file; None for None: the model's own is used."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise BadConfig(f"cannot read the chat template {path}: {error.strerror}") from error
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

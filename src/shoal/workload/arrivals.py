@@ -1,9 +1,9 @@
-"""Arrivals: when each request comes.
+"""Arrivals: when each request arrives.
 
-replay    as in the trace, time stretched or squeezed
+replay    as in the trace, with time scaled
 poisson   independent arrivals at a rate
-gamma     bursts: gaps with a coefficient of variation above 1 (below 1: more even than chance)
-closed    a fixed number of users, each asking again when answered (times are 0; the driver holds them back)
+gamma     bursts: gaps with a coefficient of variation above 1 (below 1: more even than Poisson)
+closed    a fixed number of users, each with one request at a time (times are 0; the driver delays requests)
 """
 
 import math
@@ -20,13 +20,13 @@ def _positive(name: str, value: float) -> None:
 
 
 def replay(requests: list[TraceRequest], time_scale: float = 1.0) -> list[TraceRequest]:
-    """The trace's own times; a scale of 0.5 makes everything come twice as fast."""
+    """The trace's own times; a scale of 0.5 makes requests arrive twice as fast."""
     _positive("time scale", time_scale)
     return [replace(request, at_s=request.at_s * time_scale) for request in requests]
 
 
 def replay_at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
-    """The trace's own pattern of arrivals, squeezed or stretched to a mean rate in requests per second."""
+    """The trace's own pattern of arrivals, scaled to a mean rate in requests per second."""
     _positive("rate", rate)
     span_s = max((request.at_s for request in requests), default=0.0)
     if span_s <= 0:
@@ -35,7 +35,7 @@ def replay_at_rate(requests: list[TraceRequest], rate: float) -> list[TraceReque
 
 
 def poisson(requests: list[TraceRequest], rate: float, seed: int = 0) -> list[TraceRequest]:
-    """Independent arrivals, `rate` a second on average."""
+    """Independent arrivals, `rate` per second on average."""
     return gamma(requests, rate, 1.0, seed)
 
 
@@ -45,13 +45,13 @@ def gamma(requests: list[TraceRequest], rate: float, cv: float, seed: int = 0) -
     _positive("coefficient of variation", cv)
     source = random.Random(seed)
     shape = 1 / cv**2
-    at_s, placed = 0.0, []
+    at_s, timed = 0.0, []
     for request in requests:
-        placed.append(replace(request, at_s=at_s))
+        timed.append(replace(request, at_s=at_s))
         at_s += source.gammavariate(shape, 1 / (shape * rate))
-    return placed
+    return timed
 
 
 def at_once(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """All at time 0: for a closed loop, or to see how fast it can go."""
+    """All at time 0: for a closed loop, or to measure throughput."""
     return [replace(request, at_s=0.0) for request in requests]

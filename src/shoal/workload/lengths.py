@@ -1,4 +1,4 @@
-"""Workloads as pairs of lengths: how many prompt and output tokens each request has.
+"""Workloads as pairs of lengths: the prompt and output tokens of each request.
 
 Owns the file format and its errors. Knows no engine and no clock.
 """

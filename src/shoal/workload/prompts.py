@@ -1,4 +1,4 @@
-"""Token ids for requests of given lengths: random, but equal where the trace says that prefixes are equal."""
+"""Token ids for requests of given lengths: random, but equal where the trace's prefixes are equal."""
 
 import math
 import random
@@ -13,13 +13,13 @@ def make_prompts(requests: Sequence[TraceRequest], vocab_size: int, seed: int = 
     found = []
     for number, request in enumerate(requests):
         prompt: list[int] = []
-        for place, id in enumerate(request.prefix):
+        for index, id in enumerate(request.prefix):
             key = (id, request.prefix_block)
             if key not in blocks:
                 source = random.Random(f"{seed} block {id}")
                 blocks[key] = source.choices(range(vocab_size), k=math.ceil(request.prefix_block))
-            prompt += blocks[key][: round((place + 1) * request.prefix_block) - len(prompt)]
+            prompt += blocks[key][: round((index + 1) * request.prefix_block) - len(prompt)]
         own = random.Random(f"{seed} request {number}")
-        short = request.prompt - len(prompt)
-        found.append(prompt[: request.prompt] + own.choices(range(vocab_size), k=max(0, short)))
+        missing = request.prompt - len(prompt)
+        found.append(prompt[: request.prompt] + own.choices(range(vocab_size), k=max(0, missing)))
     return found

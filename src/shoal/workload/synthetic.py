@@ -1,9 +1,9 @@
 """Requests without a data file: lengths drawn from a distribution fitted to a real trace.
 
 Source of the tables: the Azure LLM inference trace of 2023 (AzurePublicDataset, CC-BY), conversation and code. A table
-holds the lengths at fixed quantiles, closer together in the tail; between them the inverse distribution is a straight
-line, which puts the means within 5% of the trace's. Prompt and output are drawn apart: in the trace their logarithms
-correlate by 0.09 (conversation) and 0.00 (code).
+holds the lengths at fixed quantiles, denser in the tail; between them the inverse distribution is interpolated
+linearly, which puts the means within 5% of the trace's. Prompt and output are drawn independently: in the trace their
+logarithms correlate by 0.09 (conversation) and 0.00 (code).
 """
 
 import random
@@ -46,14 +46,14 @@ def at_quantile(table: Sequence[int], u: float) -> int:
     >>> at_quantile(TABLES["azure-conv"].prompt, 0.5)
     1020
     """
-    place = min(bisect_right(QUANTILES, u), len(QUANTILES) - 1)
-    low, high = QUANTILES[place - 1], QUANTILES[place]
+    upper = min(bisect_right(QUANTILES, u), len(QUANTILES) - 1)
+    low, high = QUANTILES[upper - 1], QUANTILES[upper]
     share = (u - low) / (high - low)
-    return max(1, round(table[place - 1] + share * (table[place] - table[place - 1])))
+    return max(1, round(table[upper - 1] + share * (table[upper] - table[upper - 1])))
 
 
 def draw_lengths(name: str, count: int, seed: int = 0) -> list[TraceRequest]:
-    """So many requests with lengths like the trace's, all arriving at 0."""
+    """`count` requests with lengths like the trace's, all arriving at 0."""
     table, source = pick(TABLES, name, "length table"), random.Random(seed)
     return [
         TraceRequest(0.0, at_quantile(table.prompt, source.random()), at_quantile(table.output, source.random()))

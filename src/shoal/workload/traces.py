@@ -1,7 +1,7 @@
 """Traces: real requests as arrival time, prompt length, output length and, where known, shared prefixes.
 
-Reads the Azure, Mooncake and BurstGPT formats and plain CSV or JSONL of one's own, gzipped or not; the format is told
-by its columns. Owns formats and their errors. Knows no engine.
+Reads the Azure, Mooncake and BurstGPT formats and Shoal's own CSV or JSONL, gzipped or not; the format is recognised by
+its columns. Owns formats and their errors. Knows no engine.
 
 | format    | columns                                                                       |
 |-----------|-------------------------------------------------------------------------------|
@@ -63,8 +63,8 @@ def _own(row: Row) -> TraceRequest:
 
 
 def _azure(row: Row) -> TraceRequest:
-    at = datetime.fromisoformat(row["TIMESTAMP"])  # drops the seventh digit of a second by itself
-    at = at.replace(tzinfo=at.tzinfo or UTC)  # not the reader's zone: a trace has no clock changes
+    at = datetime.fromisoformat(row["TIMESTAMP"])  # fromisoformat drops the seventh digit of a second
+    at = at.replace(tzinfo=at.tzinfo or UTC)  # not the local zone: a trace has no clock changes
     return TraceRequest(at.timestamp(), _tokens(row["ContextTokens"]), _tokens(row["GeneratedTokens"]))
 
 
@@ -119,7 +119,7 @@ def _format_of(path: Path, row: Row) -> Callable[[Row], TraceRequest]:
         if needed <= row.keys():
             return parse
     known = "; ".join(f"{name}: {', '.join(sorted(needed))}" for name, (needed, _) in FORMATS.items())
-    raise BadConfig(f"{path} has columns {', '.join(map(str, row))}, which are no known trace format; known: {known}")
+    raise BadConfig(f"{path} has columns {', '.join(map(str, row))}, which match no known trace format; known: {known}")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Row]]:
@@ -133,7 +133,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Row]]:
     try:
         for row in table:
             if None in row:
-                raise BadConfig(f"{path}: line {table.line_num} has more fields than the first line has names")
+                raise BadConfig(f"{path}: line {table.line_num} has more fields than the header line")
             yield table.line_num, row
     except csv.Error as error:
         raise BadConfig(f"{path}: line {table.reader.line_num} is not CSV: {error}") from error
@@ -164,11 +164,11 @@ def _json_row(path: Path, number: int, line: str) -> Row:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A trace made to fit: the requests, and how much was changed to make them."""
+    """A scaled and capped trace: the requests, and how much they were changed."""
 
     requests: list[TraceRequest]
     scaled_by: float
-    capped_share: float  # of requests whose prompt or output hit a cap
+    capped_share: float  # share of requests whose prompt or output hit a cap
 
 
 def fit(

@@ -9,7 +9,7 @@ Activations are float32 throughout, whatever type weights and KV have.
 import ctypes
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,22 +22,17 @@ from shoal.kernels.cpu.compiled import Library
 from shoal.kernels.cpu.fused import MOST_DIM, NativeLayers, is_fusable
 from shoal.kernels.cpu.plain import CpuOps
 from shoal.kernels.cpu.structs import ChoiceStruct, SamplingStruct
+from shoal.kernels.draw_table import SamplingState
 from shoal.kernels.ops import Batch, FusedLayers
 from shoal.kernels.weights import DenseWeight, Int8Weight, StoredWeight, TiledWeight, Weight, can_be_tiled
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class SamplingState:
-    """How the rows of a sampler choose their tokens: arrays as native.c names them, which must stay where they are."""
-
-    def __init__(self, **arrays: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> None:
-        self.arrays = arrays  # kept: C has their addresses only
-        self.struct = SamplingStruct(**{name: _address(array) for name, array in arrays.items()})
-        self.address = ctypes.addressof(self.struct)
-
-
-def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]]") -> int:
+def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]] | Tensor") -> int:
+    if isinstance(array, Tensor):
+        assert array.is_contiguous(), "C reads arrays from end to end"
+        return array.data_ptr()
     assert array.flags.c_contiguous, "C reads arrays from end to end"
     return int(array.__array_interface__["data"][0])
 
@@ -52,6 +47,7 @@ class NativeOps(CpuOps):
         self.lanes = library.lanes
         self.types = dict(TYPES) if library.has_float16 else {t: n for t, n in TYPES.items() if t != torch.float16}
         self._draw_room = torch.empty(0)
+        self._sampling: tuple[weakref.ref[SamplingState], Any] | None = None  # the state, and the same for C
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def prepare(self, weight: Weight) -> Weight:
@@ -282,30 +278,18 @@ class NativeOps(CpuOps):
         """One call for the whole pass, if C knows the kind of every layer."""
         return NativeLayers(self, layers) if is_fusable(layers) else None
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """(largest, its place) of each row."""
-        if scores.dtype != torch.float32 or not scores.is_contiguous():
-            return super().best(scores)
-        rows, n = scores.shape
-        best, index = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-        self.calls.shoal_argmax(index.data_ptr(), best.data_ptr(), scores.data_ptr(), rows, n, torch.get_num_threads())
-        return best, index
-
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
     ) -> tuple[Tensor, Tensor]:
-        """A token for each line of scores [n, vocab], and the best score of the line after all that changes it.
-
-        Rows: of the state, whose counts go on with the tokens. Positions: those that the tokens will have.
-        """
+        """All lines in one call."""
         scores = scores.float().contiguous()
         count, vocab = scores.shape
-        assert state.arrays["seen"].shape[1] == vocab, "the state is that of another vocabulary"
+        assert state.seen.shape[1] == vocab, "the state is that of another vocabulary"
         threads = torch.get_num_threads()
         tokens, best = torch.empty(count, dtype=torch.int64), torch.empty(count)
         rows, positions = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(positions, np.int64)
         choice = ChoiceStruct(
-            state=state.address,
+            state=self._sampling_of(state),
             scores=scores.data_ptr(),
             rows=_address(rows),
             positions=_address(positions),
@@ -319,10 +303,18 @@ class NativeOps(CpuOps):
             allowed = np.ascontiguousarray(masks.allowed)
             assert allowed.shape[1] == -(-vocab // 32), "the masks are those of another vocabulary"
             choice.mask_of, choice.masks = _address(mask_of), _address(allowed)
-        self.calls.shoal_draw(ctypes.byref(choice), count, self._room_to_draw(vocab, threads), threads)
+        self.calls.shoal_draw(ctypes.byref(choice), count, self._draw_workspace(vocab, threads), threads)
         return tokens, best
 
-    def _room_to_draw(self, vocab: int, threads: int) -> int:
+    def _sampling_of(self, state: SamplingState) -> int:
+        """The address of the state as C reads it; its arrays stay where they are as long as the state exists."""
+        last = self._sampling
+        if last is None or last[0]() is not state:
+            arrays = {field.name: getattr(state, field.name) for field in fields(state)}
+            last = self._sampling = (weakref.ref(state), SamplingStruct(**{k: _address(v) for k, v in arrays.items()}))
+        return ctypes.addressof(last[1])
+
+    def _draw_workspace(self, vocab: int, threads: int) -> int:
         needed = threads * self.calls.shoal_draw_room(vocab)
         if self._draw_room.numel() < needed:
             self._draw_room = torch.empty(needed)

@@ -25,8 +25,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from shoal.kernels import composed
+from shoal.core.plan import Ints
+from shoal.core.ports import LateMasks
+from shoal.kernels import composed, torch_choose
 from shoal.kernels.cpu.compiled import cpu_features
+from shoal.kernels.draw_table import SamplingState
 from shoal.kernels.ops import Batch, FusedLayers
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.weights import Weight, matrix
@@ -82,10 +85,15 @@ class CpuOps:
         """Not offered."""
         return None
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Value and place."""
-        values, places = scores.max(dim=-1)
-        return values, places
+    def choose(
+        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+    ) -> tuple[Tensor, Tensor]:
+        """All lines at once, in torch."""
+        return torch_choose.choose(scores, rows, positions, state, masks)
+
+    @property
+    def pass_ops(self) -> None:
+        """Nothing is recorded."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in x's type; types that differ, or that this CPU multiplies slowly, go through float32."""

@@ -1,11 +1,15 @@
 """The C library's structs as ctypes classes, and a check that both sides agree on them.
 
-Owns the mirrors; their fields are in the order of layers.c and choose.c. Knows nothing of tensors or of the fields'
-meaning. A library whose structs have other sizes is not used: it would read the wrong fields without an error.
+Owns the mirrors; their fields are in the order of layers.c and choose.c, SamplingState's own for the sampling struct.
+Knows nothing of the fields' meaning. A library whose structs have other sizes is not used: it would read the wrong
+fields without an error.
 """
 
 import ctypes
+from dataclasses import fields
 from typing import Any
+
+from shoal.kernels.draw_table import SamplingState
 
 __all__ = ["ChoiceStruct", "LayerStruct", "MatrixStruct", "PassStruct", "SamplingStruct", "size_mismatch"]
 
@@ -40,14 +44,7 @@ PassStruct = _structure(
     | _several("tokens rope_stride table_width sequences block_size", _LONG)
     | {"threads": _INT},
 )
-SamplingStruct = _structure(
-    "SamplingStruct",
-    _several(
-        "temperature top_p min_p top_k seed sample first_free_end bias_first bias_count ends_first ends_count line "
-        "repetition frequency presence bias_ids ends_ids bias_amounts seen said",
-        _POINTER,
-    ),
-)
+SamplingStruct = _structure("SamplingStruct", {field.name: _POINTER for field in fields(SamplingState)})
 ChoiceStruct = _structure(
     "ChoiceStruct", _several("state scores rows positions mask_of masks tokens best", _POINTER) | {"n": _LONG}
 )

@@ -1,7 +1,7 @@
 """Kernels for NVIDIA GPUs: Triton for what is fused and for attention, cuBLAS for most matrix products.
 
 Owns how a ragged batch is cut into the calls of attention.py, and which kernel computes what. The plain meaning of
-everything here is ref.py; what was measured is in docs/performance.md.
+everything here is ref.py; what was measured is in docs/lab/gpu.md.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from shoal.kernels.ops import Batch
+from shoal.core.plan import Ints
+from shoal.core.ports import LateMasks
+from shoal.kernels import torch_choose
+from shoal.kernels.draw_table import Filters, SamplingState
+from shoal.kernels.ops import Batch, PassOps
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.triton import attention as kernels
-from shoal.kernels.triton import rows
+from shoal.kernels.triton import draw, rows, step
 from shoal.kernels.triton.skinny import linear
 from shoal.kernels.weights import DenseWeight, Weight
 
@@ -42,7 +46,9 @@ class Cut:
 
 
 class TritonOps:
-    """Ops on CUDA."""
+    """Ops and PassOps on CUDA."""
+
+    long_context = kernels.LONG
 
     def __init__(self) -> None:
         self._cut: tuple[Batch, int, Cut] | None = None
@@ -61,10 +67,38 @@ class TritonOps:
     def fused(self, layers: Sequence[Any]) -> None:
         """Not offered."""
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Value and place."""
-        values, places = scores.max(dim=-1)
-        return values, places
+    def choose(
+        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+    ) -> tuple[Tensor, Tensor]:
+        """All lines at once, in torch; what needs neither edits nor masks is drawn by `draw`."""
+        return torch_choose.choose(scores, rows, positions, state, masks)
+
+    @property
+    def pass_ops(self) -> PassOps:
+        """Passes are recorded."""
+        return self
+
+    def queries_per_block(self, group: int, head_dim: int, kind: torch.dtype) -> int:
+        return kernels.queries_per_block(group, head_dim, kind)
+
+    def prepared(self, tables: Tensor, decodes: Tensor, blocks: Tensor, long: bool) -> Cut:
+        return Cut(tables, decodes, blocks, long)
+
+    def add_blocks(self, new: Tensor, tables: Tensor) -> None:
+        step.add_blocks(new, tables)
+
+    def place_tokens(
+        self, ids: Tensor, rows: Tensor, positions: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return step.place_tokens(ids, rows, positions, last_token, tables, block_size)
+
+    def likeliest(self, scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
+        step.likeliest(scores, rows, last_token, out, best)
+
+    def draw(
+        self, scores: Tensor, table: Tensor, last_token: Tensor, out: Tensor, best: Tensor, filters: Filters
+    ) -> None:
+        draw.draw(scores, table, last_token, out, best, filters)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         return linear(x, values_of(weight), bias)

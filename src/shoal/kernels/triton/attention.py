@@ -195,7 +195,7 @@ def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, long: bool
     """From how many sequences there may be, and whether a past is long: lengths are known only on the device, and
     short pasts use fewer parts.
 
-    The table in docs/performance.md says how these were found.
+    The table in docs/lab/gpu.md says how these were found.
     """
     programs = sequences * kv_heads
     if wide or dim > 128:

@@ -136,7 +136,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
 
 
 def shape_for(rows: int, inputs: int, outputs: int) -> Shape | None:
-    """The fastest way found on an H200 (the table is in docs/performance.md); None: cuBLAS."""
+    """The fastest way found on an H200 (the table is in docs/lab/gpu.md); None: cuBLAS."""
     if rows > MOST_ROWS or outputs % 32:
         return None
     if rows == 1:

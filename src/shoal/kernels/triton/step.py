@@ -1,5 +1,5 @@
-"""The small work around a forward pass that must not wait for the host: what is new in the block tables, which token
-each position holds and where its KV goes, and the likeliest token of every line of scores.
+"""The small work around a forward pass that must not wait for the host: adding new blocks to the block tables, finding
+each position's token id and KV slot, and the likeliest token of every line of scores.
 
 Knows tensors, not plans.
 """
@@ -15,20 +15,20 @@ PIECE = 4096  # scores that one program looks at
 
 
 @triton.jit(do_not_specialize=["count"])
-def _add_blocks(changes, tables, count, t_row, TILE: tl.constexpr, OVERLAP: tl.constexpr):
+def _add_blocks(new_blocks, tables, count, t_row, TILE: tl.constexpr, OVERLAP: tl.constexpr):
     settle(OVERLAP)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = i < count
-    row = tl.load(changes + 3 * i, mask=mask, other=0).to(tl.int64)
-    index = tl.load(changes + 3 * i + 1, mask=mask, other=0)
-    tl.store(tables + row * t_row + index, tl.load(changes + 3 * i + 2, mask=mask, other=0), mask=mask)
+    row = tl.load(new_blocks + 3 * i, mask=mask, other=0).to(tl.int64)
+    index = tl.load(new_blocks + 3 * i + 1, mask=mask, other=0)
+    tl.store(tables + row * t_row + index, tl.load(new_blocks + 3 * i + 2, mask=mask, other=0), mask=mask)
 
 
-def add_blocks(changes: Tensor, tables: Tensor) -> None:
-    """tables[row, index] = block for every (row, index, block) of the int32 changes [n, 3]."""
-    count = changes.shape[0]
+def add_blocks(new_blocks: Tensor, tables: Tensor) -> None:
+    """As PassOps.add_blocks."""
+    count = new_blocks.shape[0]
     grid = (triton.cdiv(count, 256),)
-    _add_blocks[grid](changes, tables, count, tables.stride(0), TILE=256, num_warps=4, **overlap())
+    _add_blocks[grid](new_blocks, tables, count, tables.stride(0), TILE=256, num_warps=4, **overlap())
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -42,9 +42,9 @@ def _place_tokens(
     id, row = tl.load(ids + i, mask=mask, other=0), tl.load(rows + i, mask=mask, other=-1)
     position = tl.load(positions + i, mask=mask, other=0)
     real = mask & (row >= 0)
-    said = tl.load(last_token + row, mask=real & (id < 0), other=0)
+    last = tl.load(last_token + row, mask=real & (id < 0), other=0)
     block = tl.load(tables + row.to(tl.int64) * t_row + position // BLOCK, mask=real, other=0).to(tl.int64)
-    tl.store(out + i, tl.where(id < 0, said, id.to(tl.int64)), mask=mask)
+    tl.store(out + i, tl.where(id < 0, last, id.to(tl.int64)), mask=mask)
     tl.store(out + count + i, position.to(tl.int64), mask=mask)
     tl.store(out + 2 * count + i, tl.where(real, block * BLOCK + position % BLOCK, -1), mask=mask)
 
@@ -52,7 +52,7 @@ def _place_tokens(
 def place_tokens(
     ids: Tensor, rows: Tensor, positions: Tensor, last_token: Tensor, tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, positions, slots), int64 [T]. An id below 0 is the row's last token; a row below 0 is padding, slot -1."""
+    """As PassOps.place_tokens; the slot of padding is -1."""
     count = ids.shape[0]
     out = torch.empty((3, count), dtype=torch.int64, device=ids.device)
     _place_tokens[(triton.cdiv(count, 256),)](
@@ -63,31 +63,31 @@ def place_tokens(
 
 
 @triton.jit
-def _best_of_piece(scores, bests, places, s_row, size, PIECE: tl.constexpr, OVERLAP: tl.constexpr):
+def _best_of_piece(scores, bests, indexes, s_row, size, PIECE: tl.constexpr, OVERLAP: tl.constexpr):
     settle(OVERLAP)
     line, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = piece * PIECE + tl.arange(0, PIECE)
     score = tl.load(scores + line * s_row + i, mask=i < size, other=float("-inf")).to(tl.float32)
-    score = tl.where(score != score, float("inf"), score)  # no number: must not hide
-    best, place = tl.max(score, 0, return_indices=True)
+    score = tl.where(score != score, float("inf"), score)  # a NaN must not hide
+    best, index = tl.max(score, 0, return_indices=True)
     at = line * tl.num_programs(1) + piece
     tl.store(bests + at, best)
-    tl.store(places + at, piece * PIECE + place)
+    tl.store(indexes + at, piece * PIECE + index)
 
 
 @triton.jit
 def _best_of_line(
-    bests, places, rows, last_token, out, best_out, count, ROOM: tl.constexpr, TELLS: tl.constexpr,
+    bests, indexes, rows, last_token, out, best_out, count, WIDTH: tl.constexpr, STORES_BEST: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     settle(OVERLAP)
     line = tl.program_id(0)
-    p = tl.arange(0, ROOM)
+    p = tl.arange(0, WIDTH)
     best = tl.load(bests + line * count + p, mask=p < count, other=float("-inf"))
     top, piece = tl.max(best, 0, return_indices=True)
-    token = tl.load(places + line * count + piece)
+    token = tl.load(indexes + line * count + piece)
     tl.store(out + line, token)
-    if TELLS:
+    if STORES_BEST:
         tl.store(best_out + line, top)
     row = tl.load(rows + line)
     if row >= 0:
@@ -95,30 +95,29 @@ def _best_of_line(
 
 
 def best_of_pieces(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """(score, place) of the first of the highest in every PIECE of a line; infinity where there is NaN."""
+    """(score, index) of the first of the highest in every PIECE of a line; infinity where there is NaN."""
     lines, size = scores.shape
     pieces = triton.cdiv(size, PIECE)
     bests = torch.empty((lines, pieces), dtype=torch.float32, device=scores.device)
-    places = torch.empty((lines, pieces), dtype=torch.int32, device=scores.device)
+    indexes = torch.empty((lines, pieces), dtype=torch.int32, device=scores.device)
     stride = scores.stride(0)
-    _best_of_piece[(lines, pieces)](scores, bests, places, stride, size, PIECE=PIECE, num_warps=4, **overlap())
-    return bests, places
+    _best_of_piece[(lines, pieces)](scores, bests, indexes, stride, size, PIECE=PIECE, num_warps=4, **overlap())
+    return bests, indexes
 
 
 def best_of_line(
-    bests: Tensor, places: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor | None = None
+    bests: Tensor, indexes: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor | None = None
 ) -> None:
-    """The place of the highest of each line's pieces into `out`, and into last_token at the line's row, unless that is
+    """The index of the highest of each line's pieces into `out`, and into last_token at the line's row, unless that is
     below 0; its score into `best`, if given."""
     lines, pieces = bests.shape
     _best_of_line[(lines,)](
-        bests, places, rows, last_token, out, bests if best is None else best, pieces,
-        ROOM=triton.next_power_of_2(pieces), TELLS=best is not None, num_warps=1, **overlap(),
+        bests, indexes, rows, last_token, out, bests if best is None else best, pieces,
+        WIDTH=triton.next_power_of_2(pieces), STORES_BEST=best is not None, num_warps=1, **overlap(),
     )  # fmt: skip
 
 
 def likeliest(scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
-    """The first of the highest scores of every line: its token into `out` (int32), its score into `best` (float32),
-    and the token into last_token at the line's row, unless that is below 0. A line with NaN has the best infinity."""
-    bests, places = best_of_pieces(scores)
-    best_of_line(bests, places, rows, last_token, out, best)
+    """As PassOps.likeliest."""
+    bests, indexes = best_of_pieces(scores)
+    best_of_line(bests, indexes, rows, last_token, out, best)

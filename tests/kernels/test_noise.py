@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from shoal.core.plan import Ints
-from shoal.kernels.noise import gumbel
-from shoal.runner.draws import draw_keys
+from shoal.kernels.noise import draw_keys, gumbel
 
 N = 4096
 

@@ -1,6 +1,6 @@
-"""The limits of each API key, as the scheduler's tenants ask for them.
+"""The limits of each API key, in the form that the scheduler's tenants take.
 
-Owns the choice: a key's own limit, else the server's. Knows no files; it is handed whoever knows the keys in force.
+Owns the choice: a key's own limit, else the server's. Knows no files; it is given the source of the keys in force.
 """
 
 from shoal.keys.api_key import ApiKey, KeySource
@@ -8,9 +8,9 @@ from shoal.sched.tenants import TenantLimits
 
 
 class KeyLimits:
-    """Limits by the name of a key; always some, so that every tenant is counted whatever the keys will say later.
+    """Limits by the name of a key. Every tenant has some, so that it is counted even before its key has limits.
 
-    A key that is no longer there has the server's limits: its requests that run may finish.
+    A key that was removed has the server's limits: its running requests may finish.
     """
 
     def __init__(self, source: KeySource, default: TenantLimits) -> None:

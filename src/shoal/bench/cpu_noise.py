@@ -1,20 +1,19 @@
-"""Was the machine ours? How much of its CPU other programs took while something was measured.
+"""CPU noise: how much of the machine's CPU other programs took during a measurement.
 
-A benchmark beside a compiler run measures the compiler. Owns the counting (Linux; elsewhere nothing is known, and
-nothing is said). Knows no engines.
+A benchmark beside a compiler run measures the compiler. Owns the counting (Linux only; 0 elsewhere). Knows no engines.
 """
 
 import os
 import time
 from pathlib import Path
 
-DISTURBED = 0.05  # of all cores together: a run with more than this is not to be trusted
+DISTURBED = 0.05  # of all cores together: a run with more noise than this is not reliable
 
 
-class Watch:
-    """Counts from its making on.
+class NoiseWatch:
+    """Counts from its creation on.
 
-    >>> watch = Watch()
+    >>> watch = NoiseWatch()
     >>> 0.0 <= watch.others() <= 1.0
     True
     """
@@ -31,7 +30,7 @@ class Watch:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that the whole machine has worked, or that were stolen from it; 0 where nobody counts."""
+    """Busy CPU seconds of the whole machine, including stolen ones; 0 where they are not counted."""
     try:
         parts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:

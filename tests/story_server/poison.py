@@ -1,22 +1,23 @@
-"""For tests alone: an executor that breaks when a certain request is in a pass.
+"""An executor that breaks when a certain request is in a pass.
 
-Switched on by the environment of the engine's process, `_SHOAL_TEST_POISON=TOKEN:HOW`: a request whose prompt holds
-that token makes every pass it is in raise, crash or hang. Knows plans; wraps any executor.
+The engine's process loads it through its debugging hook. A request whose prompt holds the token of
+`_TEST_POISON=TOKEN:HOW` makes every pass it is in raise, crash or hang. Knows plans; wraps any executor.
 """
 
 import os
 import signal
 import time
-from collections.abc import Mapping
+from pathlib import Path
 
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.ports import Executor, LateMasks
+from shoal.processes.engine import WRAPPER
 
-VARIABLE = "_SHOAL_TEST_POISON"
+VARIABLE = "_TEST_POISON"
 
 
 class Poisoned:
-    """Passes everything on, unless the poison is in it."""
+    """Hands every pass to the inner executor, unless a poisoned request is in it."""
 
     def __init__(self, inner: Executor, token: int, how: str) -> None:
         self.inner = inner
@@ -47,10 +48,16 @@ class Poisoned:
         self.inner.close()
 
 
-def poisoned(executor: Executor, environ: Mapping[str, str]) -> Executor:
-    """The executor itself, unless a test asks for poison."""
-    asked = environ.get(VARIABLE)
-    if not asked:
-        return executor
-    token, _, how = asked.partition(":")
-    return Poisoned(executor, int(token), how or "raise")
+def poisoned(executor: Executor) -> Executor:
+    """What the engine's process calls."""
+    token, _, how = os.environ[VARIABLE].partition(":")
+    return Poisoned(executor, int(token), how)
+
+
+def poison_env(token: int, how: str) -> dict[str, str]:
+    """Environment variables for a server whose engine breaks when this token is in a prompt: raise, crash or hang."""
+    return {
+        WRAPPER: f"{__name__}:{poisoned.__name__}",
+        VARIABLE: f"{token}:{how}",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }

@@ -1,7 +1,7 @@
-"""Ink: the colours, labels and frames that all plots share, and how a figure becomes a file.
+"""Plot style: the colours, labels and frames that all plots share, and how a figure is saved.
 
-Knows matplotlib and the looks of things. Does not know what the numbers mean. Nothing here touches pyplot or changes a
-global setting for longer than one save; matplotlib is loaded by the first figure, not by the import.
+Knows matplotlib, not what the numbers mean. Nothing here uses pyplot or changes a global setting for longer than one
+save. Matplotlib is imported by the first figure, not by this module.
 """
 
 import math
@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows.
+# Okabe and Ito's colour-blind-safe palette, without its yellow, which is too faint on white.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#404040")
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)))
 MARKERS = "osD^v<>"
-# Known presets have their ink for good, so that two reports can be laid side by side. Group batching comes out dashed.
+# Known presets have fixed colours, so that two reports can be compared. Presets with group batching are dashed.
 KNOWN = ("shoal", "vllm", "sglang", "sarathi", "tgi", "orca", "lmdeploy")
 KNOWN_DASHED = ("transformers", "fastertransformer", "classic-dynamic", "trtllm-no-evict", "trtllm-max-utilization")
 
-PROMPT_INK, DECODE_INK, AGAIN_INK, WASTE_INK = "#E69F00", "#0072B2", "#CC3311", "#8C8C8C"
+PROMPT_COLOUR, DECODE_COLOUR, AGAIN_COLOUR, WASTE_COLOUR = "#E69F00", "#0072B2", "#CC3311", "#8C8C8C"
 TEXT, SOFT, PALE = "#262626", "#6B6B6B", "#E3E8EE"
 WIDE_IN = 12.0
 LONGEST_LABEL = 26
@@ -50,7 +52,7 @@ class Style:
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
-    """A style for each name: its own if the name is known, else the next one free.
+    """A style for each name: the fixed one of a known preset, else the next free one.
 
     >>> styles(["mine", "vllm"])["vllm"].colour
     '#0072B2'
@@ -60,23 +62,23 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
     wanted = list(dict.fromkeys(names))
     free = [style for name, style in known.items() if name not in wanted]
     spare = table[len(known) :] + free
-    strangers = [name for name in wanted if name not in known]
-    return {name: known[name] if name in known else spare[strangers.index(name) % len(spare)] for name in wanted}
+    unknown = [name for name in wanted if name not in known]
+    return {name: known[name] if name in known else spare[unknown.index(name) % len(spare)] for name in wanted}
 
 
-def words(text: object, longest: int = LONGEST_LABEL) -> str:
-    """Text that no plot trips over: nothing unprintable, no mathematics, not too long, not hidden from the legend.
+def safe_label(text: object, longest: int = LONGEST_LABEL) -> str:
+    """Text that is safe in any plot: printable, no math markup, short, and not hidden from the legend by a leading _.
 
-    >>> words("a$b$" + "c" * 99, longest=8)
+    >>> safe_label("a$b$" + "c" * 99, longest=8)
     'a\\\\$b\\\\$ccc…'
     """
     plain = "".join(one if one.isprintable() and ord(one) < 0x250 else "?" for one in str(text))
-    cut = plain if len(plain) <= longest else plain[: longest - 1] + "…"
-    return (" " if cut.startswith("_") else "") + cut.replace("$", r"\$")
+    short = plain if len(plain) <= longest else plain[: longest - 1] + "…"
+    return (" " if short.startswith("_") else "") + short.replace("$", r"\$")
 
 
-def sheet(title: str, tall_in: float) -> "Figure":
-    """An empty figure under a title that says what to see."""
+def new_figure(title: str, tall_in: float) -> "Figure":
+    """An empty figure under a title that states what it shows."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDE_IN, tall_in), layout="constrained", facecolor="white")
@@ -85,7 +87,7 @@ def sheet(title: str, tall_in: float) -> "Figure":
 
 
 def panels(figure: "Figure", rows: int, columns: int, **share: Any) -> "list[Axes]":
-    """Its axes, row by row, in the house style."""
+    """Its axes, row by row, in the shared style."""
     axes: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
@@ -97,7 +99,7 @@ def panels(figure: "Figure", rows: int, columns: int, **share: Any) -> "list[Axe
 
 
 def small_multiples(figure: "Figure", count: int, x: str, y: str, columns: int = 0, **share: Any) -> "list[Axes]":
-    """One panel for each of `count`, on one time axis, in two columns if they are many; none are left over."""
+    """`count` panels on one time axis, in two columns if there are more than three; unused panels are hidden."""
     count = max(count, 1)
     columns = columns or (1 if count <= 3 else 2)
     axes = panels(figure, math.ceil(count / columns), columns, sharex=True, **share)
@@ -117,14 +119,27 @@ def label(axes: "Axes", x: str, y: str, title: str = "") -> None:
         axes.set_title(title, fontsize=10.5, loc="left", color=TEXT)
 
 
-def head(axes: "Axes", name: str, remark: str) -> None:
-    """Title of a small panel: the name at the left, what to know about it at the right."""
+def log_axis(axes: "Axes", which: str) -> None:
+    """A logarithmic axis with numbers people read: 0.5, 20, 3,000."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    scale, one = (axes.set_yscale, axes.yaxis) if which == "y" else (axes.set_xscale, axes.xaxis)
+    scale("log")
+    low, high = one.get_view_interval()
+    decades = np.log10(max(high, 1e-9) / max(low, 1e-9))
+    one.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,), numticks=12))
+    one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    one.set_minor_formatter(NullFormatter())
+
+
+def panel_title(axes: "Axes", name: str, remark: str) -> None:
+    """Title of a small panel: the name on the left, a remark on the right."""
     axes.set_title(name, fontsize=9.5, fontweight="bold", loc="left", color=TEXT, pad=4)
     axes.set_title(remark, fontsize=8.5, loc="right", color=SOFT, pad=4)
 
 
-def say(axes: "Axes", text: str) -> None:
-    """Instead of a plot without data."""
+def note_empty(axes: "Axes", text: str) -> None:
+    """A note in place of data that does not exist."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", fontsize=9.5, color=SOFT)
 
 
@@ -150,10 +165,10 @@ def area(colour: str, waste: bool) -> dict[str, Any]:
     """How an area is filled. Hatched grey is waste, in every plot."""
     if not waste:
         return {"facecolor": colour, "edgecolor": "none", "linewidth": 0}
-    return {"facecolor": "#EDEDED", "edgecolor": WASTE_INK, "hatch": "//////", "linewidth": 0}
+    return {"facecolor": "#EDEDED", "edgecolor": WASTE_COLOUR, "hatch": "//////", "linewidth": 0}
 
 
-def boxes(axes: "Axes", where: Sequence[tuple[float, float, float, float]], **looks: Any) -> None:
+def rectangles(axes: "Axes", where: Sequence[tuple[float, float, float, float]], **looks: Any) -> None:
     """Many rectangles at once: (left, bottom, width, height)."""
     from matplotlib.collections import PolyCollection
 
@@ -163,13 +178,15 @@ def boxes(axes: "Axes", where: Sequence[tuple[float, float, float, float]], **lo
 
 
 def save(figure: "Figure", folder: Path, name: str) -> Path:
-    """Write name.svg and name.png; answer where the SVG is. The same figure gives the same bytes."""
+    """Write name.svg and name.png; return the SVG's path. Equal figures give equal bytes."""
     import matplotlib
 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.svg"
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shoal", "hatch.linewidth": 0.6}):
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-        figure.set_layout_engine("none")  # everything has its place now; to find it again takes most of the time
+        figure.set_layout_engine(
+            "none"
+        )  # the layout is computed already, and computing it again takes most of the time
         figure.savefig(path.with_suffix(".png"), format="png", dpi=110, metadata={"Software": None})
     return path

@@ -1,0 +1,174 @@
+"""A pass under construction, and a pass in flight: what the scheduler notes between a request and a StepPlan.
+
+Knows requests and counts. Decides nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.core.events import PassEvents
+from shoal.core.plan import FROM_DEVICE, Ints, RowStart, StepPlan
+from shoal.core.request import Request
+
+
+class PassBuilder:
+    """How many positions of which requests a pass computes, while that may still change."""
+
+    def __init__(self, budget: int, cap: int = 0, long: bool = False) -> None:
+        self.left = budget  # positions; below 0 if a prompt had to be taken whole
+        self.cap = cap  # tokens that separate short sequences from long ones; 0: there is one lane
+        self.long = long  # this pass is for long sequences
+        self.only: Mapping[Request, int] | None = None  # no other request may be in it
+        self.takes: dict[Request, int] = {}
+        self.drafts: dict[Request, Sequence[int]] = {}  # draft tokens; the last positions of a request in `takes`
+        self.starting: dict[Request, bool] = {}  # … and whether it has run before
+        self.grown: dict[Request, None] = {}  # requests that got blocks beyond those they started with
+        self.victims: list[Request] = []  # preempted, and not yet back in the queue
+        self.lost = False  # a request was preempted
+        self.prompts = 0
+        self.decodes = 0
+
+    def add(self, request: Request, count: int, prompt: bool) -> None:
+        self.takes[request] = count
+        self.left -= count
+        self.prompts += prompt
+        self.decodes += not prompt
+
+    def raise_to(self, request: Request, count: int) -> None:
+        """Give a request of this pass more positions of its prompt."""
+        self.left -= count - self.takes[request]
+        self.takes[request] = count
+        self.prompts += 1
+
+    def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
+        """Let a decoding request of this pass verify draft tokens."""
+        self.drafts[request] = drafts
+        self.takes[request] += len(drafts)
+        self.left -= len(drafts)
+
+    @property
+    def picky(self) -> bool:
+        """Some requests may not be in this pass."""
+        return self.cap > 0 or self.only is not None
+
+    def excludes(self, request: Request) -> bool:
+        """It is to run in other passes."""
+        if self.only is not None:
+            return request not in self.only
+        return self.cap > 0 and (len(request.tokens) > self.cap) != self.long
+
+    def remove(self, request: Request) -> None:
+        """It was preempted."""
+        self.left += self.takes.pop(request, 0)
+        self.starting.pop(request, None)
+        self.grown.pop(request, None)
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """The requests of a pass in order, and their rows: kept from pass to pass while no request starts or leaves."""
+
+    requests: list[Request]
+    ids: list[str]
+    generation_list: list[int]
+    rows: Ints
+    generations: Ints
+
+    @classmethod
+    def of(cls, requests: list[Request]) -> "PassRows":
+        generations = [request.generation for request in requests]
+        return cls(
+            requests,
+            [request.id for request in requests],
+            generations,
+            np.array([request.row for request in requests], dtype=np.int64),
+            np.array(generations, dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What the scheduler remembers of a pass until it comes back: parallel lists, in the plan's order."""
+
+    plan: StepPlan
+    requests: list[Request]
+    generations: list[int]  # of their rows, then
+    ends: list[int]  # how far each will have been computed if every draft token in flight is accepted
+    draws: list[int]
+    events: PassEvents
+    masked: list[tuple[int, Request]]  # (row, request) of rows that draw under a grammar
+    drafted: int = 0  # draft tokens in it
+    rejected: list[int] | None = None  # each request's `rejected`, then; None: no draft tokens were in flight
+
+
+def row_start(request: Request) -> RowStart:
+    request.blocks_sent = len(request.holding.blocks)
+    return RowStart(
+        request.row,
+        request.generation,
+        tuple(request.tokens),
+        request.prompt_len,
+        request.params,
+        request.seed,
+        request.sample,
+        request.stop_ids,
+        tuple(request.holding.blocks),
+        request.wants_prompt_logprobs,
+        request.prompt_len + request.ends_after - 1 if request.ends_after else 0,
+    )
+
+
+def grown_blocks(batch: PassBuilder) -> Ints:
+    """(row, index, block) of the blocks that the runner does not know yet."""
+    grown = []
+    for request in batch.grown:
+        blocks = request.holding.blocks
+        grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
+        request.blocks_sent = len(blocks)
+    return np.array(grown, dtype=np.int64).reshape(-1, 3)
+
+
+def count_on(
+    batch: PassBuilder, starts: Sequence[int], ends: Sequence[int], step: int, events: PassEvents
+) -> tuple[list[int], list[int]]:
+    """How many tokens each request draws, and the ids of all positions; and count on all of it being computed."""
+    draws: list[int] = []
+    tokens: list[int] = []
+    for request, start, end in zip(batch.takes, starts, ends, strict=True):
+        drafts = batch.drafts.get(request, ())
+        known, last = len(request.tokens), end - len(drafts)
+        drawing = 1 + len(drafts) if last == known + request.pending else 0
+        draws.append(drawing)
+        tokens += request.tokens[start : min(last, known)]
+        if last > known:
+            tokens += [FROM_DEVICE] * (last - max(start, known))
+        tokens += drafts
+        if start < request.furthest:
+            events.recomputed_tokens += min(end, request.furthest) - start
+        request.planned = end
+        request.pending += drawing
+        request.last_step = step
+    return draws, tokens
+
+
+def count_on_decodes(
+    requests: Sequence[Request], ends: Sequence[int], step: int, events: PassEvents
+) -> tuple[list[int], list[int]]:
+    """As count_on, where every request computes one position. Hot."""
+    draws, tokens = [], []
+    for request, end in zip(requests, ends, strict=True):
+        ids, pending = request.tokens, request.pending
+        known = len(ids)
+        if end == known + pending:
+            draws.append(1)
+            request.pending = pending + 1
+        else:
+            draws.append(0)
+        tokens.append(ids[end - 1] if end <= known else FROM_DEVICE)
+        if end <= request.furthest:
+            events.recomputed_tokens += 1
+        request.planned = end
+        request.last_step = step
+    return draws, tokens
