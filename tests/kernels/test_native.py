@@ -372,7 +372,7 @@ def test_without_permission_for_tiles_the_next_level_is_used(monkeypatch: pytest
     real = find("portable")
     if not isinstance(real, Library):
         pytest.skip("no compiler here")
-    refused = NoLibrary("the system does not lend its registers: Operation not permitted")
+    refused = NoLibrary("the system does not grant the AMX registers: Operation not permitted")
     monkeypatch.setattr(compiled, "cpu_features", lambda: frozenset(compiled.NEEDS["amx"]))
     monkeypatch.setattr(compiled, "_load", lambda level, _: refused if level == "amx" else replace(real, level=level))
     monkeypatch.delenv("SHOAL_CPU_KERNELS", raising=False)
@@ -380,7 +380,7 @@ def test_without_permission_for_tiles_the_next_level_is_used(monkeypatch: pytest
         found = find(level)
         assert isinstance(found, Library)
         assert found.level == "avx512"
-        assert "no amx: the system does not lend its registers" in str(found)
+        assert "no amx: the system does not grant the AMX registers" in str(found)
     assert str(find("avx2")) == "C kernels, avx2"
 
 
