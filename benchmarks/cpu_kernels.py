@@ -110,11 +110,11 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, help="use so many threads, on so many cores")
-    parser.add_argument("--levels", help="instruction sets to look at, with commas (default: all this CPU has)")
+    parser.add_argument("--threads", type=int, help="number of threads, each bound to a core")
+    parser.add_argument("--levels", help="instruction sets, comma-separated (default: all that this CPU has)")
     parser.add_argument("--seconds", type=float, default=40.0, help="most time for each table (default: 40)")
-    parser.add_argument("--check", action="store_true", help="only compare, measure nothing")
-    parser.add_argument("--json", help="also write everything into this file")
+    parser.add_argument("--check", action="store_true", help="only compare, without measuring")
+    parser.add_argument("--json", help="also write the report to this file")
     return parser.parse_args()
 
 
@@ -126,13 +126,13 @@ def bind(threads: int) -> None:
 
 
 def keep_memory() -> None:
-    """All results come from memory that is kept, as in a pass of the engine: fresh pages cost more than sums."""
+    """Keep freed memory in the process, as in an engine: fresh pages would cost more than the sums."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         for name, value in (
             (-3, 1 << 30),
             (-1, (1 << 31) - 1),
-        ):  # the size to map from, the free size to give back from
+        ):  # mmap threshold, trim threshold
             library.mallopt(name, value)
 
 

@@ -338,7 +338,7 @@ def test_a_compiler_that_fails_is_quoted(
     found = find("portable")
     assert isinstance(found, NoLibrary)
     assert "it is broken" in found.reason
-    assert "plain torch is used" in caplog.text
+    assert "using plain torch" in caplog.text
     assert not list((tmp_path / "cache" / "shoal").iterdir())
 
 
