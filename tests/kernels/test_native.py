@@ -346,7 +346,7 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(find("off")) == "plain torch: switched off"
     monkeypatch.setenv("SHOAL_CPU_KERNELS", "off")
     assert type(make()) is CpuOps
-    assert isinstance(make("portable"), NativeOps)  # asked for by name, the environment says nothing
+    assert isinstance(make("portable"), NativeOps)  # asked for by name, whatever the environment has
     other = "avx2" if compiled.is_arm() else "neon"
     assert "this CPU has no" in str(find(other))
     with pytest.raises(ShoalError, match="avx1024"):
@@ -370,7 +370,7 @@ def test_flags_follow_the_cpu() -> None:
 
 
 def test_without_permission_for_tiles_the_next_level_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it says why."""
+    """The reason is reported."""
     real = find("portable")
     if not isinstance(real, Library):
         pytest.skip("no compiler here")

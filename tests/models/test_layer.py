@@ -76,7 +76,7 @@ def test_every_addition_to_the_residual_stream_goes_through_one_function(monkeyp
 
 
 class Fusing(CpuOps):
-    """Computes a stack in one call, if told to."""
+    """Computes a stack in one call, or leaves it to the model."""
 
     def __init__(self, answer: torch.Tensor | None) -> None:
         super().__init__()
