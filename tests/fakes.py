@@ -6,7 +6,7 @@ the wrong position or a wrong prefix hit changes the tokens, and the oracle belo
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -51,9 +51,9 @@ def draw(slots: Sequence[int], seed: int, sample: int, position: int, allowed: S
 
 
 class FakeGrammar:
-    """Allows about one token in four, which ones depends on all that was said; ends after so many tokens.
+    """Allows about one token in four, depending on all that it accepted before; ends after `length` tokens.
 
-    Told to break at some output, it allows nothing there; told to refuse at one, it accepts nothing there.
+    It allows no token at output `breaks_at`, and accepts none at output `refuses_at`.
     """
 
     def __init__(self, seed: int, length: int, breaks_at: int = -1, refuses_at: int = -1) -> None:
@@ -61,27 +61,27 @@ class FakeGrammar:
         self.length = length
         self.breaks_at = breaks_at
         self.refuses_at = refuses_at
-        self.said: list[int] = []
+        self.outputs: list[int] = []
         self.ended = False
         self.error = ""
 
     def allowed(self) -> list[int]:
-        state = fold(self.said, self.seed)
+        state = fold(self.outputs, self.seed)
         return [token for token in range(VOCAB) if fold([token], state) % 4 == 0] or [0]
 
     def accept(self, token: int) -> bool:
         assert not self.ended, "a token after the end"
         assert not self.error, "a token after an error"
-        if len(self.said) == self.refuses_at or token not in self.allowed():
+        if len(self.outputs) == self.refuses_at or token not in self.allowed():
             self.error = f"token {token} was refused"
             return False
-        self.said.append(token)
-        self.ended = len(self.said) == self.length
+        self.outputs.append(token)
+        self.ended = len(self.outputs) == self.length
         return True
 
     def fill(self, line: "np.ndarray[tuple[int, ...], np.dtype[np.uint32]]") -> None:
         line[:] = 0
-        if len(self.said) == self.breaks_at:
+        if len(self.outputs) == self.breaks_at:
             self.error = "the grammar broke"
             return
         for token in self.allowed():
@@ -97,7 +97,7 @@ def oracle(
     min_tokens: int = 0,
     grammar: FakeGrammar | None = None,
 ) -> list[int]:
-    """The output tokens, computed with no batch, no blocks and no scheduler. `grammar` is one that has said nothing."""
+    """The output tokens, computed with no batch, no blocks and no scheduler. `grammar` has accepted nothing yet."""
     slots: list[int] = []
     for token in prompt:
         slots.append(fold([token], fold(slots)))
@@ -116,16 +116,16 @@ def oracle(
         slots.append(fold([token], fold(slots)))
 
 
-def thought(token: int) -> Logprobs:
-    """What the fake model thinks of a token."""
+def fake_logprobs(token: int) -> Logprobs:
+    """Logprobs of a token, made up."""
     return Logprobs(token, -float(token), 1, (), ())
 
 
 class FakeExecutor:
     """Changes its row tables as soon as it is handed a plan, and computes it only when asked for the result.
 
-    Copies of blocks are done some passes after the one that brought them, each after its own delay, and are told later
-    still; some fail, if asked to. Time is what `busy_s` makes of a pass and `copy_s` of a block.
+    Copies of blocks are done some passes after the one that brought them, each after its own delay, and are reported
+    later still; some fail, if asked to. Time is what `busy_s` makes of a pass and `copy_s` of a block.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class FakeExecutor:
     ) -> None:
         self.host = [[-2] * block_size for _ in range(host_blocks)]
         self.copies: list[tuple[int, BlockCopy]] = []  # (passes to go, order)
-        self.told_late: list[tuple[int, BlockCopy, bool]] = []  # done, but not told for so many passes
+        self.reported_late: list[tuple[int, BlockCopy, bool]] = []  # done, but not reported for so many passes
         self.slow_copies = slow_copies
         self.failing = failing
         self.copied_blocks = 0
@@ -201,13 +201,13 @@ class FakeExecutor:
                     allowed[row] = [0]
                 drawn = self._verify(row, start, ids, draws, slots, allowed.get(row))
                 if begun.params.logprobs is not None:
-                    logprobs += [(len(tokens) + index, thought(token)) for index, token in enumerate(drawn)]
+                    logprobs += [(len(tokens) + index, fake_logprobs(token)) for index, token in enumerate(drawn)]
                 ends = [start + count - draws + 1 + index == begun.ends_at for index in range(len(drawn))]
                 tokens += [SCRIPTED_END if end else token for end, token in zip(ends, drawn, strict=True)]
                 accepted.append(len(drawn))
-            if begun.wants_prompt_logprobs and start < begun.prompt_len - 1:
+            if begun.needs_prompt_logprobs and start < begun.prompt_len - 1:
                 seen = begun.tokens[start + 1 : min(start + count + 1, begun.prompt_len)]
-                prompt_logprobs.append((place, start + 1, tuple(thought(token) for token in seen)))
+                prompt_logprobs.append((place, start + 1, tuple(fake_logprobs(token) for token in seen)))
         chosen = plan.draws > 0
         done, failed = self._copy(everything=not len(plan.rows))
         return StepResult(
@@ -265,13 +265,13 @@ class FakeExecutor:
             for one, other in zip(order.source, order.target, strict=True):
                 target[other] = [-3] * self.block_size if fails else list(source[one])
                 self.copied_blocks += 1
-            self.told_late.append((order.id * 5 % (self.slow_copies + 1), order, fails))
+            self.reported_late.append((order.id * 5 % (self.slow_copies + 1), order, fails))
         self.copies = waiting
-        told = [(order, fails) for passes, order, fails in self.told_late if everything or not passes]
-        self.told_late = [
-            (passes - 1, order, fails) for passes, order, fails in self.told_late if passes and not everything
+        reported = [(order, fails) for passes, order, fails in self.reported_late if everything or not passes]
+        self.reported_late = [
+            (passes - 1, order, fails) for passes, order, fails in self.reported_late if passes and not everything
         ]
-        return [order for order, fails in told if not fails], [order for order, fails in told if fails]
+        return [order for order, fails in reported if not fails], [order for order, fails in reported if fails]
 
     def _allowed(self, masks: LateMasks | None) -> dict[int, list[int]]:
         """Row → the tokens it may say, for rows that may not say everything."""
@@ -302,7 +302,7 @@ class FakeDrafter:
         self.wrong = wrong  # one draft token in so many is wrong; 0: none
         self._answers: dict[Request, list[int]] = {}
 
-    def propose(self, requests: Sequence[Request], most: int) -> dict[Request, list[int]]:
+    def propose(self, requests: Collection[Request], most: int) -> dict[Request, list[int]]:
         return {request: self._drafts(request) for request in requests}
 
     def _drafts(self, request: Request) -> list[int]:

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: sizes, names, circles of imports, and the words that code and docs avoid."""
+"""The house rules that a machine can check: sizes, names, circles of imports, and words that code and docs avoid."""
 
 import ast
 import re

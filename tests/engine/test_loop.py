@@ -53,7 +53,7 @@ def test_as_many_passes_in_flight_as_allowed(depth: int) -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_fault_that_does_not_come_back_hurts_nobody(depth: int, early: bool) -> None:
+def test_a_fault_that_does_not_come_back_ends_no_request(depth: int, early: bool) -> None:
     loop = make_loop(depth, bad={3}, early=early)
     for number in range(7):
         loop.submit(make_request(str(number), [number + 1], max_tokens=6, seed=number))
@@ -148,7 +148,7 @@ def run_to_end(loop: EngineLoop, count: int) -> tuple[dict[int, list[int]], dict
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_executor_that_always_breaks_ends_everybody_and_does_not_spin(depth: int) -> None:
+def test_an_executor_that_always_breaks_ends_all_requests_and_does_not_spin(depth: int) -> None:
     scheduler = make_scheduler(max_num_seqs=32, blocks=400, max_num_batched_tokens=200)
     executor = Poisoned(400, scheduler.kv.block_size, set(range(99)), set(), False)
     _, ends = run_to_end(EngineLoop(scheduler, executor, VirtualClock(), depth=depth, check=True), 20)
@@ -156,7 +156,7 @@ def test_an_executor_that_always_breaks_ends_everybody_and_does_not_spin(depth: 
     assert executor.faults <= 4 * 20
 
 
-def test_an_abort_while_nothing_computes_is_told() -> None:
+def test_an_abort_while_nothing_computes_is_reported() -> None:
     loop = make_loop(2)
     loop.submit(make_request("a", [1]))
     assert loop.abort("a")
@@ -165,7 +165,7 @@ def test_an_abort_while_nothing_computes_is_told() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_spare_work_is_done_while_nobody_waits(depth: int) -> None:
+def test_spare_work_is_done_while_nothing_waits(depth: int) -> None:
     loop = make_loop(depth)
     done: list[int] = []
 
@@ -191,7 +191,7 @@ def test_spare_work_is_done_while_nobody_waits(depth: int) -> None:
     assert loop.spare is None
 
 
-def test_spare_work_that_fails_is_left_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_spare_work_that_fails_is_left_and_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:
     loop = make_loop(2)
 
     def work() -> Iterator[None]:

@@ -101,7 +101,7 @@ class Run:
             fresh = None
             if grammar is not None:
                 assert isinstance(grammar, FakeGrammar)
-                assert grammar.said == self.told[id], "what the grammar was told is not what the client was told"
+                assert grammar.outputs == self.told[id], "the grammar accepted other tokens than the client got"
                 fresh = FakeGrammar(grammar.seed, grammar.length, grammar.breaks_at, grammar.refuses_at)
             prompt, params = request.tokens[: request.prompt_len], request.params
             want = oracle(

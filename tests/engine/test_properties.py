@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +25,7 @@ from shoal.sched.pass_builder import PassBuilder
 from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
 from shoal.sched.scheduler import Scheduler
+from shoal.sched.steady import Steady
 from shoal.sched.tenants import TenantLimits
 from tests.fakes import FakeExecutor, FakeGrammar, make_request, make_scheduler, oracle
 
@@ -167,7 +169,7 @@ class Run:
             want = oracle(
                 prompt, request.max_tokens, request.stop_ids, request.seed, request.sample, request.params.min_tokens
             )
-            if request.wants_prompt_logprobs and self.ended[id] in (Reason.STOP, Reason.LENGTH):
+            if request.needs_prompt_logprobs and self.ended[id] in (Reason.STOP, Reason.LENGTH):
                 assert self.prompts_seen.get(id, []) == prompt[1:]
             if self.ended[id] is Reason.REJECTED:
                 assert not self.told[id], f"{id} was refused after it was told something"
@@ -345,6 +347,34 @@ def test_depth_changes_no_tokens(config: dict[str, int], traffic: list[Move]) ->
         cut = id in one.cuts or id in two.cuts or {one.ended[id], two.ended[id]} & {Reason.ABORT, Reason.ERROR}
         if not cut:
             assert one.told[id] == two.told[id]
+
+
+@given(configs, st.integers(1, 3), st.lists(moves, min_size=5, max_size=40))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_steady_batch_is_planned_and_committed_like_any_other(
+    config: dict[str, int], depth: int, traffic: list[Move]
+) -> None:
+    runs = [Run(make_scheduler(**config), depth) for _ in range(2)]  # type: ignore[arg-type]
+    play(runs[0], traffic)
+    with patch.object(Steady, "suits", return_value=False):
+        play(runs[1], traffic)
+    assert runs[0].plans == runs[1].plans
+    assert runs[0].told == runs[1].told
+    assert runs[0].ended == runs[1].ended
+
+
+def test_a_batch_of_decodes_becomes_steady() -> None:
+    """So that the test above is known to compare something."""
+    run = Run(make_scheduler(blocks=200, max_num_batched_tokens=64), depth=2)
+    for number in range(4):
+        run.submit(make_request(f"r{number}", [number] * 5, 12 + 4 * number, seed=number))
+    steady = 0
+    while not run.scheduler.idle:
+        while run.begin():
+            steady += run.scheduler.tables.steady is not None
+        run.finish()
+    run.verify()
+    assert steady > 12
 
 
 # ---- a busy standard load, and the rules broken on purpose ----------------------------------------------------------
@@ -768,7 +798,7 @@ def test_a_rush_hour_has_endings_and_refusals_of_all_kinds(depth: int, batching:
 
 @given(configs, configs, st.integers(1, 3), st.lists(moves, min_size=15, max_size=40), st.sampled_from([0, 2, 3, 5, 8]))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_who_resumes_on_a_fresh_engine_says_what_it_would_have_said(
+def test_a_request_resumed_on_a_fresh_engine_generates_what_it_would_have(
     config: dict[str, object], other: dict[str, object], depth: int, traffic: list[Move], passes: int
 ) -> None:
     """The first engine dies at a random moment; what its requests were told is all that is left of them."""
@@ -780,7 +810,7 @@ def test_who_resumes_on_a_fresh_engine_says_what_it_would_have_said(
         if id in first.ended:
             continue
         told = first.told[id]
-        if told and old.wants_prompt_logprobs:
+        if told and old.needs_prompt_logprobs:
             assert first.prompts_seen.get(id, []) == old.tokens[1 : old.prompt_len], "it will not be told again"
         group = groups.setdefault(old.group.name, Group(old.group.name)) if old.group else None
         more = {"seed": old.seed, "sample": old.sample, "stop_ids": old.stop_ids, "salt": old.salt, "group": group}
@@ -913,6 +943,6 @@ def test_a_client_that_goes_away_in_the_middle_of_a_pass() -> None:
     assert deserters().were_held >= 6
 
 
-def test_an_engine_that_holds_on_to_who_is_gone_is_noticed() -> None:
+def test_an_engine_that_holds_on_to_an_aborted_request_is_noticed() -> None:
     with pytest.raises(AssertionError, match="gone"):
         deserters(HoldsOn)

@@ -22,7 +22,7 @@ def step(scheduler: Scheduler, executor: FakeExecutor, now_s: float) -> None:
     scheduler.commit(executor.result(), now_s)
 
 
-def test_who_runs_and_who_waits_and_why() -> None:
+def test_which_requests_run_and_which_wait_and_why() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     executor = FakeExecutor(64, 4)
     for number in range(4):
@@ -69,7 +69,7 @@ def test_samples_wait_for_the_prompt_they_share() -> None:
     assert found["g.1"]["why"] == "another sample of its prompt computes what they share"
 
 
-def test_no_tokens_are_told() -> None:
+def test_no_tokens_are_shown() -> None:
     scheduler = make_scheduler()
     scheduler.submit(make_request("r", [41, 42, 43], salt="pepper"), 0.0)
     assert "42" not in str(told(scheduler))
@@ -87,7 +87,7 @@ TIERS: dict[str, dict[str, object]] = {"gold": {"ttft": 2.0, "itl": 0.1}, "batch
 
 
 @pytest.mark.parametrize(("tier", "promise_s", "slack_s"), [("gold", 2.0, 1.5), ("batch", None, None)])
-def test_a_promise_is_told_where_there_is_one(tier: str, promise_s: float | None, slack_s: float | None) -> None:
+def test_a_promise_is_shown_where_there_is_one(tier: str, promise_s: float | None, slack_s: float | None) -> None:
     scheduler = make_scheduler(order="slo", tiers=TIERS)
     scheduler.submit(make_request("r", [1], tier=tier), 1.0)
     found = told(scheduler, 1.5)["r"]

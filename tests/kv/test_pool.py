@@ -41,16 +41,16 @@ def test_clean_blocks_go_first_then_the_longest_unused() -> None:
     pool.check()
 
 
-def test_dropping_what_nobody_holds_is_noticed() -> None:
+def test_dropping_a_block_that_is_not_held_is_noticed() -> None:
     pool = BlockPool(1)
-    with pytest.raises(AssertionError, match="does not hold"):
+    with pytest.raises(AssertionError, match="dropped more often"):
         pool.drop([0])
 
 
 def test_check_notices_a_lost_block() -> None:
     pool = BlockPool(2)
     pool._clean.pop()
-    with pytest.raises(AssertionError, match="wrong place"):
+    with pytest.raises(AssertionError, match="wrong list"):
         pool.check()
 
 

@@ -45,7 +45,7 @@ def start(row: int, params: SamplingParams, tokens: Sequence[int] = (0,), **more
         "sample": 0,
         "stop_ids": frozenset(),
         "blocks": (),
-        "wants_prompt_logprobs": False,
+        "needs_prompt_logprobs": False,
     }
     return RowStart(**{**values, **more})
 

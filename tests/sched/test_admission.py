@@ -193,7 +193,7 @@ def test_a_timeout_that_means_nothing_is_refused(timeout_s: object) -> None:
     assert scheduler.idle
 
 
-def test_who_waits_past_its_timeout_is_refused_and_told_how_long_it_waited() -> None:
+def test_a_request_that_waits_past_its_timeout_is_refused_with_how_long_it_waited() -> None:
     scheduler, executor = started(max_num_seqs=1)
     scheduler.submit(make_request("runs", [1]), 10.0)
     scheduler.submit(make_request("late", [1], timeout_s=2.0), 10.0)
@@ -235,7 +235,7 @@ def test_a_first_token_that_is_still_on_the_way_comes_too_late() -> None:
     scheduler.check()
 
 
-def test_who_has_said_something_keeps_it() -> None:
+def test_output_before_a_timeout_is_kept() -> None:
     scheduler, executor = started()
     scheduler.submit(make_request("a", [1, 2], max_tokens=50, timeout_s=2.0), 0.0)
     said = [step(scheduler, executor, 0.5 * number).tokens for number in range(3)]
@@ -260,7 +260,7 @@ def test_who_lost_its_blocks_still_has_its_deadline() -> None:
     assert victim.outputs == 1
 
 
-def test_the_longest_wait_is_for_those_who_never_started() -> None:
+def test_the_longest_wait_is_for_requests_that_never_started() -> None:
     scheduler, executor = started(max_num_seqs=1, max_wait_s=3.0)
     scheduler.submit(make_request("runs", [1], max_tokens=50), 0.0)
     step(scheduler, executor, 1.0)
@@ -286,7 +286,7 @@ def test_who_started_in_time_and_lost_its_blocks_may_wait_on() -> None:
     assert victim.reason is Reason.LENGTH
 
 
-def test_who_started_in_time_and_lost_its_blocks_before_it_said_anything_may_wait_on() -> None:
+def test_a_request_that_started_in_time_and_was_preempted_before_its_first_token_may_wait_on() -> None:
     scheduler, executor = started(blocks=4, block_size=4, max_num_batched_tokens=10, watermark=0, max_wait_s=3.0)
     scheduler.submit(make_request("old", [1] * 8, max_tokens=8), 0.0)
     victim = make_request("victim", [2] * 8, max_tokens=8, timeout_s=100.0)
@@ -308,7 +308,7 @@ def test_a_timeout_holds_beside_the_longest_wait() -> None:
     assert ends(scheduler.take_events(5.0)) == [("a", Reason.TIMEOUT)]
 
 
-def test_a_member_of_a_group_that_is_late_is_told_with_its_group() -> None:
+def test_a_late_member_of_a_group_is_reported_with_its_group() -> None:
     scheduler, executor = started(batching="static", group_size=2)
     scheduler.submit(make_request("late", [1], max_tokens=50, timeout_s=2.0), 0.0)
     scheduler.submit(make_request("long", [1], max_tokens=5), 0.0)
@@ -319,7 +319,7 @@ def test_a_member_of_a_group_that_is_late_is_told_with_its_group() -> None:
     assert told.owners.count("late") == 2
 
 
-def test_nobody_is_late_twice_and_the_ended_are_never_late() -> None:
+def test_no_request_is_late_twice_and_the_ended_are_never_late() -> None:
     scheduler, executor = started(max_wait_s=1.0)
     for name in "abc":
         scheduler.submit(make_request(name, [1], timeout_s=1.0), 0.0)
@@ -344,7 +344,7 @@ def test_deadlines_of_the_ended_are_not_kept() -> None:
     assert scheduler.wake_s(0.0) is None
 
 
-def test_who_started_in_time_leaves_no_heap_of_those_who_ended() -> None:
+def test_requests_that_started_in_time_leave_no_heap_behind() -> None:
     scheduler, executor = started(max_wait_s=10.0, max_num_seqs=100, blocks=200, max_num_batched_tokens=1000)
     for number in range(100):
         scheduler.submit(make_request(f"runs {number}", [1], max_tokens=50), 0.0)
@@ -378,7 +378,7 @@ def test_a_sleeping_loop_wakes_for_a_deadline() -> None:
     assert loop.idle
 
 
-def test_a_sleeping_loop_does_not_wait_beyond_what_it_was_told() -> None:
+def test_a_sleeping_loop_does_not_wait_beyond_its_limit() -> None:
     loop = sleeper()
     loop.submit(make_request("a", [1], timeout_s=3.0))
     loop.step(until_s=2.0)
@@ -389,7 +389,7 @@ def test_a_sleeping_loop_does_not_wait_beyond_what_it_was_told() -> None:
     assert loop.clock.now_s() == 3.0, "what has happened is told before it sleeps again"
 
 
-def test_a_group_whose_last_members_were_late_is_told_at_once() -> None:
+def test_a_group_whose_last_members_were_late_is_reported_at_once() -> None:
     scheduler, executor = started(batching="static", group_size=2)
     scheduler.more_coming = True
     clock = VirtualClock()
@@ -464,7 +464,7 @@ def test_what_one_brought_is_cached_for_the_next() -> None:
     assert again.cached_tokens == 3, "of its prompt"
 
 
-def test_prompt_logprobs_are_not_told_twice() -> None:
+def test_prompt_logprobs_are_not_reported_twice() -> None:
     scheduler, executor = started()
     params = SamplingParams(max_tokens=5, prompt_logprobs=1)
     scheduler.submit(make_request("a", [1, 2, 3], params=params, output=[4]), 0.0, resumed=True)
@@ -476,14 +476,14 @@ def test_prompt_logprobs_are_not_told_twice() -> None:
 @pytest.mark.parametrize(
     ("output", "says"),
     [
-        ([1, 2, 3, 4], "has said 4 tokens already and max_tokens is 4"),
-        ([1, 2, 3, 4, 5], "has said 5 tokens already"),
+        ([1, 2, 3, 4], "has 4 output tokens already and max_tokens is 4"),
+        ([1, 2, 3, 4, 5], "has 5 output tokens already"),
         ([1, 2, 7], "last token 7 is a stop token"),
         ([1, 99], "token id 99"),
         ([-2], "token id -2"),
     ],
 )
-def test_who_has_nothing_left_to_say_is_refused(output: list[int], says: str) -> None:
+def test_a_request_that_has_ended_is_refused(output: list[int], says: str) -> None:
     scheduler = make_scheduler()
     request = make_request("a", [1], 4, output=output, stop_ids=frozenset({7}))
     with pytest.raises(BadRequest, match=says):
@@ -491,7 +491,7 @@ def test_who_has_nothing_left_to_say_is_refused(output: list[int], says: str) ->
     assert scheduler.idle
 
 
-def test_who_has_said_all_its_grammar_allows_is_refused() -> None:
+def test_a_request_whose_grammar_has_ended_is_refused() -> None:
     scheduler = make_scheduler()
     grammar = FakeGrammar(seed=3, length=2)
     output = [grammar.allowed()[0]]
@@ -501,7 +501,7 @@ def test_who_has_said_all_its_grammar_allows_is_refused() -> None:
     scheduler.finish("a", Reason.ABORT)
     output.append(grammar.allowed()[0])
     assert grammar.accept(output[1])
-    with pytest.raises(BadRequest, match="say nothing more"):
+    with pytest.raises(BadRequest, match="allows no further token"):
         scheduler.submit(make_request("b", [1], output=output, grammar=grammar), 0.0, resumed=True)
     params = SamplingParams(max_tokens=9, min_tokens=5)
     ended = make_request(

@@ -152,7 +152,7 @@ def test_a_group_is_answered_when_its_last_member_ends(batching: str, depth: int
         assert indexes == list(range(len(indexes)))
 
 
-def test_a_static_group_waits_for_its_last_member_and_nobody_joins_later() -> None:
+def test_a_static_group_waits_for_its_last_member_and_no_request_joins_later() -> None:
     drive = Drive(batching="static", group_size=2)
     drive.scheduler.more_coming = True
     drive.submit(3, 5)

@@ -47,7 +47,7 @@ class Shop:
         return started
 
 
-def test_one_who_floods_does_not_delay_another() -> None:
+def test_a_tenant_that_floods_does_not_delay_another() -> None:
     shop = Shop()
     shop.ask("a", times=50)
     shop.serve()
@@ -113,7 +113,7 @@ def test_nothing_is_wasted_for_fairness() -> None:
     assert len(shop.serve()) == 4, "all slots go to the only tenant there is"
 
 
-def test_counters_of_those_who_left_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_of_tenants_that_left_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ABSENT", 10)
     shop = Shop()
     shop.ask("z", times=1000)

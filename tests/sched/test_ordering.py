@@ -38,7 +38,7 @@ def test_waiting_makes_up_for_a_higher_number() -> None:
     assert [admitted(scheduler, executor, 30.0) for _ in range(3)] == [["early"], ["patient"], ["late"]]
 
 
-def test_a_stream_of_urgent_ones_starves_nobody() -> None:
+def test_a_stream_of_urgent_requests_starves_no_other() -> None:
     scheduler, executor = one_at_a_time(age_s=10.0)
     scheduler.submit(make_request("patient", [1], max_tokens=1, priority=3), now_s=0.0)
     started: list[str] = []
@@ -50,7 +50,7 @@ def test_a_stream_of_urgent_ones_starves_nobody() -> None:
     assert len(started) <= 32, "it waited longer than three steps of ten seconds"
 
 
-def test_the_least_urgent_gives_way() -> None:
+def test_the_least_urgent_is_preempted() -> None:
     scheduler = make_scheduler(order="priority", blocks=6, block_size=2, watermark=0.0, max_num_batched_tokens=30)
     scheduler, executor = scheduler, FakeExecutor(6, 2)
     for id, priority in (("a", 0), ("b", 9), ("c", 0)):
@@ -66,7 +66,7 @@ def test_the_least_urgent_gives_way() -> None:
     assert lost[0] == "b", "the least urgent loses its blocks first, though it is not the newest"
 
 
-def test_urgent_requests_do_not_push_out_who_runs() -> None:
+def test_urgent_requests_do_not_preempt_running_ones() -> None:
     scheduler, executor = one_at_a_time(age_s=10.0)
     slow = make_request("slow", [1], max_tokens=4, priority=9)
     scheduler.submit(slow, now_s=0.0)

@@ -45,7 +45,7 @@ def chat(count: int, rate: float, seed: int = 0, **more: object) -> list[tuple[f
 # ---- reading tiers ------------------------------------------------------------------------------------------------
 
 
-def test_tiers_are_ranked_as_they_are_listed_and_who_names_none_is_standard() -> None:
+def test_tiers_are_ranked_as_they_are_listed_and_a_request_without_one_is_standard() -> None:
     tiers = Tiers.read(DEFAULT)
     assert [(tier.name, tier.rank) for tier in tiers] == [("premium", 0), ("standard", 1), ("batch", 2)]
     assert tiers.of("").name == "standard"
@@ -192,7 +192,7 @@ def test_a_promise_that_would_break_takes_the_place_of_a_lower_tier() -> None:
     assert all(len(sim.seen[id].token_s) == 300 for id in ("b0", "b1")), "who gave way did not come back"
 
 
-def test_who_can_wait_takes_nobodys_place() -> None:
+def test_a_request_that_can_wait_preempts_no_other() -> None:
     scheduler = made(order="slo", tiers=TIERS, max_num_seqs=2)
     sim = Sim(scheduler)
     batch = [(0.0, scripted(f"b{number}", 16, 60, tier="batch")) for number in range(2)]
@@ -202,7 +202,7 @@ def test_who_can_wait_takes_nobodys_place() -> None:
 
 
 @pytest.mark.parametrize("order", ["slo", "fair", "priority", "sjf"])
-def test_a_giant_prompt_does_not_fill_the_passes_of_those_who_go_before_it(order: str) -> None:
+def test_a_giant_prompt_does_not_fill_the_passes_of_requests_ahead_of_it(order: str) -> None:
     """Its chunks leave room in each pass for a newcomer of a higher tier, a less served tenant, a shorter job …"""
     scheduler = made(order=order, tiers=TIERS, max_num_seqs=8)
     sim = Sim(scheduler, check=True)
@@ -218,7 +218,7 @@ def test_a_giant_prompt_does_not_fill_the_passes_of_those_who_go_before_it(order
     assert min(full) == 256, "what the newcomers do not need is the giant's"
 
 
-def test_a_giant_prompt_ends_under_an_endless_stream_of_those_who_go_before_it() -> None:
+def test_a_giant_prompt_ends_under_an_endless_stream_of_requests_ahead_of_it() -> None:
     scheduler = made(order="slo", tiers=TIERS, max_num_seqs=32)
     sim = Sim(scheduler)
     stream = [(0.01 * number, scripted(f"p{number}", 250, 1, tier="premium")) for number in range(800)]
@@ -240,7 +240,7 @@ def test_headroom_under_fair_is_for_tenants_with_less_than_their_part() -> None:
     assert sim.seen["c0"].ttft_s <= 0.1, "nothing of its tenant ran"
 
 
-def test_nobody_makes_way_for_its_own_tier() -> None:
+def test_no_request_is_preempted_for_its_own_tier() -> None:
     scheduler = made(order="slo", tiers=TIERS, max_num_seqs=2)
     sim = Sim(scheduler).run((0.0, scripted(f"p{number}", 16, 200, tier="premium")) for number in range(6))
     assert sim.preemptions == 0
@@ -269,7 +269,7 @@ STREAMS: dict[str, tuple[float, float, Callable[[int], Request]]] = {  # one eve
 
 @pytest.mark.parametrize("order", STREAMS)
 @pytest.mark.parametrize("when_short", ["recompute", "swap"])
-def test_nobody_starves_under_an_endless_stream_of_the_favoured(order: str, when_short: str) -> None:
+def test_no_request_starves_under_an_endless_stream_of_the_favoured(order: str, when_short: str) -> None:
     """The patient one speaks, and ends, although far more than can be served keep coming."""
 
     def scheduler() -> Scheduler:
@@ -353,7 +353,7 @@ def test_refused_at_once_when_the_promise_cannot_be_kept() -> None:
     assert promises_not_kept(sim) == 1
 
 
-def test_refused_in_the_line_as_soon_as_it_is_too_late_to_start() -> None:
+def test_refused_in_the_queue_as_soon_as_it_is_too_late_to_start() -> None:
     tiers = {"premium": {"ttft": 0.3, "reject_late": True}, "batch": {}}
     scheduler = made(order="slo", tiers=tiers, max_num_seqs=1)
     sim = Sim(scheduler).run(
@@ -468,7 +468,7 @@ def test_headroom_keeps_slots_and_blocks_for_short_requests() -> None:
     assert sim.seen["l8"].ttft_s > 1.0, "there was no need to wait, so this test says nothing"
 
 
-def test_headroom_starves_nobody() -> None:
+def test_headroom_starves_no_request() -> None:
     """Premium ones fill every place, again and again; the one slot that batch may use is never free."""
     tiers: dict[str, dict[str, object]] = {"premium": {"ttft": 9.0, "weight": 2}, "batch": {}}
     scheduler = made(order="slo", tiers=tiers, max_num_seqs=4, headroom=0.5)
@@ -478,7 +478,7 @@ def test_headroom_starves_nobody() -> None:
     assert sim.seen["b"].token_s[-1] < 10.0
 
 
-def test_headroom_keeps_nobody_out_of_an_empty_engine() -> None:
+def test_headroom_keeps_no_request_out_of_an_empty_engine() -> None:
     scheduler = made(max_num_seqs=2, blocks=20, headroom=0.5)
     sim = Sim(scheduler).run([(0.0, scripted("large", 250, 10))])
     assert len(sim.seen["large"].token_s) == 10
@@ -508,7 +508,7 @@ def test_with_half_the_memory_little_is_computed_twice(keep: bool, config: dict[
     assert all(seen.reason in (Reason.STOP, Reason.LENGTH) for seen in sim.seen.values())
 
 
-def test_nobody_gives_way_more_often_than_allowed_and_then_holds_all_it_needs() -> None:
+def test_no_request_is_preempted_beyond_its_limit_and_then_holds_all_it_needs() -> None:
     for most in (1, 2, 5):
         scheduler = made(blocks=60, watermark=0.0, max_preemptions=most)
         sim = Sim(scheduler, check=True).run(requests := chat(80, 30.0))

@@ -47,13 +47,13 @@ def test_decodes_go_first_also_when_a_prompt_came_first() -> None:
     assert step(scheduler, executor).counts.tolist() == [1, 4]
 
 
-def test_a_prompt_as_large_as_the_cache_starts_when_nobody_runs() -> None:
+def test_a_prompt_as_large_as_the_cache_starts_when_nothing_runs() -> None:
     scheduler, executor = started(blocks=10, block_size=4, watermark=0.2, max_num_batched_tokens=100)  # type: ignore[arg-type]
     scheduler.submit(make_request("huge", [1] * 40, max_tokens=1), 0.0)
     assert step(scheduler, executor).counts.tolist() == [40]
 
 
-def test_nobody_joins_in_the_pass_that_took_blocks_from_another() -> None:
+def test_no_request_starts_in_the_pass_that_took_blocks_from_another() -> None:
     scheduler, executor = started(blocks=4, block_size=4, max_num_batched_tokens=100, watermark=0)
     for name, prompt in (("old", [1] * 8), ("victim", [2] * 8), ("small", [3])):
         scheduler.submit(make_request(name, prompt, max_tokens=6), 0.0)
@@ -88,7 +88,7 @@ def test_a_new_leader_takes_over() -> None:
     assert step(scheduler, executor).rows.size == 1, "the third still waits for the second's blocks"
 
 
-def test_first_come_first_served_and_nobody_overtakes() -> None:
+def test_first_come_first_served_and_no_request_overtakes() -> None:
     scheduler, executor = started(blocks=6, block_size=4, max_num_batched_tokens=100)
     scheduler.submit(make_request("a", [1] * 16, max_tokens=4), 0.0)
     scheduler.submit(make_request("too large for now", [2] * 12, max_tokens=4), 0.0)
@@ -104,7 +104,7 @@ def test_no_more_run_than_there_are_slots() -> None:
     assert step(scheduler, executor).rows.size == 2
 
 
-def test_the_newest_gives_way_and_keeps_its_place_in_the_line() -> None:
+def test_the_newest_is_preempted_and_keeps_its_place_in_the_queue() -> None:
     scheduler, executor = started(blocks=4, block_size=4, max_num_batched_tokens=100, watermark=0)
     old, new = make_request("old", [1] * 8, max_tokens=8), make_request("new", [2] * 7, max_tokens=8)
     scheduler.submit(old, 0.0)
@@ -176,7 +176,7 @@ def test_siblings_wait_for_the_leader_then_share_its_blocks() -> None:
     assert {tuple(s.holding.blocks[:3]) for s in samples} == {tuple(samples[0].holding.blocks[:3])}
 
 
-def test_a_leader_that_goes_away_holds_nobody_up() -> None:
+def test_a_leader_that_goes_away_holds_no_member_up() -> None:
     scheduler, executor = started(block_size=4, max_num_batched_tokens=5)
     group = Group("g")
     for number in range(2):
@@ -214,7 +214,7 @@ def test_a_failed_row_ends_its_request_alone() -> None:
     assert events.owners == ["good"]
 
 
-def test_who_breaks_a_pass_alone_ends_and_nobody_else_does() -> None:
+def test_only_a_request_that_breaks_a_pass_alone_ends() -> None:
     scheduler, executor = started(max_num_seqs=1)
     for name in ("in it", "waiting"):
         scheduler.submit(make_request(name, [1]), 0.0)
@@ -237,7 +237,7 @@ def test_an_answer_for_another_pass_is_noticed() -> None:
         scheduler.commit(wrong, 0.0)
 
 
-def test_nobody_hits_what_a_failed_request_computed() -> None:
+def test_no_request_hits_what_a_failed_one_computed() -> None:
     scheduler, executor = started(block_size=4, max_num_batched_tokens=8)
     scheduler.submit(make_request("bad", [7] * 13), 0.0)
     step(scheduler, executor)

@@ -113,7 +113,7 @@ def test_the_samples_of_a_job_share_their_prompt() -> None:
     turned_away(tenants, request_of("a", 10))
 
 
-def test_what_is_said_is_charged_once_and_a_cut_gives_nothing_back() -> None:
+def test_output_is_charged_once_and_a_cut_gives_nothing_back() -> None:
     tenants = limited(tokens_per_minute=60)
     request = request_of("a", 1, prompt=10)
     come(tenants, request)
@@ -198,7 +198,7 @@ def test_a_tenant_is_forgotten_whatever_became_of_its_rate(later: int | None) ->
     assert len(tenants) == 0
 
 
-def test_fewer_at_once_counts_for_the_next_and_ends_nobody() -> None:
+def test_fewer_at_once_counts_for_the_next_and_ends_no_request() -> None:
     limits = Changing(max_concurrent=3)
     tenants = limits.tenants
     running = [request_of("a", number) for number in range(3)]

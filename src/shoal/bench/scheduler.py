@@ -1,6 +1,6 @@
-"""What the scheduler itself costs: plan and commit of passes in which everybody decodes, on one core, without a device.
+"""What the scheduler itself costs: plan and commit of passes of decodes, on one core, without a device.
 
-Is handed schedulers; answers their plans with made-up tokens, which is not counted. Knows no policies.
+Takes schedulers and answers their plans with made-up tokens, which is not counted. Knows no policies.
 """
 
 import gc
@@ -18,7 +18,7 @@ from shoal.errors import EngineError
 from shoal.sched.scheduler import Scheduler
 
 PROMPT = 16  # tokens of each prompt
-FIXED_US = 50.0  # of a pass, whoever runs
+FIXED_US = 50.0  # of a pass, however many requests run
 AIM_US, MOST_US = 1.0, 4.0  # per running request beyond that
 
 
@@ -37,12 +37,12 @@ class Cost:
 
     @property
     def each_us(self) -> float:
-        """Per running request, beyond what a pass may cost whoever runs."""
+        """Per running request, beyond the fixed part of a pass."""
         return max(0.0, self.total_us - FIXED_US) / self.running
 
 
 def answer(plan: StepPlan) -> StepResult:
-    """What a device would say, at once."""
+    """A device's result, at once."""
     drawing = plan.draws > 0
     rows = plan.rows[drawing]
     ones = np.ones_like(rows)
@@ -53,7 +53,7 @@ def answer(plan: StepPlan) -> StepResult:
 def fill(scheduler: Scheduler, running: int, passes: int, tiers: Sequence[str]) -> None:
     """Let so many requests in, and compute until all of them decode."""
     for number in range(running):
-        prompt = [(number * 31 + place) % scheduler.limits.vocab_size for place in range(PROMPT)]
+        prompt = [(number * 31 + position) % scheduler.limits.vocab_size for position in range(PROMPT)]
         params = SamplingParams(temperature=0.0, max_tokens=passes + 64, ignore_eos=True)
         tier = tiers[number % len(tiers)]
         scheduler.submit(Request(str(number), prompt, params, seed=number, tenant=f"t{number % 8}", tier=tier), 0.0)
@@ -81,7 +81,7 @@ def measure(make: Callable[[int], Scheduler], policy: str, running: int, passes:
             plan = scheduler.plan(now_s)
             planned = time.perf_counter()
             assert plan is not None
-            assert len(plan.rows) == running, "somebody did not decode"
+            assert len(plan.rows) == running, "a request did not decode"
             result = answer(plan)
             again = time.perf_counter()
             scheduler.commit(result, now_s)

@@ -64,7 +64,7 @@ def run_bench_scheduler(args: argparse.Namespace) -> int:
             settings = pick(POLICIES, name, "policy")
             tiers = ("premium", "standard", "batch") if "tiers" in settings else ("",)
             if "headroom" in settings:
-                tiers = ("premium",)  # who may use all of it
+                tiers = ("premium",)  # the tier that may use all of it
             make = _maker(settings, args.passes)
             costs += [measure(make, name, size, args.passes, tiers) for size in sizes]
     finally:

@@ -1,6 +1,6 @@
 """Wall time and virtual time behind one small interface.
 
-Only the engine loop, its clients and the server read a clock; everything below them is told what time it is.
+Only the engine loop, its clients and the server read a clock; everything below them takes the time as an argument.
 """
 
 import time
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Something that tells the time in seconds."""
+    """A source of time in seconds."""
 
     def now_s(self) -> float: ...
 
@@ -29,7 +29,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Seconds that pass when told to.
+    """Seconds that pass only on demand.
 
     >>> clock = VirtualClock()
     >>> clock.advance(1.5)

@@ -13,14 +13,14 @@ from shoal.core.request import Logprobs, Reason
 class Rejection:
     """A request was refused when it was submitted, or its time was over before its first token.
 
-    In the second case it had arrived, and stands in `finished`, too, as everybody does who has arrived.
+    In the second case it had arrived, so it is in `finished`, too, as every request that arrived.
     """
 
     id: str
     kind: str  # name of the error's class
     message: str
     retry_after_s: float | None = None
-    tier: str = ""  # whose promise could not be kept, if it was refused for that when it was submitted
+    tier: str = ""  # its tier, if it was refused at submission because the tier's promise could not be kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request ended; nothing more will be said about it."""
+    """A request ended; no later record names it."""
 
     id: str
     reason: Reason
@@ -81,7 +81,7 @@ class PassEvents:
     budget_tokens: int = 0
     dead_rows: int = 0
     # from the commit
-    padded_tokens: int = 0  # computed for nobody, as counted where they were computed
+    padded_tokens: int = 0  # padding, as counted where it was computed
     blocks_out: int = 0  # KV blocks that have arrived in host memory
     blocks_in: int = 0  # … and back on the device
     faults: int = 0  # passes that raised
@@ -100,7 +100,7 @@ class PassEvents:
     blocks_total: int = 0
 
     def add(self, other: "PassEvents") -> None:
-        """Take in what another record tells about requests."""
+        """Add what another record reports about requests."""
         self.arrived += other.arrived
         self.arrived_s += other.arrived_s
         self.rejected += other.rejected

@@ -2,7 +2,7 @@
 
 A StepPlan is a delta over persistent rows, held in arrays: rows that start, blocks that were added to a row,
 and which positions of which rows to compute. Everything else the runner already has in its tables.
-Both records are frozen: nobody fills them in later. Knows nothing of requests' states, of blocks' owners or of torch.
+Both records are frozen: nothing is filled in later. Knows nothing of requests' states, of blocks' owners or of torch.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
 FROM_DEVICE = -1  # a token id the host does not know yet: the row's own last sample
-SCRIPTED_END = -2  # what a replayed request "says" as its last token, so that its length is that of the trace
+SCRIPTED_END = -2  # the last token of a replayed request, so that its length is that of the trace
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Copy KV blocks, beside the passes and not before the ones handed over earlier; StepResult names the id once it
-    is done. Nobody writes to its sources or uses its targets until then."""
+    is done. Its sources are not written and its targets not used until then."""
 
     id: int
     source: tuple[int, ...]
@@ -45,7 +45,7 @@ class RowStart:
     sample: int
     stop_ids: frozenset[int]
     blocks: tuple[int, ...]
-    wants_prompt_logprobs: bool
+    needs_prompt_logprobs: bool
     ends_at: int = 0  # replay: the token at this position is SCRIPTED_END; 0: it ends by itself
 
 
@@ -92,7 +92,7 @@ class StepPlan:
 class StepResult:
     """What came of one pass, for each row of the plan that draws, in the plan's order.
 
-    `accepted` says how many tokens a row yields, from 1 to its draws; `tokens` is their concatenation.
+    `accepted` is how many tokens a row yields, from 1 to its draws; `tokens` is their concatenation.
     """
 
     step: int

@@ -22,11 +22,11 @@ MakeGrammar: TypeAlias = Callable[[GrammarSpec, Sequence[int]], Grammar]
 class LateMasks:
     """Which tokens grammars allow in one pass, known only after its forward has begun.
 
-    Bit b of word w of a line stands for token 32 w + b. Rows that are not named may say anything.
+    Bit b of word w of a row stands for token 32 w + b. Rows that are not named may draw any token.
     """
 
     rows: Ints  # some of the plan's sampling rows, in the plan's order
-    allowed: npt.NDArray[np.uint32]  # packed bits, one line per row
+    allowed: npt.NDArray[np.uint32]  # packed bits, one row of words per row
 
 
 class Executor(Protocol):
@@ -58,17 +58,17 @@ class EngineClient(Protocol):
 
     @property
     def trouble(self) -> str:
-        """What to tell those who ask while it is down."""
+        """The message for requests that come while it is down."""
 
     @property
     def jobs(self) -> int:
         """How many of this front's jobs have not ended."""
 
     def submit(self, job: Job, sink: Sink) -> None:
-        """Ask for a job. Raises EngineDown if there is nobody to ask; every other answer comes through the sink."""
+        """Ask for a job. Raises EngineDown if there is no engine; every other answer comes through the sink."""
 
     def abort(self, job_id: str) -> None:
-        """Nobody waits for it any more; its sink is told nothing more. Fine if it has ended."""
+        """The client is gone; its sink gets no further call. Fine if the job has ended."""
 
     def finish_at(self, job_id: str, sample: int, outputs: int) -> None:
         """A stop string was found in output token number `outputs` (from 1): the sample ends there, as "stop"."""

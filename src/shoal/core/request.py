@@ -80,11 +80,51 @@ class Request:
     """One sequence of tokens to be continued."""
 
     __slots__ = (
-        "arrived_s", "began", "blocks_sent", "cached_tokens", "computed", "deadline_s", "end", "ends_after", "error",
-        "fetching", "first_s", "furthest", "generation", "grammar", "group", "holding", "id", "last_step", "max_tokens",
-        "names", "order", "overtaken", "params", "parked", "pending", "planned", "preemptions", "priority", "promise",
-        "prompt_len", "reason", "rejected", "row", "salt", "sample", "seed", "start_by_s", "state", "stop_ids",
-        "tenant", "tier", "timeout_s", "tokens", "wants_prompt_logprobs", "work",
+        "arrived_s",
+        "began",
+        "blocks_sent",
+        "cached_tokens",
+        "computed",
+        "deadline_s",
+        "end",
+        "ends_after",
+        "error",
+        "fetching",
+        "first_s",
+        "furthest",
+        "generation",
+        "grammar",
+        "group",
+        "holding",
+        "id",
+        "last_step",
+        "max_tokens",
+        "names",
+        "needs_prompt_logprobs",
+        "order",
+        "overtaken",
+        "params",
+        "parked",
+        "pending",
+        "planned",
+        "preemptions",
+        "priority",
+        "promise",
+        "prompt_len",
+        "reason",
+        "rejected",
+        "row",
+        "salt",
+        "sample",
+        "seed",
+        "start_by_s",
+        "state",
+        "stop_ids",
+        "tenant",
+        "tier",
+        "timeout_s",
+        "tokens",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -120,12 +160,15 @@ class Request:
         self.priority = priority  # lower goes first, where the order policy looks at it
         self.tier = tier  # the name of what it is promised
         self.timeout_s = timeout_s  # from its arrival to its end
-        self.grammar = grammar  # what it may say; None: anything
+        self.grammar = grammar  # which tokens it may generate; None: all
         self.allow(params.max_tokens or 0)  # 0: filled in at admission
-        self.wants_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
-        # progress
+        self.needs_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
+        self._begin(bool(output))
+
+    def _begin(self, ran: bool) -> None:
+        """Progress: it is new here; it may have run elsewhere."""
         self.state = State.WAITING
-        self.began = bool(output)  # it has run, here or elsewhere
+        self.began = ran  # it has run, here or elsewhere
         self.order = -1  # arrival number, given at admission
         self.arrived_s = 0.0
         self.first_s = math.nan  # when its first token was committed
@@ -162,7 +205,7 @@ class Request:
         return self.tokens[self.prompt_len :]
 
     def allow(self, max_tokens: int) -> None:
-        """It may say so many tokens."""
+        """Set how many output tokens it may have."""
         self.max_tokens = max_tokens
         self.end = self.prompt_len + max_tokens - 1  # positions that can ever be computed: the last token never is
 

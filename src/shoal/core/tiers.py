@@ -1,6 +1,6 @@
 """Tiers: what requests are promised.
 
-A tier says how soon its requests should say their first token, how far apart the next ones may be, and how it stands
+A tier states how soon its requests should get their first token, how far apart the next ones may be, and its weight
 beside the others. Tiers are listed from the most to the least important. Owns their reading and their limits; knows
 nothing of how promises are kept.
 """
@@ -71,7 +71,7 @@ class Tiers:
 
     @classmethod
     def read(cls, table: Mapping[str, Any] | None) -> "Tiers":
-        """From a config's table name → {ttft, itl, weight, longest, reject_late}; None: nobody is promised anything."""
+        """From a config's table name → {ttft, itl, weight, longest, reject_late}; None: nothing is promised."""
         if table is None:
             return cls()
         if not isinstance(table, Mapping) or not 1 <= len(table) <= MOST_TIERS:

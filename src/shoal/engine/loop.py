@@ -1,7 +1,7 @@
 """The loop: keeps the executor busy with up to `depth` passes and hands out what happened.
 
-Plans pass k+1 while k computes (depth 2), as late as possible: right after k-1 was committed. It is the only place
-in this room, with the clients, that reads a clock. Knows no scheduling.
+Plans pass k+1 while k computes (depth 2), as late as possible: right after k-1 was committed. Only this
+loop and the clients read a clock. Knows no scheduling.
 
 A pass in which grammars choose needs the tokens of the pass before it. Its forward begins as any other; it is sampled
 once they are committed, and the masks are computed while the forward runs. Nothing more is begun until then.
@@ -37,8 +37,9 @@ class EngineLoop:
         self.check = check  # run the integrity check after every pass
         self._unsampled = False  # the newest pass was begun, but waits for its masks
         self._owed = 0  # passes that were sampled and whose result was not taken
-        self._broken: Exception | None = None  # what the executor raised, to be told by the next step
-        self.on_begin: Callable[[Sequence[str], bool], None] | None = None  # told who is in a pass, before it begins
+        self._broken: Exception | None = None  # what the executor raised, for the next step to report
+        # called before a pass begins, with its request ids and whether they are suspects
+        self.on_begin: Callable[[Sequence[str], bool], None] | None = None
         self.spare: Iterator[object] | None = None  # work for moments without requests, some milliseconds a step
 
     def submit(self, request: Request) -> None:
@@ -89,13 +90,13 @@ class EngineLoop:
         try:
             self._sample()
         except Exception as error:
-            self._broken = error  # this pass did not break, and is told first
+            self._broken = error  # this pass did not break, and is reported first
         if self.check:
             self.scheduler.check()
         return events
 
     def _spare(self) -> bool:
-        """Do some of the spare work, if nobody is waiting for anything; False: there was none to do."""
+        """Do some of the spare work, if the scheduler is idle; False: there was none to do."""
         if self.spare is None or not self.scheduler.idle:
             return False
         try:

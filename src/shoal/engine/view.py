@@ -1,7 +1,7 @@
 """What an engine is doing, for people: one entry per request, and why those that wait do so.
 
-Reads the scheduler's tables and changes nothing. Owns the words. Tells no tokens, texts or salts: whoever may look at
-this may not look into the requests. Knows no HTTP and no terminal.
+Reads the scheduler's tables and changes nothing. Owns the words. Shows no tokens, texts or salts: permission to read
+this is not permission to read the requests. Knows no HTTP and no terminal.
 """
 
 import math
@@ -14,17 +14,17 @@ MOST = 1000  # requests that are listed
 
 
 def requests(scheduler: Scheduler, now_s: float, most: int = MOST) -> list[dict[str, Any]]:
-    """First those that run, then those that wait, in the order of the line."""
+    """Running requests first, then waiting ones in the order of the queue."""
     waiting = list(scheduler.waiting.in_order())
-    everybody: list[tuple[Request, int | None]] = [(request, None) for request in scheduler.running]
-    everybody += [(request, place) for place, request in enumerate(waiting)]
-    return [entry(request, place, scheduler, now_s) for request, place in everybody[:most]]
+    listed: list[tuple[Request, int | None]] = [(request, None) for request in scheduler.running]
+    listed += [(request, place) for place, request in enumerate(waiting)]
+    return [entry(request, place, scheduler, now_s) for request, place in listed[:most]]
 
 
 def entry(request: Request, place: int | None, scheduler: Scheduler, now_s: float) -> dict[str, Any]:
-    """`place` in the waiting line, from 0; None for one that runs."""
+    """`place` in the waiting queue, from 0; None for a running request."""
     holding = request.holding
-    told = {
+    shown = {
         "id": request.id,
         "state": request.state.value,
         "why": why_waiting(request, place, scheduler) if place is not None else what_runs(request),
@@ -41,15 +41,15 @@ def entry(request: Request, place: int | None, scheduler: Scheduler, now_s: floa
         "age_s": round(now_s - request.arrived_s, 3),
     }
     if place is not None:
-        told["place"] = place
+        shown["place"] = place
     for name, value in (
         ("time_left_s", request.deadline_s - now_s),
         ("promise_s", promise_s(request)),
         ("slack_s", slack_s(request, now_s)),
     ):
         if value is not None and math.isfinite(value):
-            told[name] = round(value, 3)
-    return told
+            shown[name] = round(value, 3)
+    return shown
 
 
 def what_runs(request: Request) -> str:
@@ -57,7 +57,7 @@ def what_runs(request: Request) -> str:
 
 
 def why_waiting(request: Request, place: int, scheduler: Scheduler) -> str:
-    """The first reason that holds; nobody overtakes the one at the head of the line."""
+    """The first reason that holds; the request at the head of the queue is not overtaken."""
     most, running = scheduler.limits.max_num_seqs, len(scheduler.running)
     if request.pending:
         return "its last token is on the way"

@@ -1,1 +1,1 @@
-"""Which KV blocks belong to whom: ids only, no tensors, no clock."""
+"""Which KV blocks are held by which requests: ids only, no tensors, no clock."""

@@ -1,9 +1,9 @@
 """The host tier: KV blocks that left the device, kept in host memory under the names of the prefix cache.
 
-    take ──► being written ──► ready ──► found again, or forgotten (the oldest that nobody has pinned) for others
+    take ──► being written ──► ready ──► found again, or forgotten (the oldest that is not pinned) for others
 
-Knows names (digests), host block ids and who still counts on them (pins). Does not know requests, device blocks or how
-bytes travel. Every operation is O(1).
+Knows names (digests), host block ids and how many requests rely on them (pins). Does not know requests, device
+blocks or how bytes travel. Every operation is O(1).
 """
 
 from collections import OrderedDict
@@ -28,7 +28,7 @@ class HostTier:
     >>> host.take(b"a"), host.take(b"b"), host.find(b"a")   # it is still being written
     (0, None, None)
     >>> host.written(b"a")
-    >>> host.find(b"a"), host.take(b"b"), host.find(b"a")   # it had to make room
+    >>> host.find(b"a"), host.take(b"b"), host.find(b"a")   # its block was needed
     (0, 0, None)
     """
 
@@ -36,7 +36,7 @@ class HostTier:
         self.total = total
         self._free = list(range(total - 1, -1, -1))
         self._entries: dict[bytes, Entry] = {}
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # ready and pinned by nobody, oldest first
+        self._idle: OrderedDict[bytes, None] = OrderedDict()  # ready and not pinned, oldest first
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,19 +74,19 @@ class HostTier:
         self._rest(name, entry)
 
     def spoil(self, name: bytes) -> None:
-        """Its content never arrived, or cannot be read: nobody finds it again, and it goes when nobody counts on it."""
+        """Its content never arrived, or cannot be read: it is not found again, and is forgotten once unpinned."""
         entry = self._entries[name]
         entry.ready, entry.spoiled = False, True
         self._idle.pop(name, None)
         self._rest(name, entry)
 
     def pin(self, name: bytes) -> None:
-        """Somebody counts on it."""
+        """A request relies on it."""
         self._entries[name].pins += 1
         self._idle.pop(name, None)
 
     def unpin(self, name: bytes) -> None:
-        """… no longer."""
+        """A request no longer relies on it."""
         entry = self._entries[name]
         entry.pins -= 1
         assert entry.pins >= 0, "unpinned more often than pinned"
@@ -104,7 +104,7 @@ class HostTier:
     def check(self) -> None:
         """Every host block is free or has one name; exactly the ready and unpinned may be forgotten."""
         blocks = self._free + [entry.block for entry in self._entries.values()]
-        assert sorted(blocks) == list(range(self.total)), "a host block is lost or in two places"
+        assert sorted(blocks) == list(range(self.total)), "a host block is lost or has two names"
         idle = {name for name, entry in self._entries.items() if entry.ready and not entry.pins}
         assert not any(entry.spoiled and not entry.pins for entry in self._entries.values()), "a spoiled block is kept"
         assert idle == set(self._idle), "what may be forgotten is counted wrongly"

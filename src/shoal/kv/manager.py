@@ -70,13 +70,13 @@ class KVManager:
     def reserve(
         self,
         tokens: Sequence[int],
-        room: int,
+        capacity: int,
         salt: str | None,
         names: list[bytes],
         spare: int = 0,
         look: bool = True,
     ) -> Holding | None:
-        """Blocks for `room` positions, the first ones from the cache where it has them (unless told not to look).
+        """Blocks for `capacity` positions, the first ones from the cache where it has them (with `look`).
 
         None if fewer than `spare` blocks would stay free, and then nothing has moved. A hit never covers all tokens:
         one is left to compute. `names` are the digests of these tokens' full blocks; they are extended in place, so a
@@ -84,7 +84,7 @@ class KVManager:
         """
         hits = self._hits(tokens, salt, names) if look and salt is not None else []
         revived = sum(1 for block in hits if self.pool.references[block] == 0)
-        fresh = max(0, self.blocks_for(room) - len(hits))
+        fresh = max(0, self.blocks_for(capacity) - len(hits))
         if self.pool.free - revived - fresh < spare:
             return None
         for block in hits:  # hold first, or the grab below might take them away
@@ -113,11 +113,11 @@ class KVManager:
             before = names[-1] if names else first_digest(salt)
             names.append(next_digest(before, tokens[number * self.block_size : (number + 1) * self.block_size]))
 
-    def grow(self, holding: Holding, room: int) -> bool:
-        """Make room for `room` positions in all; False if there are no blocks, and then nothing has moved."""
-        if room <= holding.capacity:
+    def grow(self, holding: Holding, capacity: int) -> bool:
+        """Hold blocks for `capacity` positions in all; False if there are not enough, and then nothing has moved."""
+        if capacity <= holding.capacity:
             return True
-        taken = self.pool.grab(self.blocks_for(room) - len(holding.blocks))
+        taken = self.pool.grab(self.blocks_for(capacity) - len(holding.blocks))
         if taken is None:
             return False
         holding.blocks += taken
@@ -156,7 +156,7 @@ class KVManager:
             self._cold += [block for block in reversed(blocks) if not self.pool.references[block]]
 
     def discard(self, holding: Holding) -> None:
-        """Give all blocks back and let nobody hit what only this holding had: its content is not to be trusted."""
+        """Give all blocks back, and unpublish those that only this holding had: their content is not to be trusted."""
         blocks = list(holding.blocks)
         self.release(holding)
         for block in blocks:
@@ -165,7 +165,7 @@ class KVManager:
                 self.pool.unpublish(block)
 
     def forget_all(self) -> int:
-        """Empty the cache of blocks nobody holds; returns how many there were."""
+        """Empty the cache of blocks that no request holds; returns how many there were."""
         count = 0
         for block in list(self.index.named()):
             if self.pool.references[block] == 0:
@@ -177,9 +177,9 @@ class KVManager:
     # ---- to host memory and back ----------------------------------------------------------------------------------
 
     def spill(self, holding: Holding, tokens: Sequence[int], computed: int) -> list[bytes]:
-        """Begin to copy the full blocks among the first `computed` positions to the host, as far as it has room.
+        """Begin to copy the full blocks among the first `computed` positions to the host, as far as they fit.
 
-        Returns the names of those that will be there, each pinned once; unpin() them when nobody counts on them.
+        Returns the names of those that will be there, each pinned once; unpin() them when they are no longer needed.
         """
         if self.host is None or holding.salt is None:
             return []
@@ -198,13 +198,13 @@ class KVManager:
         return names
 
     def unpin(self, names: Iterable[bytes]) -> None:
-        """Nobody counts on these any more."""
+        """These are no longer needed."""
         if self.host is not None:
             for name in names:
                 self.host.unpin(name)
 
     def spill_cold(self) -> None:
-        """Begin to copy some of the cached blocks that nobody holds, so that they can still be hit when overwritten."""
+        """Begin to copy some cached blocks that no request holds, so that they can still be hit when overwritten."""
         host, pool = self.host, self.pool
         if host is None or not self._cold:
             return
@@ -255,7 +255,7 @@ class KVManager:
         return number
 
     def take_orders(self) -> tuple[BlockCopy, ...]:
-        """Copies that nobody has been told of; the next plan must carry them."""
+        """Copies that no plan has carried yet; the next one must."""
         orders, self._orders = tuple(self._orders), []
         return orders
 

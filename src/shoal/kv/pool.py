@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 
 
 class BlockPool:
-    """Hands out block ids 0 … total-1 and counts who holds them.
+    """Hands out block ids 0 … total-1 and counts how many requests hold them.
 
     >>> pool = BlockPool(2)
     >>> pool.grab(2), pool.grab(1)
@@ -31,7 +31,7 @@ class BlockPool:
         self.published = [False] * total
         self._clean = list(range(total - 1, -1, -1))  # a stack; block 0 is on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._forget = forget  # told when a cached block's content is about to be overwritten
+        self._forget = forget  # called when a cached block's content is about to be overwritten
 
     @property
     def free(self) -> int:
@@ -73,7 +73,7 @@ class BlockPool:
         """One reference less to each; published blocks stay cached, those named first are reused first."""
         for block in blocks:
             left = self.references[block] - 1
-            assert left >= 0, f"block {block} was dropped by somebody who does not hold it"
+            assert left >= 0, f"block {block} was dropped more often than it was held"
             self.references[block] = left
             if left == 0:
                 if self.published[block]:
@@ -83,7 +83,7 @@ class BlockPool:
 
     def publish(self, block: int) -> None:
         """From now on the block's content can be hit, also after its last reference is dropped."""
-        assert self.references[block] > 0, f"block {block} is published by nobody"
+        assert self.references[block] > 0, f"block {block} is published and not held"
         self.published[block] = True
 
     def unpublish(self, block: int) -> None:
@@ -94,12 +94,12 @@ class BlockPool:
             self._clean.append(block)
 
     def check(self) -> None:
-        """Every block is in exactly one place."""
+        """Every block is free, cached or held."""
         clean, cached = set(self._clean), set(self._cached)
         assert len(clean) == len(self._clean), "a block is in the clean list twice"
         assert not clean & cached, "a block is both clean and cached"
         for block, count in enumerate(self.references):
             listed = block in clean or block in cached
-            assert (count == 0) == listed, f"block {block} has {count} references but is in the wrong place"
+            assert (count == 0) == listed, f"block {block} has {count} references but is in the wrong list"
             if count == 0:
                 assert self.published[block] == (block in cached), f"free block {block} is in the wrong list"

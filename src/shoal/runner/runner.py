@@ -58,7 +58,7 @@ class Runner:
         for start in plan.starting:
             self.sampler.start(start)
             self._prompts.pop(start.row, None)
-            if start.wants_prompt_logprobs:
+            if start.needs_prompt_logprobs:
                 self._prompts[start.row] = (start.tokens[: start.prompt_len], start.params.prompt_logprobs or 0)
 
     @property

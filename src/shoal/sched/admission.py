@@ -1,7 +1,7 @@
-"""Admission: accept a request, or say why not.
+"""Admission: accept a request, or refuse it with the reason.
 
 What can never work is a BadRequest. What could be served, but not while so many wait, is refused as QueueFull with the
-time after which it is worth another try. (What a key may ask for is tenants.py; who waited too long, deadlines.py.)
+time after which it is worth another try. (Limits of a key are in tenants.py, limits on waiting in deadlines.py.)
 Knows limits and how many wait; moves nothing, so a refusal leaves no trace.
 """
 
@@ -12,7 +12,7 @@ from shoal.core.request import Request
 from shoal.errors import BadParameter, BadRequest, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.sched.tenants import LimitsOf, no_limits
 
-LONGEST_TIMEOUT_S = 1e8  # three years; beyond that, who wants no limit should say so
+LONGEST_TIMEOUT_S = 1e8  # three years; for no limit the timeout is left out
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is refused although it could be served (as it stands here, nothing), and how often one may give way."""
+    """What is refused although it could be served (by default nothing), and how often a request may be preempted."""
 
     max_queue: int = 0  # requests that wait and have never run; 0: any number
     max_wait_s: float | None = None  # from arrival to the start
     limits_of: LimitsOf = no_limits  # of a tenant
-    max_preemptions: int = 8  # after so many a request starts only with all the room it may need, and keeps it
+    max_preemptions: int = 8  # after so many a request starts only with every block it can need, and keeps them
 
 
 class Pace:
@@ -41,11 +41,11 @@ class Pace:
     >>> pace = Pace()
     >>> for second in range(10):
     ...     pace.note(2, now_s=second)
-    >>> pace.wait_s(places=8, now_s=9)  # two a second
+    >>> pace.wait_s(requests=8, now_s=9)  # two a second
     4.0
     """
 
-    REMEMBERED = 64  # records in which somebody ended
+    REMEMBERED = 64  # records in which a request ended
     LATELY_S = 60.0
     SHORTEST_S, LONGEST_S = 1.0, 60.0
 
@@ -55,14 +55,14 @@ class Pace:
     def note(self, ended: int, now_s: float) -> None:
         self._ends.append((now_s, ended))
 
-    def wait_s(self, places: int, now_s: float) -> float:
-        """How long until so many more have ended; the shortest when nobody knows."""
+    def wait_s(self, requests: int, now_s: float) -> float:
+        """How long until so many more requests have ended; the shortest time while that is not known."""
         while self._ends and self._ends[0][0] < now_s - self.LATELY_S:
             self._ends.popleft()
         ended = sum(count for _, count in self._ends) - (self._ends[0][1] if self._ends else 0)  # since the first
         if not ended:
             return self.SHORTEST_S
-        wait_s = places * (now_s - self._ends[0][0]) / ended
+        wait_s = requests * (now_s - self._ends[0][0]) / ended
         return min(max(wait_s, self.SHORTEST_S), self.LONGEST_S)
 
 
@@ -152,13 +152,13 @@ def _check_timeout(timeout_s: float | None) -> None:
 
 
 def _check_goes_on(request: Request, max_tokens: int) -> None:
-    """A request that brings output tokens, from an engine before this one, must have something left to say."""
+    """A request that brings output tokens from an earlier engine must not have ended."""
     outputs = request.outputs
     if outputs >= max_tokens:
-        raise BadRequest(f"it has said {outputs} tokens already and max_tokens is {max_tokens}: it has ended")
+        raise BadRequest(f"it has {outputs} output tokens already and max_tokens is {max_tokens}: it has ended")
     grammar = request.grammar
     may_stop = outputs > request.params.min_tokens or (outputs > 0 and grammar is not None)
     if may_stop and request.tokens[-1] in request.stop_ids:
         raise BadRequest(f"its last token {request.tokens[-1]} is a stop token: it has ended")
     if grammar is not None and grammar.ended:
-        raise BadRequest("its grammar lets it say nothing more: it has ended")
+        raise BadRequest("its grammar allows no further token: it has ended")

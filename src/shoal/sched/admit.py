@@ -2,7 +2,7 @@
 
 The second half of planning: running requests have their share, now the queue is read in order. When a request does not
 fit, no other overtakes it unless a policy allows that; an urgent one may preempt a running one; one that waits for
-blocks from host memory keeps its place. Owns the rules of starting; the tables hold what came of them.
+blocks from host memory keeps them. Owns the rules of starting; the tables hold what came of them.
 """
 
 from dataclasses import dataclass, field
@@ -172,7 +172,7 @@ class Admitter:
     def _preempt_for(self, batch: PassBuilder, events: PassEvents, request: Request, now_s: float) -> bool:
         """Preempt a running request for this one, if it is urgent and the order policy names a victim."""
         order = self._policies.order
-        allowed = order.overtakes and self._policies.preempt.gives_way and not self._policies.batching.grouped
+        allowed = order.overtakes and self._policies.preempt.preempts and not self._policies.batching.grouped
         if not allowed or self._tables.suspects or not order.urgent(request, now_s):
             return False
         victim = order.victim_for(request, [one for one in self._victims.candidates() if one not in batch.starting])
@@ -202,7 +202,7 @@ class Admitter:
     def _reserve(self, request: Request, spare: int) -> Holding | None:
         kv, running = self._tables.kv, len(self._tables.running)
         spare += self._policies.memory.spare(kv.pool.total, running)
-        look = not request.wants_prompt_logprobs  # else it must compute every position itself
+        look = not request.needs_prompt_logprobs  # else it must compute every position itself
         capacity, salt = self._tokens_to_hold(request), self._salt(request)
         return kv.reserve(request.tokens, capacity, salt, request.names, spare if running else 0, look)
 

@@ -1,8 +1,8 @@
 """Budget: how many positions one pass may compute.
 
 fixed     --max-num-batched-tokens, always
-promise   as many as fit into the tightest inter-token promise among those who run, by the step-time model; the fixed
-          number is the upper bound, and prompts always get a few, so that they end some day
+promise   as many as fit into the tightest inter-token promise of the running requests, by the step-time model; the
+          fixed number is the upper bound, and prompts always get a few positions, so that they make progress
 
 Knows the model of passes and promises. Does not know which prompts get the tokens.
 """
@@ -29,11 +29,11 @@ class Budget(Protocol):
     def make(cls, setup: Setup) -> Self: ...
 
     def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
-        """Positions for prompts beside so many decodes, when the pass has room for `most` more."""
+        """Positions for prompts beside so many decodes, when at most `most` more fit into the pass."""
 
 
 class Fixed(NoOptions):
-    """All the room there is."""
+    """All that fits."""
 
     learns = False
 
@@ -42,7 +42,7 @@ class Fixed(NoOptions):
 
 
 class PromiseBudget:
-    """What lets those who speak speak in time."""
+    """The largest pass that still meets the tightest inter-token promise."""
 
     learns = True
 
@@ -57,11 +57,11 @@ class PromiseBudget:
         tightest_s, read = math.inf, 0
         for request in running:
             read += request.planned
-            if len(request.tokens) > request.prompt_len and request.promise.itl_s < tightest_s:  # it has begun to speak
+            if len(request.tokens) > request.prompt_len and request.promise.itl_s < tightest_s:  # it decodes
                 tightest_s = request.promise.itl_s
         if tightest_s == math.inf:
             return most
-        # nobody knows what a pass takes that is far larger than any before: grow step by step
+        # the model does not know passes far larger than any before: grow step by step
         most = min(most, max(LEAST, GROWTH * self.steps.largest))
         if not self.steps.known:
             return most

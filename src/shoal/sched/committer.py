@@ -18,7 +18,7 @@ from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Reason, Request, State
 from shoal.errors import EngineError
 from shoal.sched.endings import Endings
-from shoal.sched.pass_builder import Flight
+from shoal.sched.flight import Flight
 from shoal.sched.tables import Blocks, SharedTables
 
 
@@ -46,10 +46,11 @@ class Committer:
         for index, first, values in result.prompt_logprobs:
             if flight.requests[index].state is not State.FINISHED:
                 out.note_prompt(flight.requests[index].id, first, values)
-        if events.computed_tokens == len(flight.requests) and flight.rejected is None and not result.failures:
-            self._commit_decodes(flight, result, out)
-        else:
+        decodes = events.computed_tokens == len(flight.requests) and flight.rejected is None and not result.failures
+        if not decodes:
             self._commit_rows(flight, result, out)
+        elif not self._commit_steady(flight, result, out):
+            self._commit_decodes(flight, result, out)
         if policies.order.counts:
             drawing = [request for request, draws in zip(flight.requests, flight.draws, strict=True) if draws]
             for request, accepted in zip(drawing, result.accepted.tolist(), strict=True):
@@ -63,6 +64,17 @@ class Committer:
             tables.kv.spill_cold()
         return self.seal(events, now_s)
 
+    def _commit_steady(self, flight: Flight, result: StepResult, out: PassEvents) -> bool:
+        """As _commit_decodes, where no request started, left or ends since the pass was planned; False: it may."""
+        steady, kv = self._tables.steady, self._tables.kv
+        if steady is None or steady is not flight.steady or result.logprobs:
+            return False
+        if not steady.append(flight.ends, result.tokens.tolist(), out):
+            return False
+        for request, end in steady.full_blocks(flight.ends, kv.block_size):
+            kv.publish(request.holding, request.tokens, end)
+        return True
+
     def _commit_decodes(self, flight: Flight, result: StepResult, out: PassEvents) -> None:
         """As _commit_rows, where every request computed one position and drew one token at most. Hot."""
         kv, size, finished = self._tables.kv, self._tables.kv.block_size, State.FINISHED
@@ -70,7 +82,7 @@ class Committer:
         drawn, logprobs = result.tokens.tolist(), dict(result.logprobs)
         index = -1
         for request, generation, end, draws in zip(
-            flight.requests, flight.generations, flight.ends, flight.draws, strict=True
+            flight.requests, flight.rows.generation_list, flight.ends, flight.draws, strict=True
         ):
             index += draws
             if request.state is finished:
@@ -102,7 +114,7 @@ class Committer:
         then = flight.rejected or [0] * len(flight.requests)
         row, index = -1, 0  # of the drawing row, and of its first token
         for request, generation, end, draws, rejected in zip(
-            flight.requests, flight.generations, flight.ends, flight.draws, then, strict=True
+            flight.requests, flight.rows.generation_list, flight.ends, flight.draws, then, strict=True
         ):
             first, taken = index, 0
             if draws:
@@ -121,20 +133,21 @@ class Committer:
                 why = request.grammar.error if request.grammar is not None else ""
                 self._endings.end(request, Reason.ERROR, out, error=why or failed[row])
                 continue
-            for place in range(first, first + taken):
-                if place in logprobs:
-                    out.logprobs[request.id, request.outputs] = logprobs[place]
-                if not self._append(request, drawn[place], out):
+            for number in range(first, first + taken):
+                if number in logprobs:
+                    out.logprobs[request.id, request.outputs] = logprobs[number]
+                if not self._append(request, drawn[number], out):
                     break  # what was drawn after the end is dropped
             if alive and request.holding is not None:
                 self._tables.kv.publish(request.holding, request.tokens, end)
 
     def _reject(self, request: Request, rejected: int, end: int, alive: bool) -> int:
         """Take back what was counted on before so many of its draft tokens were rejected; returns its real end."""
-        if alive:
+        if alive and rejected:
             request.planned -= rejected
             request.rejected += rejected
-        else:  # preempted meanwhile: computing the positions of rejected tokens is no second time
+            self._tables.steady = None
+        elif rejected:  # preempted meanwhile: computing the positions of rejected tokens is no second time
             request.furthest = min(request.furthest, len(request.tokens) + request.pending - rejected - 1)
         return end - rejected
 

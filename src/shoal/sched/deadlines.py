@@ -1,9 +1,9 @@
-"""Deadlines: whose time is over.
+"""Deadlines: which requests' time is over.
 
-A request may have a time by which it must have ended (its timeout) or started (where its tier refuses who is late), and
-all may have a time by which they must have started (`max_wait_s`). Owns a heap of those times. Who ends meanwhile is
-crossed off, not searched for: its entry is dropped when its time comes, or when more than half of the heap is such
-entries. With no deadlines it costs nothing. Knows no clock and ends nobody: the scheduler asks who is due.
+A request may have a time by which it must have ended (its timeout) or started (where its tier refuses late requests),
+and all may have a time by which they must have started (`max_wait_s`). Owns a heap of those times. The entry of a
+request that ends earlier stays until its time comes, or until more than half of the heap is such entries. With no
+deadlines it costs nothing. Knows no clock and ends no request: the scheduler asks which are due.
 """
 
 import heapq
@@ -14,13 +14,13 @@ from shoal.core.request import Request
 
 
 class Deadlines:
-    """Who must have started or ended by when."""
+    """By when requests must have started or ended."""
 
     SLACK = 64  # entries of the ended that are not worth a sweep
 
     def __init__(self, max_wait_s: float | None = None) -> None:
         self.max_wait_s = max_wait_s
-        self._heap: list[tuple[float, int, Request]] = []  # (when, arrival, who)
+        self._heap: list[tuple[float, int, Request]] = []  # (when, arrival, request)
         self._armed: set[Request] = set()
 
     def arm(self, request: Request) -> None:
@@ -42,7 +42,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def due(self, now_s: float) -> list[Request]:
-        """Those who are late. Each is named once; the caller ends them."""
+        """Requests that are late. Each is returned once; the caller ends them."""
         late: list[Request] = []
         while self._heap and self._heap[0][0] <= now_s:
             _, order, request = heapq.heappop(self._heap)
@@ -57,13 +57,13 @@ class Deadlines:
         return late
 
     def next_s(self) -> float | None:
-        """When somebody may be late next."""
+        """When the next request may be late."""
         while self._heap and self._heap[0][2] not in self._armed:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def why(self, request: Request, now_s: float) -> str:
-        """What to tell one that was late before it had said anything."""
+        """The message for a request that was late before its first token."""
         waited_s = now_s - request.arrived_s
         if request.deadline_s <= now_s:
             return (
@@ -85,18 +85,18 @@ class Deadlines:
         return request.start_by_s <= now_s < request.deadline_s
 
     def _start_by_s(self, request: Request) -> float:
-        """Infinite for one that has started, here or on an engine before this one."""
+        """Infinite for a request that has started, on this engine or an earlier one."""
         if request.began:
             return math.inf
         longest_s = math.inf if self.max_wait_s is None else self.max_wait_s
         return min(request.arrived_s + longest_s, request.start_by_s)
 
     def check(self, alive: Iterable[Request]) -> None:
-        """Everybody with a deadline is watched, and nobody who has ended."""
+        """Every request with a deadline is watched, and none that has ended."""
         alive = set(alive)
-        assert self._armed <= alive, "somebody who has ended is watched for a deadline"
+        assert self._armed <= alive, "a request that has ended is watched for a deadline"
         for request in alive:
             late = min(request.deadline_s, self._start_by_s(request)) < math.inf
-            assert not late or request in self._armed, f"nobody watches the deadline of {request}"
+            assert not late or request in self._armed, f"the deadline of {request} is not watched"
         assert {entry[2] for entry in self._heap} >= self._armed, "a watched request has no entry in the heap"
-        assert len(self._heap) <= 2 * len(self._armed) + self.SLACK, "the heap is full of those who have ended"
+        assert len(self._heap) <= 2 * len(self._armed) + self.SLACK, "the heap is full of requests that have ended"

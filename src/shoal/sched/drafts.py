@@ -5,7 +5,7 @@ those that its own draws confirm (core/plan.py). Knows requests. Does not know b
 asks last, when all other work of a pass is placed, and takes what fits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from shoal.core.request import Request
@@ -14,7 +14,7 @@ from shoal.core.request import Request
 class Drafter(Protocol):
     """Guesses what decoding requests will generate next."""
 
-    def propose(self, requests: Sequence[Request], most: int) -> Mapping[Request, Sequence[int]]:
+    def propose(self, requests: Collection[Request], most: int) -> Mapping[Request, Sequence[int]]:
         """Draft tokens for some of these requests, in the order they are to be tried; `most` in all can be used.
 
         A draft continues the request's tokens, and the `pending` ones after them that are not known yet.
@@ -24,5 +24,5 @@ class Drafter(Protocol):
 class NoDrafter:
     """One token per row and pass."""
 
-    def propose(self, requests: Sequence[Request], most: int) -> Mapping[Request, Sequence[int]]:
+    def propose(self, requests: Collection[Request], most: int) -> Mapping[Request, Sequence[int]]:
         return {}

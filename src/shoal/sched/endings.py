@@ -10,7 +10,7 @@ from shoal.core.request import Reason, Request, State
 from shoal.errors import DeadlinePassed, Evicted, PromiseBroken
 from shoal.sched.tables import Blocks, SharedTables
 
-EVICTED = "KV memory ran out and this request had to give way; ask again, or raise --kv-memory"
+EVICTED = "evicted: KV memory ran out; ask again, or raise --kv-memory"
 
 
 class Endings:

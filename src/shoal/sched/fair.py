@@ -1,20 +1,20 @@
-"""Fair between tenants: who was served least goes first (virtual token counters).
+"""Fair between tenants: the tenant served least goes first (virtual token counters).
 
 Every tenant has a counter of the tokens computed for it, prompt and output priced apart, divided by the weight of its
-tier. The waiting request of the tenant with the lowest counter is next, whoever came first; within a tenant it is first
-come, first served. Nobody is kept waiting while there is room, so no capacity is lost. A tenant that was away begins
-where the least served of those present is: time spent idle is not banked. And who left with more than that keeps it, so
-leaving pays nothing either.
+tier. The waiting request of the tenant with the lowest counter is next, whatever the order of arrival; within a tenant
+it is first come, first served. No request waits while there are slots and blocks, so no capacity is lost. A tenant that
+returns begins at the counter of the least served tenant present: idle time is not saved up. One that left with a higher
+counter keeps it, so leaving gains nothing either.
 
     counter  A ██████████        B ███        C (comes now) ███
     next: B, then B or C, … until they reach A
 
-A prompt is charged when it starts, though it may take many passes: what is not computed yet is owed. Who starts next
-is decided by both, who gets how much of a pass by what was computed. So a tenant cannot start ten giants on credit, and
-somebody who comes beside a giant is not told that he has had as much.
+A prompt is charged when it starts, though it may take many passes: what is not computed yet is owed. Which request
+starts next depends on both, the shares of a pass only on what was computed. So a tenant cannot start ten giant prompts
+on credit, and a tenant beside a giant prompt is not held back by tokens that are not computed yet.
 
 While several tenants always have requests waiting, their counters with what they owe differ by no more than one prompt,
-plus what the requests under way may still say: the bound that tests/sched/test_fair.py checks.
+plus what the running requests may still generate: the bound that tests/sched/test_fair.py checks.
 """
 
 import heapq
@@ -25,11 +25,11 @@ from collections.abc import Iterable, Iterator
 from shoal.core.request import Request
 from shoal.sched.order import BaseOrder
 
-MOST_ABSENT = 10_000  # counters kept of tenants that are not here
+MOST_ABSENT = 10_000  # counters kept of tenants without requests
 
 
 class Fair(BaseOrder):
-    """An order policy with a memory of what it gave to whom."""
+    """An order policy that counts what each tenant was served."""
 
     PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
     counts = True
@@ -44,7 +44,7 @@ class Fair(BaseOrder):
         return FairQueue(self)
 
     def prefill_key(self, request: Request) -> tuple[float, ...]:
-        """Of those who share a pass, the tenant served least first."""
+        """Within a pass, the tenant served least first."""
         return (self.served[request.tenant], request.order)
 
     def victim(self, running: Iterable[Request]) -> Request:
@@ -56,7 +56,7 @@ class Fair(BaseOrder):
         if tenant not in self.present:
             least = min((self.served[one] for one in self.present), default=0.0)
             if not self.present:
-                self.served.clear()  # nobody was here: nobody is owed anything
+                self.served.clear()  # no tenant was present: nothing is owed
             self.served[tenant] = max(self.served.get(tenant, 0.0), least)
             self._forget_absent(least)
         self.present[tenant] = self.present.get(tenant, 0) + 1
@@ -106,7 +106,7 @@ class Fair(BaseOrder):
             self.owed[request.tenant] -= owes
 
     def favours(self, request: Request, running: Iterable[Request]) -> bool:
-        """A tenant with nothing running, or with fewer places than would be its equal part of those taken."""
+        """Whether its tenant has nothing running, or fewer slots than an equal share of those taken."""
         tenants = Counter(one.tenant for one in running)
         mine = tenants[request.tenant]
         return not mine or (mine + 1) * len(self.present) <= tenants.total()
@@ -122,11 +122,11 @@ class Fair(BaseOrder):
 
 
 class FairQueue:
-    """One line per tenant; the least served tenant's first is next."""
+    """One queue per tenant; the first request of the least served tenant is next."""
 
     def __init__(self, fair: Fair) -> None:
         self._fair = fair
-        self._lines: dict[str, list[tuple[int, Request]]] = {}
+        self._queues: dict[str, list[tuple[int, Request]]] = {}
         self._length = 0
         self.newcomers = 0
 
@@ -134,48 +134,48 @@ class FairQueue:
         return self._length
 
     def __iter__(self) -> Iterator[Request]:
-        return iter([request for line in self._lines.values() for _, request in line])
+        return iter([request for queue in self._queues.values() for _, request in queue])
 
     def first(self) -> Request | None:
         return next(self.in_order(), None)
 
     def oldest(self) -> Request | None:
-        heads = [line[0][1] for line in self._lines.values()]
+        heads = [queue[0][1] for queue in self._queues.values()]
         return min(heads, key=lambda request: request.arrived_s, default=None)
 
     def in_order(self) -> Iterator[Request]:
         """Read lazily: what is charged for one that was taken counts for the next."""
         charged = self._fair.charged
-        heap = [(charged(tenant), line[0][0], tenant, 0) for tenant, line in self._lines.items()]
+        heap = [(charged(tenant), queue[0][0], tenant, 0) for tenant, queue in self._queues.items()]
         heapq.heapify(heap)
         while heap:
             counter, _, tenant, place = heap[0]
             if counter != charged(tenant):  # charged meanwhile
                 heapq.heapreplace(heap, (charged(tenant), *heap[0][1:]))
                 continue
-            line = self._lines[tenant]
-            yield line[place][1]
-            if place + 1 < len(line):
-                heapq.heapreplace(heap, (charged(tenant), line[place + 1][0], tenant, place + 1))
+            queue = self._queues[tenant]
+            yield queue[place][1]
+            if place + 1 < len(queue):
+                heapq.heapreplace(heap, (charged(tenant), queue[place + 1][0], tenant, place + 1))
             else:
                 heapq.heappop(heap)
 
     def push(self, request: Request, key: tuple[float, ...]) -> None:
-        insort(self._lines.setdefault(request.tenant, []), (request.order, request))
+        insort(self._queues.setdefault(request.tenant, []), (request.order, request))
         self._length += 1
         self.newcomers += not request.preemptions
 
     def remove(self, request: Request, key: tuple[float, ...]) -> None:
-        line = self._lines[request.tenant]
-        place = bisect_left(line, request.order, key=lambda entry: entry[0])
-        assert line[place][1] is request, f"{request.id} is not where it should be in the line"
-        del line[place]
-        if not line:
-            del self._lines[request.tenant]
+        queue = self._queues[request.tenant]
+        place = bisect_left(queue, request.order, key=lambda entry: entry[0])
+        assert queue[place][1] is request, f"{request.id} is not where it should be in the queue"
+        del queue[place]
+        if not queue:
+            del self._queues[request.tenant]
         self._length -= 1
         self.newcomers -= not request.preemptions
 
     def check(self) -> None:
         assert self.newcomers == sum(not request.preemptions for request in self), "newcomers are counted wrongly"
-        assert self._length == sum(map(len, self._lines.values())), "the line's length drifted"
-        assert all(self._lines.values()), "an empty line was kept"
+        assert self._length == sum(map(len, self._queues.values())), "the queue's length drifted"
+        assert all(self._queues.values()), "an empty queue was kept"

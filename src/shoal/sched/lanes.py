@@ -1,12 +1,13 @@
-"""Lanes: long sequences in passes of their own. Headroom: places that only some may take.
+"""Lanes: long sequences in passes of their own. Headroom: slots that only some requests may take.
 
-A pass takes as long as its longest work, so one giant sequence slows everybody in it. With a cap, sequences longer than
-that share passes only with each other, and get a set share of the passes while there is work of both kinds. The cap is
-for all, or comes from the tiers that are present (premium shares passes only with short ones), whichever is lower.
+A pass takes as long as its longest work, so one giant sequence slows all others in it. With a cap, sequences longer
+than that share passes only with each other, and get a set share of the passes while there is work of both kinds. The
+cap is for all, or comes from the tiers that are present (premium shares passes only with short ones), whichever is
+lower.
 
-Headroom keeps a share of slots and blocks free of all but the highest tier, short requests if so set, and whom the
-order policy favours (under `fair`, tenants who run less than their part). Knows lengths and tiers. Does not know who
-owns which blocks, or the order of the line.
+Headroom keeps a share of slots and blocks for the highest tier, for short requests if so set, and for requests that the
+order policy favours (under `fair`, of tenants that run less than their share). Knows lengths and tiers. Knows neither
+blocks nor the order of the queue.
 """
 
 from collections import Counter
@@ -18,13 +19,13 @@ from shoal.sched.setup import Setup
 
 
 class Lanes:
-    """Whose turn it is: short or long."""
+    """Which passes are for short sequences, and which for long ones."""
 
     def __init__(self, longest: int = 0, long_share: float = 0.25, tiers: Tiers | None = None) -> None:
         self.longest = longest  # tokens; 0: no cap but the tiers'
         self.long_share = long_share
         self.on = bool(longest or any(tier.longest for tier in tiers or ()))
-        self._present: Counter[int] = Counter()  # caps of tiers → how many of their requests are here
+        self._present: Counter[int] = Counter()  # caps of tiers → how many of their requests have not ended
         self._credit = 0.0  # long passes owed
 
     @classmethod
@@ -60,7 +61,7 @@ class Lanes:
 
 
 class Headroom:
-    """What is kept free, and for whom."""
+    """What is kept free, and for which requests."""
 
     def __init__(self, share: float = 0.0, short_tokens: int = 0, tiers: int = 1) -> None:
         self.share = share

@@ -25,8 +25,8 @@ class OutputLengths:
         seen = self._seen.get(kind_of(request), ())
         if len(seen) < ENOUGH:
             return request.max_tokens
-        place = min(len(seen) - 1, math.ceil(q * len(seen)) - 1)
-        return min(request.max_tokens, sorted(seen)[max(place, 0)])
+        index = min(len(seen) - 1, math.ceil(q * len(seen)) - 1)
+        return min(request.max_tokens, sorted(seen)[max(index, 0)])
 
     def learn(self, request: Request) -> None:
         """It has ended by itself: so long was its output."""

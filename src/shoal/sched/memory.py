@@ -1,7 +1,7 @@
-"""Memory: how much room a request needs before it may start.
+"""Memory: for how many tokens a request must hold blocks before it may start.
 
 ondemand   its known tokens; blocks for its output are taken when they are needed, and a few stay free for that
-reserve    prompt and max_tokens: nobody ever runs short, and what is not said was held in vain
+reserve    prompt and max_tokens: no request ever runs short, and blocks for tokens never generated are wasted
 predict    prompt and a quantile of the output lengths seen before, by tenant and prompt length
 """
 
@@ -29,8 +29,8 @@ class Memory(Protocol):
 
 
 class OnDemand:
-    """Start with room for what is known, and keep a few blocks free so that those who run can grow: a share of all, and
-    at least one for each of them, or those who start now would be the next to give way. 0 keeps none.
+    """Blocks for the known tokens. A few blocks stay free so that running requests can grow: a share of all, and at
+    least one for each of them, or the request that starts now would be the next victim. 0 keeps none.
     """
 
     def __init__(self, watermark: float = 0.01) -> None:
@@ -51,7 +51,7 @@ class OnDemand:
 
 
 class Reserve(NoOptions):
-    """Room for the longest answer it may give."""
+    """Blocks for the longest output it may have."""
 
     def tokens_to_hold(self, request: Request) -> int:
         return request.end
@@ -64,7 +64,7 @@ class Reserve(NoOptions):
 
 
 class Predict:
-    """Room for an answer as long as most have been, starting with the longest allowed."""
+    """Blocks for an output as long as most have been; at first for the longest allowed."""
 
     def __init__(self, quantile: float = 0.9) -> None:
         self.quantile = quantile

@@ -1,12 +1,12 @@
-"""Ordering: who goes first, and who gives way.
+"""Ordering: which request starts first, and which is preempted.
 
-fcfs       first come, first served; the newest gives way
-priority   the lowest number first, then by arrival; waiting makes up for a higher number, so that nobody starves
+fcfs       first come, first served; the newest is preempted
+priority   the lowest number first, then by arrival; waiting makes up for a higher number, so that no request starves
 sjf        the shortest predicted work first; waiting makes up for longer work
 fair       the tenant that was served least first (fair.py)
-slo        the highest tier first, in it the least slack; takes the place of lower ones to keep a promise (slo.py)
+slo        the highest tier first, in it the least slack; preempts lower tiers to keep a promise (slo.py)
 
-Everybody ages alike, so who is ahead of whom never changes while they wait: what a key needs is fixed on arrival.
+All requests age alike, so their order never changes while they wait: what a key needs is fixed on arrival.
 """
 
 from typing import Self

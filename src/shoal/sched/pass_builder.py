@@ -1,4 +1,4 @@
-"""A pass under construction, and a pass in flight: what the scheduler notes between a request and a StepPlan.
+"""A pass under construction: what the scheduler notes between its requests and a StepPlan.
 
 Knows requests and counts. Decides nothing.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.core.events import PassEvents
-from shoal.core.plan import FROM_DEVICE, Ints, RowStart, StepPlan
+from shoal.core.plan import FROM_DEVICE, Ints, RowStart
 from shoal.core.request import Request
 
 
@@ -35,6 +35,12 @@ class PassBuilder:
         self.left -= count
         self.prompts += prompt
         self.decodes += not prompt
+
+    def take_steady(self, requests: Sequence[Request]) -> None:
+        """Add one position of each of these decoding requests."""
+        self.takes = dict.fromkeys(requests, 1)
+        self.left -= len(requests)
+        self.decodes += len(requests)
 
     def raise_to(self, request: Request, count: int) -> None:
         """Give a request of this pass more positions of its prompt."""
@@ -88,21 +94,6 @@ class PassRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """What the scheduler remembers of a pass until it comes back: parallel lists, in the plan's order."""
-
-    plan: StepPlan
-    requests: list[Request]
-    generations: list[int]  # of their rows, then
-    ends: list[int]  # how far each will have been computed if every draft token in flight is accepted
-    draws: list[int]
-    events: PassEvents
-    masked: list[tuple[int, Request]]  # (row, request) of rows that draw under a grammar
-    drafted: int = 0  # draft tokens in it
-    rejected: list[int] | None = None  # each request's `rejected`, then; None: no draft tokens were in flight
-
-
 def row_start(request: Request) -> RowStart:
     request.blocks_sent = len(request.holding.blocks)
     return RowStart(
@@ -115,7 +106,7 @@ def row_start(request: Request) -> RowStart:
         request.sample,
         request.stop_ids,
         tuple(request.holding.blocks),
-        request.wants_prompt_logprobs,
+        request.needs_prompt_logprobs,
         request.prompt_len + request.ends_after - 1 if request.ends_after else 0,
     )
 

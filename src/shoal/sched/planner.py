@@ -11,8 +11,8 @@ from shoal.core.events import PassEvents
 from shoal.core.plan import StepPlan
 from shoal.core.request import Request, State
 from shoal.sched.admit import Admitter
+from shoal.sched.flight import Flight
 from shoal.sched.pass_builder import (
-    Flight,
     PassBuilder,
     PassRows,
     count_on,
@@ -20,6 +20,7 @@ from shoal.sched.pass_builder import (
     grown_blocks,
     row_start,
 )
+from shoal.sched.steady import Steady
 from shoal.sched.tables import SharedTables
 from shoal.sched.victims import Victims
 
@@ -113,6 +114,11 @@ class Planner:
 
     def _decode(self, batch: PassBuilder, events: PassEvents) -> None:
         """Running requests that need one position. Hot: once per running request and pass."""
+        steady = self._tables.steady
+        if steady is not None and not batch.picky and steady.ready(batch, self._tables.kv):
+            batch.take_steady(steady.rows.requests)
+            return
+        self._tables.steady = None
         takes, runs = batch.takes, State.RUNNING
         running = list(self._tables.running)
         if batch.picky:
@@ -135,8 +141,16 @@ class Planner:
         A giant prompt must not fill pass after pass while requests wait that go before it; nor may an endless stream of
         those stop it, so a quarter of what is left is for the prompt that has run longest.
         """
+        if self._tables.steady is not None:
+            return False  # all of them decode
         key, kept = self._policies.order.prefill_key, False
-        prompts = [request for request in self._tables.running if request.need() > 1 and not batch.excludes(request)]
+        prompts = [
+            request
+            for request in self._tables.running  # the first test is quick, and few pass it
+            if len(request.tokens) + request.pending - request.planned > 1
+            and request.need() > 1
+            and not batch.excludes(request)
+        ]
         if not prompts:
             return False
         oldest = prompts[0]
@@ -196,8 +210,7 @@ class Planner:
 
     def _draft(self, batch: PassBuilder) -> None:
         """Draft tokens for decoding requests: what the rest of the pass and the free blocks allow."""
-        decoding = list(batch.takes)
-        for request, drafts in self._policies.drafter.propose(decoding, batch.left).items():
+        for request, drafts in self._policies.drafter.propose(batch.takes, batch.left).items():
             if request in batch.starting or request.need() != 1 or request.grammar is not None:
                 continue  # it computes its prompt; or a mask, of which a row has one, would be needed for each draft
             most = min(len(drafts), batch.left, request.end - request.planned - 1)
@@ -210,18 +223,16 @@ class Planner:
         """Turn the pass into arrays, and count on what they will do. Hot: once per scheduled request and pass."""
         tables, step = self._tables, self._step
         starting = tuple(row_start(request) for request in batch.starting)
-        rows = self._rows_of(list(batch.takes))
-        requests, counts = rows.requests, list(batch.takes.values())
-        starts = [request.planned for request in requests]
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        drafted = sum(map(len, batch.drafts.values()))
-        if batch.prompts or drafted:
-            draws, tokens = count_on(batch, starts, ends, step, events)
+        steady = None if batch.prompts or batch.drafts or not batch.takes else tables.steady
+        if steady is not None:
+            rows, counts, draws = steady.rows, steady.ones, steady.ones
+            starts, ends, tokens = steady.advance(step, known=not tables.flights)
         else:
-            draws, tokens = count_on_decodes(requests, ends, step, events)
-        if batch.prompts and self._policies.order.counts:
-            for request, count in zip(requests, counts, strict=True):
-                self._policies.order.computed(request, count)
+            rows, counts = self._rows_of(list(batch.takes)), list(batch.takes.values())
+            starts = [request.planned for request in rows.requests]
+            ends = [start + count for start, count in zip(starts, counts, strict=True)]
+            draws, tokens = self._count_on(batch, rows, starts, ends, events)
+        drafted = sum(map(len, batch.drafts.values()))
         width = self._policies.layout.width(counts) if counts else 0
         dead = self._dead_rows(batch) if width and batch.decodes else 0
         plan = StepPlan(
@@ -231,8 +242,8 @@ class Planner:
             rows.rows,
             rows.generations,
             np.array(starts, dtype=np.int64),
-            np.array(counts, dtype=np.int64),
-            np.array(draws, dtype=np.int64),
+            np.array(counts, dtype=np.int64) if steady is None else steady.one_array,
+            np.array(draws, dtype=np.int64) if steady is None else steady.one_array,
             np.array(tokens, dtype=np.int64),
             tables.kv.take_orders(),
             width=width,
@@ -244,20 +255,34 @@ class Planner:
         events.computed_tokens = len(tokens)
         rejected = None
         if drafted or any(flight.drafted for flight in tables.flights):
-            rejected = [request.rejected for request in requests]
-        masked = _masked(requests, draws) if tables.grammars else []
-        tables.flights.append(
-            Flight(plan, requests, rows.generation_list, ends, draws, events, masked, drafted, rejected)
-        )
+            rejected = [request.rejected for request in rows.requests]
+        masked = _masked(rows.requests, draws) if tables.grammars else []
+        tables.flights.append(Flight(plan, rows, ends, draws, events, masked, tables.steady, drafted, rejected))
         self._step += 1
         return plan
 
+    def _count_on(
+        self, batch: PassBuilder, rows: PassRows, starts: list[int], ends: list[int], events: PassEvents
+    ) -> tuple[list[int], list[int]]:
+        """How many tokens each request draws, and the ids of all positions; and count on all of it being computed."""
+        tables, order = self._tables, self._policies.order
+        again = tables.pass_rows is rows  # the same requests as in the pass before
+        tables.pass_rows, tables.steady = rows, None
+        if batch.prompts or batch.drafts:
+            if batch.prompts and order.counts:
+                for request, count in batch.takes.items():
+                    order.computed(request, count)
+            return count_on(batch, starts, ends, self._step, events)
+        draws, tokens = count_on_decodes(rows.requests, ends, self._step, events)
+        everything = len(ends) == len(tables.running) and not batch.picky
+        if again and everything and Steady.suits(rows, ends, draws):
+            tables.steady = Steady(rows, ends)
+        return draws, tokens
+
     def _rows_of(self, requests: list[Request]) -> PassRows:
         """Their rows; the same as in the pass before, while no request starts or leaves."""
-        tables = self._tables
-        if tables.pass_rows is None or tables.pass_rows.requests != requests:
-            tables.pass_rows = PassRows.of(requests)
-        return tables.pass_rows
+        rows = self._tables.pass_rows
+        return rows if rows is not None and rows.requests == requests else PassRows.of(requests)
 
     def _dead_rows(self, batch: PassBuilder) -> int:
         """Rows of the rectangle that are padding: of requests that have ended, or whose last token is on the way."""

@@ -1,10 +1,10 @@
-"""When memory is short: what happens to the request that gives way.
+"""When memory is short: what happens to the request that is preempted.
 
-recompute   it gives up its blocks, waits in its old place and computes again what the prefix cache does not have
+recompute   it gives up its blocks, waits under its old key and computes again what the prefix cache does not have
 swap        its full blocks go to host memory and come back when it starts again; what does not fit is recomputed
 auto        the quicker of these two for this victim, from measured copies and passes
 drop        it ends with an error
-wait        nobody gives way; only with `reserve`, where nobody ever runs short
+wait        no request is preempted; only with `reserve`, where none ever runs short
 
 Knows what each would cost. The scheduler does it.
 """
@@ -25,10 +25,10 @@ class How(Enum):
 
 
 class Preempt(Protocol):
-    """Decides how a running request gives way."""
+    """Decides how a running request is preempted."""
 
-    learns: bool  # wants to know how long passes take
-    gives_way: bool  # a request may lose its place at all
+    learns: bool  # it needs to know how long passes take
+    preempts: bool  # a running request may be preempted at all
 
     @classmethod
     def make(cls, setup: Setup) -> Self: ...
@@ -37,10 +37,10 @@ class Preempt(Protocol):
 
 
 class Recompute(NoOptions):
-    """Forget its KV; its tokens are kept, so nothing that was said is lost."""
+    """Forget its KV; its tokens are kept, so no output is lost."""
 
     learns = False
-    gives_way = True
+    preempts = True
 
     def choose(self, victim: Request, kv: KVManager) -> How:
         return How.RECOMPUTE
@@ -50,7 +50,7 @@ class Swap(NoOptions):
     """Keep its KV in host memory."""
 
     learns = False
-    gives_way = True
+    preempts = True
 
     def choose(self, victim: Request, kv: KVManager) -> How:
         return How.SWAP
@@ -60,20 +60,20 @@ class Drop(NoOptions):
     """End it."""
 
     learns = False
-    gives_way = True
+    preempts = True
 
     def choose(self, victim: Request, kv: KVManager) -> How:
         return How.DROP
 
 
 class Wait(NoOptions):
-    """Nobody gives way."""
+    """No request is preempted."""
 
     learns = False
-    gives_way = False
+    preempts = False
 
     def choose(self, victim: Request, kv: KVManager) -> How:
-        raise AssertionError(f"{victim} ran out of blocks although its room was reserved")
+        raise AssertionError(f"{victim} ran out of blocks although they were reserved")
 
 
 class Auto:
@@ -85,7 +85,7 @@ class Auto:
     """
 
     learns = True
-    gives_way = True
+    preempts = True
 
     def __init__(self, steps: StepModel, copies: CopyTimes, budget: int = 512) -> None:
         self.steps = steps
@@ -105,7 +105,7 @@ class Auto:
             return How.RECOMPUTE  # all of it stays
         copy_s = self.copies.both_s()
         if copy_s is None or not self.steps.known:
-            return How.SWAP  # nobody knows yet: this one will tell
+            return How.SWAP  # not known yet: this copy will be measured
         tokens = len(own) * kv.block_size
         recompute_s = self.steps.added_s(tokens, tokens / self.budget)
         return How.SWAP if len(own) * copy_s < recompute_s else How.RECOMPUTE

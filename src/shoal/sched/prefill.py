@@ -1,6 +1,6 @@
 """Prefill: how many positions of a prompt to compute in this pass.
 
-chunked     as many as the pass has room for, beside the running decodes
+chunked     as many as fit into the pass, beside the running decodes
 inline      the whole prompt in one pass, beside the running decodes, which take as long as it does
 exclusive   the whole prompt in a pass without decodes, which pause
 
@@ -21,7 +21,7 @@ class Prefill(Protocol):
     def make(cls, setup: Setup) -> Self: ...
 
     def take(self, need: int, left: int, first: bool) -> int:
-        """Positions to compute of a prompt that needs `need`, when the pass has room for `left` more; 0 is not now.
+        """Positions to compute of a prompt that needs `need`, when at most `left` more fit into the pass; 0: not now.
 
         `first`: no other prompt is in this pass yet.
         """

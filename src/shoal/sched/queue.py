@@ -1,4 +1,4 @@
-"""The waiting line: what the scheduler asks of one, and the usual one, sorted by key. Knows keys, not policies."""
+"""The waiting queue: what the scheduler asks of one, and the usual one, sorted by key. Knows keys, not policies."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from typing import Protocol
 
 from shoal.core.request import Request
 
-PATIENCE = 64  # requests that are let past one that does not fit; then nobody may pass it or take its place
+PATIENCE = 64  # requests that may overtake one that does not fit; then none may overtake or preempt it
 
 
 class WaitQueue(Protocol):
     """Requests that wait. A request is pushed and removed with the same key."""
 
-    newcomers: int  # of those in line, how many have never run; the others lost their blocks
+    newcomers: int  # waiting requests that were never preempted
 
     def __len__(self) -> int: ...
 
@@ -21,10 +21,10 @@ class WaitQueue(Protocol):
     def first(self) -> Request | None: ...
 
     def oldest(self) -> Request | None:
-        """Who has waited longest, wherever it stands."""
+        """The request that has waited longest, wherever it stands."""
 
     def in_order(self) -> Iterator[Request]:
-        """The line as it stands, read lazily: stop before changing it."""
+        """The queue in order, read lazily: stop before changing it."""
 
     def push(self, request: Request, key: tuple[float, ...]) -> None: ...
 
@@ -37,34 +37,34 @@ class SortedQueue:
     """Requests sorted by key; ties by arrival."""
 
     def __init__(self) -> None:
-        self._line: list[tuple[tuple[float, ...], int, Request]] = []
+        self._entries: list[tuple[tuple[float, ...], int, Request]] = []
         self.newcomers = 0
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter([request for _, _, request in self._line])
+        return iter([request for _, _, request in self._entries])
 
     def first(self) -> Request | None:
-        return self._line[0][2] if self._line else None
+        return self._entries[0][2] if self._entries else None
 
     def oldest(self) -> Request | None:
-        """Who has waited longest, wherever it stands."""
-        return min((request for _, _, request in self._line), key=lambda request: request.arrived_s, default=None)
+        """The request that has waited longest, wherever it stands."""
+        return min((request for _, _, request in self._entries), key=lambda request: request.arrived_s, default=None)
 
     def in_order(self) -> Iterator[Request]:
-        """The line as it stands, read lazily: stop before changing it."""
-        return (request for _, _, request in self._line)
+        """The queue in order, read lazily: stop before changing it."""
+        return (request for _, _, request in self._entries)
 
     def push(self, request: Request, key: tuple[float, ...]) -> None:
-        insort(self._line, (key, request.order, request))
+        insort(self._entries, (key, request.order, request))
         self.newcomers += not request.preemptions
 
     def remove(self, request: Request, key: tuple[float, ...]) -> None:
-        place = bisect_left(self._line, (key, request.order), key=lambda entry: entry[:2])
-        assert self._line[place][2] is request, f"{request.id} is not where it should be in the line"
-        del self._line[place]
+        index = bisect_left(self._entries, (key, request.order), key=lambda entry: entry[:2])
+        assert self._entries[index][2] is request, f"{request.id} is not where it should be in the queue"
+        del self._entries[index]
         self.newcomers -= not request.preemptions
 
     def check(self) -> None:

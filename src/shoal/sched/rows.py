@@ -1,4 +1,4 @@
-"""Rows: the places that running requests have in the runner's tables.
+"""Rows: where running requests stand in the runner's tables.
 
 A row is handed out again only after the last pass that names it has been committed: until then the runner may still
 be reading it. Each life of any row has a generation of its own, so that a late result cannot be taken for the new

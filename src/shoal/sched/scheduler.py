@@ -117,7 +117,7 @@ class Scheduler:
         if request.timeout_s is not None:
             request.deadline_s = now_s + request.timeout_s
         if request.outputs:  # its prompt's logprobs were sent before its first token
-            request.wants_prompt_logprobs = False
+            request.needs_prompt_logprobs = False
         self._arrivals += 1
         tables.requests[request.id] = request
         if request.promise.reject_late and not request.outputs:

@@ -1,15 +1,15 @@
 """slo: promises first.
 
-Tiers are listed by importance. A waiting request of a higher tier goes before all of lower ones; within a tier, who has
-the least slack goes first: the time left until it would be too late to start, given how long its prompt takes. So that
-nobody starves, one of a lower tier goes after every `weight` of a higher one that were let past it.
+Tiers are listed by importance. A waiting request of a higher tier goes before all of lower ones; within a tier, the
+least slack goes first: the time left until it would be too late to start, given how long its prompt takes. So that no
+request starves, one of a lower tier goes after every `weight` of a higher one that overtook it.
 
     premium (weight 3)   p p p   p p p   p …
     standard (weight 2)        s       s
     batch                                  b          one b for every two s
 
-A request whose promise would break before a place is free takes the place of one of a lower tier.
-Owns the line and its counters. Knows no blocks and no clock.
+A request whose promise would break before a slot is free preempts one of a lower tier.
+Owns the queue and its counters. Knows no blocks and no clock.
 """
 
 from bisect import bisect_left, insort
@@ -23,12 +23,12 @@ from shoal.sched.queue import PATIENCE
 from shoal.sched.setup import Setup
 from shoal.sched.steptime import StepModel
 
-MARGIN = 0.25  # of the promise: begin to make way when so little is left beyond the prompt's own time
+MARGIN = 0.25  # of the promise: begin to preempt when so little is left beyond the prompt's own time
 SPARE_PASSES = 2  # … or so many passes, whichever is more
 
 
 class Slo(BaseOrder):
-    """Who goes first, by promise."""
+    """The order of starting, by promise."""
 
     overtakes = True
 
@@ -36,22 +36,22 @@ class Slo(BaseOrder):
         self.tiers = tiers
         self.steps = steps
         self.budget = budget  # positions in one pass
-        self.passed = [0.0] * len(tiers)  # by rank: let past a lower tier that waits, since one of that went
-        self._line = SloQueue(self)
+        self.passed = [0.0] * len(tiers)  # by rank: starts ahead of a waiting lower tier, since one of that started
+        self._queue = SloQueue(self)
 
     @classmethod
     def make(cls, setup: Setup) -> Self:
         return cls(setup.tiers, setup.steps, setup.config.pass_tokens)
 
     def queue(self) -> "SloQueue":
-        return self._line
+        return self._queue
 
     def arrived(self, request: Request) -> None:
         request.work = self.steps.prompt_s(len(request.tokens), self.budget)
 
     def started(self, request: Request, tokens: int) -> None:
         rank = request.promise.rank
-        if self._line.waits_below(rank):
+        if self._queue.waits_below(rank):
             self.passed[rank] += 1
         self.passed[:rank] = [0.0] * rank
 
@@ -74,34 +74,34 @@ class Slo(BaseOrder):
         return request.promise.rank < blocked.promise.rank and blocked.overtaken < PATIENCE
 
     def victim(self, running: Iterable[Request]) -> Request:
-        """Of the lowest tier, who loses least; of equals the newest."""
+        """Of the lowest tier, the request that loses least; of equals the newest."""
         return max(running, key=lambda one: (one.promise.rank, -one.computed, one.order))
 
     def victim_for(self, request: Request, running: Iterable[Request]) -> Request | None:
-        """Who makes way for this one: nobody of its own tier or above, nor one whose patience was used up."""
+        """A request of a lower tier that was not overtaken too often."""
         rank = request.promise.rank
         lower = [one for one in running if one.promise.rank > rank and one.overtaken < PATIENCE]
         return self.victim(lower) if lower else None
 
 
 class SloQueue:
-    """One line per tier."""
+    """One queue per tier."""
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
-        self._lines: list[list[tuple[tuple[float, ...], int, Request]]] = [[] for _ in slo.tiers]
+        self._queues: list[list[tuple[tuple[float, ...], int, Request]]] = [[] for _ in slo.tiers]
         self._weights = [tier.weight for tier in slo.tiers]
         self.newcomers = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._lines))
+        return sum(map(len, self._queues))
 
     def __iter__(self) -> Iterator[Request]:
-        return iter([request for line in self._lines for _, _, request in line])
+        return iter([request for queue in self._queues for _, _, request in queue])
 
     def waits_below(self, rank: int) -> bool:
-        """Somebody of a lower tier waits."""
-        return any(self._lines[rank + 1 :])
+        """Whether a request of a lower tier waits."""
+        return any(self._queues[rank + 1 :])
 
     def first(self) -> Request | None:
         return next(self.in_order(), None)
@@ -110,35 +110,35 @@ class SloQueue:
         return min(self, key=lambda request: request.arrived_s, default=None)
 
     def in_order(self) -> Iterator[Request]:
-        """The line as it stands, counting as if everybody named so far had started."""
+        """The queue in order, as if every request yielded so far had started."""
         passed = list(self._slo.passed)
-        places = [0] * len(self._lines)
+        taken = [0] * len(self._queues)
         while True:
-            left = [rank for rank, line in enumerate(self._lines) if places[rank] < len(line)]
+            left = [rank for rank, queue in enumerate(self._queues) if taken[rank] < len(queue)]
             if not left:
                 return
             lowest = left[-1]
             rank = next(one for one in left if one == lowest or passed[one] < self._weights[one])
-            request = self._lines[rank][places[rank]][2]
-            places[rank] += 1
+            request = self._queues[rank][taken[rank]][2]
+            taken[rank] += 1
             if rank < lowest:
                 passed[rank] += 1
             passed[:rank] = [0.0] * rank
             yield request
 
     def push(self, request: Request, key: tuple[float, ...]) -> None:
-        insort(self._lines[request.promise.rank], (key, request.order, request))
+        insort(self._queues[request.promise.rank], (key, request.order, request))
         self.newcomers += not request.preemptions
 
     def remove(self, request: Request, key: tuple[float, ...]) -> None:
-        line = self._lines[request.promise.rank]
-        place = bisect_left(line, (key, request.order), key=lambda entry: entry[:2])
-        assert line[place][2] is request, f"{request.id} is not where it should be in the line"
-        del line[place]
+        queue = self._queues[request.promise.rank]
+        index = bisect_left(queue, (key, request.order), key=lambda entry: entry[:2])
+        assert queue[index][2] is request, f"{request.id} is not where it should be in the queue"
+        del queue[index]
         self.newcomers -= not request.preemptions
 
     def check(self) -> None:
         assert self.newcomers == sum(not request.preemptions for request in self), "newcomers are counted wrongly"
-        for rank, line in enumerate(self._lines):
-            assert line == sorted(line, key=lambda entry: entry[:2]), "a tier's line is out of order"
-            assert all(request.promise.rank == rank for _, _, request in line), "somebody waits in another tier's line"
+        for rank, queue in enumerate(self._queues):
+            assert queue == sorted(queue, key=lambda entry: entry[:2]), "a tier's queue is out of order"
+            assert all(request.promise.rank == rank for _, _, request in queue), "a request is in another tier's queue"

@@ -4,7 +4,7 @@
 
 Passes of about the same size are remembered as one point, a mean in which the past fades. So a thousand decodes in a
 row do not wash out what a large prompt cost, and a machine that gets busier is followed. Owns the fit. Knows no
-requests and no clock: whoever commits a pass says how long it took.
+requests and no clock: the committer passes in how long a pass took.
 """
 
 import math
@@ -15,7 +15,7 @@ MOST_WEIGHT = 8  # passes that one point counts for, at most
 LONGEST_S = 3600.0
 REFIT = 8  # passes between two fits, once there were many
 DOUBT = 2.0  # how far a pass with prompts may be off before any was seen
-REASSURED = 0.8  # what is left of a doubt after a pass that was as said
+REASSURED = 0.8  # what is left of the doubt after a pass that was as predicted
 RIDGE = 1e-6  # of each feature's own size: keeps the fit sound while passes are all alike
 
 Fit = tuple[float, float, float]
@@ -51,7 +51,7 @@ class StepModel:
     def __init__(self) -> None:
         self.passes = 0
         self.largest = 0  # positions of the largest pass seen
-        self.miss = DOUBT  # how many times longer than said a pass with prompts took of late, at worst; at least 1
+        self.miss = DOUBT  # how many times longer than predicted a pass with prompts took of late, at worst; at least 1
         self._points: dict[tuple[int, int], Point] = {}  # at most some hundreds: sizes by powers of two
         self._fit: Fit | None = None  # None: to be solved again
 
@@ -64,12 +64,12 @@ class StepModel:
         if not 0 < seconds < LONGEST_S or tokens < 1:
             return
         if prompts and self.known:
-            said = max(self.seconds(tokens, kv_read), 1e-9)
-            self.miss = min(DOUBT, max(seconds / said, 1 + (self.miss - 1) * REASSURED))
-        place = (tokens.bit_length(), kv_read.bit_length())
-        if place not in self._points:
-            self._points[place] = Point()
-        self._points[place].add(tokens, kv_read, seconds)
+            predicted = max(self.seconds(tokens, kv_read), 1e-9)
+            self.miss = min(DOUBT, max(seconds / predicted, 1 + (self.miss - 1) * REASSURED))
+        size = (tokens.bit_length(), kv_read.bit_length())
+        if size not in self._points:
+            self._points[size] = Point()
+        self._points[size].add(tokens, kv_read, seconds)
         self.passes += 1
         self.largest = max(self.largest, tokens)
         if self.passes <= 8 * ENOUGH or self.passes % REFIT == 0:

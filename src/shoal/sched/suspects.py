@@ -1,12 +1,12 @@
-"""Suspects: who may have broken a pass.
+"""Suspects: requests that may have broken a pass.
 
-When a pass raises, everybody in it is a suspect. Suspects are run again apart from all others, and in halves when it
-happens again, until the one that does it stands alone: that one fails, with nobody else. A suspect that has said one
-more token than before is cleared. So a fault that does not come back hurts nobody.
+When a pass raises, every request in it is a suspect. Suspects are run again apart from all others, and in halves when
+it happens again, until the one that does it is alone: only that one fails. A suspect that has one more token than
+before is cleared. So a fault that does not come back harms no request.
 
     pass with A B C D raises ──► A B C D raise again ──► A B: cleared ──► C D raise ──► C: cleared, D raises: D fails
 
-Knows requests and how much they have said. Does not know what a pass is.
+Knows requests and how many tokens they have. Does not know what a pass is.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ class Suspects:
     """Groups to be run on their own, one after the other; the first is being tried."""
 
     def __init__(self) -> None:
-        self._groups: deque[dict[Request, int]] = deque()  # request → what it had said when it was accused
+        self._groups: deque[dict[Request, int]] = deque()  # request → its output tokens when it was accused
         self._brought: dict[int, dict[Request, int]] = {}  # those that came with their suspicion, by part
 
     def __bool__(self) -> bool:
@@ -30,7 +30,7 @@ class Suspects:
 
     @property
     def group(self) -> dict[Request, int]:
-        """Those who may run now."""
+        """The suspects that may run now."""
         return self._groups[0]
 
     def accuse(self, requests: Sequence[Request]) -> Request | None:
@@ -61,11 +61,11 @@ class Suspects:
         group[request] = request.outputs
 
     def clear(self) -> None:
-        """Let go of those in the group that have spoken since, or have ended."""
+        """Clear those in the group that have a new token, or have ended."""
         while self._groups:
             group = self._groups[0]
-            for request, said in list(group.items()):
-                if request.state is State.FINISHED or request.outputs > said:
+            for request, outputs in list(group.items()):
+                if request.state is State.FINISHED or request.outputs > outputs:
                     del group[request]
             if group:
                 return

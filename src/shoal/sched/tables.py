@@ -17,9 +17,11 @@ from shoal.core.request import Request, State
 from shoal.kv.manager import Holding, KVManager
 from shoal.sched.admission import Admission, Limits, Rules
 from shoal.sched.deadlines import Deadlines
-from shoal.sched.pass_builder import Flight, PassRows
+from shoal.sched.flight import Flight
+from shoal.sched.pass_builder import PassRows
 from shoal.sched.policies import Policies
 from shoal.sched.rows import RowTable
+from shoal.sched.steady import Steady
 from shoal.sched.suspects import Suspects
 from shoal.sched.tenants import Tenants
 
@@ -56,6 +58,7 @@ class SharedTables:
         self.now_s = 0.0  # the latest time that is known
         self.grammars = 0  # running requests that have one
         self.pass_rows: PassRows | None = None  # of the last pass, until a request starts or leaves
+        self.steady: Steady | None = None  # the same, while all of them decode
 
     def advance(self, now_s: float) -> None:
         self.now_s = max(self.now_s, now_s)
@@ -77,7 +80,7 @@ class SharedTables:
         self.unpark(request)
         request.move(State.RUNNING)
         self.running[request] = None
-        self.pass_rows = None
+        self.pass_rows = self.steady = None
         self.grammars += request.grammar is not None
         self.groups.join(request)
         self.policies.layout.started()
@@ -97,7 +100,7 @@ class SharedTables:
         request.furthest = max(request.furthest, request.planned)
         request.computed = request.planned = 0
         del self.running[request]
-        self.pass_rows = None
+        self.pass_rows = self.steady = None
         self.grammars -= request.grammar is not None
         self.rows.give_back(request.row, request.last_step)
         request.row = request.generation = -1

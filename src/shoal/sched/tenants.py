@@ -12,8 +12,8 @@ meanwhile, and what is in the bucket at the end.
 
 The bucket is kept as one number, the time when it will be empty. Limits may change while the server runs: the next
 that asks meets the new ones. What is in the bucket stays in it, and leaks out at the new rate from then on. A tenant
-with nobody alive and an empty bucket is forgotten. The tenant "" (no key) has no limits. Knows no clock, no scheduling
-and no names of keys.
+with no request alive and an empty bucket is forgotten. The tenant "" (no key) has no limits. Knows no clock, no
+scheduling and no names of keys.
 """
 
 import heapq
@@ -42,7 +42,7 @@ LimitsOf: TypeAlias = Callable[[str], TenantLimits | None]
 
 
 def no_limits(tenant: str) -> TenantLimits | None:
-    """Nobody is limited."""
+    """No tenant is limited."""
     return None
 
 
@@ -58,7 +58,7 @@ class Account:
         self.parked = False  # stands in the heap of those to be forgotten
 
     def take_rate(self, limits: TenantLimits, now_s: float) -> None:
-        """From now on it leaks as fast as these limits say. Without a rate, nothing was ever poured in."""
+        """From now on it leaks at the rate of these limits. Without a rate, nothing was ever poured in."""
         rate = _rate_of(limits)
         if rate == self.rate:
             return
@@ -79,7 +79,7 @@ class Tenants:
     def __init__(self, limits_of: LimitsOf = no_limits) -> None:
         self._limits_of = limits_of
         self._accounts: dict[str, Account] = {}
-        self._parked: list[tuple[float, str]] = []  # (when to look again, tenant): nobody alive, bucket not empty
+        self._parked: list[tuple[float, str]] = []  # (when to look again, tenant): no request alive, bucket not empty
 
     def __len__(self) -> int:
         """How many tenants are remembered."""
@@ -105,7 +105,7 @@ class Tenants:
                 _allow_tokens(account, account.rate, _prompt_tokens(mine), now_s)
 
     def enter(self, requests: Sequence[Request], now_s: float, resumed: bool = False) -> None:
-        """They are in. Who was in before (resumed) has paid for what it brings, where it was first."""
+        """They are accepted. Tokens of resumed requests were charged by the engine that accepted them first."""
         self.forget(now_s)
         for tenant, mine in self._limited(requests).items():
             limits = self._limits_of(tenant)
@@ -126,7 +126,7 @@ class Tenants:
         return account
 
     def _limited(self, requests: Sequence[Request]) -> dict[str, list[Request]]:
-        """By tenant, without those who have no key."""
+        """By tenant, without requests that have no key."""
         found: dict[str, list[Request]] = {}
         if self._limits_of is not no_limits:
             for request in requests:
@@ -137,8 +137,8 @@ class Tenants:
     # ---- inside ---------------------------------------------------------------------------------------------------
 
     def charge(self, requests: Iterable[Request], now_s: float) -> None:
-        """Pour in what these have said since they were last asked; counted without a rate, too, lest a later one
-        charge for it."""
+        """Pour in the tokens that these generated since the last call; counted without a rate, too, or a later one
+        would charge for them."""
         for request in requests:
             account = self._accounts.get(request.tenant)
             if account is not None and request.id in account.charged:
@@ -166,7 +166,7 @@ class Tenants:
         heapq.heappush(self._parked, (account.empty_s, tenant))
 
     def forget(self, now_s: float) -> None:
-        """Drop those who have nobody alive and whose bucket is empty. Each stands in the heap at most once."""
+        """Drop tenants with no request alive and an empty bucket. Each is in the heap at most once."""
         while self._parked and self._parked[0][0] <= now_s:
             _, tenant = heapq.heappop(self._parked)
             account = self._accounts[tenant]
@@ -179,7 +179,7 @@ class Tenants:
                 self._park(account, tenant)
 
     def check(self, alive: Iterable[Request]) -> None:
-        """Exactly those alive are counted, and nobody is remembered without a reason."""
+        """Exactly the requests alive are counted, and no tenant is remembered without a reason."""
         counted = {(tenant, id) for tenant, account in self._accounts.items() for id in account.charged}
         limited = {(r.tenant, r.id) for r in alive if r.tenant and self._limits_of(r.tenant) is not None}
         assert counted == limited, "the requests of a tenant are counted wrongly"

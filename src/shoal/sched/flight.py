@@ -1,0 +1,28 @@
+"""A pass in flight: what the scheduler remembers of it from its plan to its commit. Decides nothing."""
+
+from dataclasses import dataclass
+
+from shoal.core.events import PassEvents
+from shoal.core.plan import StepPlan
+from shoal.core.request import Request
+from shoal.sched.pass_builder import PassRows
+from shoal.sched.steady import Steady
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What the scheduler remembers of a pass until it comes back: parallel lists, in the plan's order."""
+
+    plan: StepPlan
+    rows: PassRows
+    ends: list[int]  # how far each will have been computed if every draft token in flight is accepted
+    draws: list[int]
+    events: PassEvents
+    masked: list[tuple[int, Request]]  # (row, request) of rows that draw under a grammar
+    steady: Steady | None = None  # the batch that it carried on, if any
+    drafted: int = 0  # draft tokens in it
+    rejected: list[int] | None = None  # each request's `rejected`, then; None: no draft tokens were in flight
+
+    @property
+    def requests(self) -> list[Request]:
+        return self.rows.requests
