@@ -3,14 +3,14 @@
     python benchmarks/cpu_kernels.py [--threads 2] [--levels amx,avx512] [--json out.json]
 
 First every usable level is compared with plain torch: linear layers in float64 on the same rounded numbers, attention
-with the definition, and rows with themselves in other company (to the last bit). Then two tables are printed:
+with the definition, and rows with the same rows beside others (bit by bit). Then two tables are printed:
 
 - all linear layers of one pass (without the head), milliseconds, weights from memory as in a real pass: torch's
-  F.linear in bfloat16 (float32 on a CPU without products of bfloat16), oneDNN on weights it has packed itself, and each
+  F.linear in bfloat16 (float32 on a CPU without bfloat16 products), oneDNN on weights that it packed, and each
   level in bfloat16 and int8, with AMX also on tiled weights, as a model has them;
-- attention of one layer, microseconds: 32 sequences of 250 tokens that each add one, and a prompt of 512.
+- attention of one layer, microseconds: decodes of 32 sequences of 250 tokens and of one of 1,000, and a prompt of 512.
 
-Best of several rounds in one process, the ways taking turns. --threads N also binds the process to N cores.
+Best of several rounds in one process, alternating. --threads N also binds the process to N cores.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-HOPELESS_S = 0.4  # what takes longer is not tried on more tokens
+HOPELESS_S = 0.4  # slower ones are not tried on more tokens
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 FLAGS = (
     *("amx_tile", "amx_bf16", "amx_int8", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "avx2", "fma", "f16c"),
@@ -110,11 +110,11 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, help="use so many threads, on so many cores")
-    parser.add_argument("--levels", help="instruction sets to look at, with commas (default: all this CPU has)")
+    parser.add_argument("--threads", type=int, help="number of threads, each bound to a core")
+    parser.add_argument("--levels", help="instruction sets, comma-separated (default: all that this CPU has)")
     parser.add_argument("--seconds", type=float, default=40.0, help="most time for each table (default: 40)")
-    parser.add_argument("--check", action="store_true", help="only compare, measure nothing")
-    parser.add_argument("--json", help="also write everything into this file")
+    parser.add_argument("--check", action="store_true", help="only compare, without measuring")
+    parser.add_argument("--json", help="also write the report to this file")
     return parser.parse_args()
 
 
@@ -126,13 +126,13 @@ def bind(threads: int) -> None:
 
 
 def keep_memory() -> None:
-    """All results come from memory that is kept, as in a pass of the engine: fresh pages cost more than sums."""
+    """Keep freed memory in the process, as in an engine: fresh pages would cost more than the sums."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         for name, value in (
             (-3, 1 << 30),
             (-1, (1 << 31) - 1),
-        ):  # the size to map from, the free size to give back from
+        ):  # mmap threshold, trim threshold
             library.mallopt(name, value)
 
 
@@ -148,7 +148,7 @@ def cpu_name() -> str:
 
 
 def check(ops: Any) -> list[str]:
-    """What is wrong, in words."""
+    """Descriptions of everything that is wrong."""
     return [f"{problem}" for test in (check_linear, check_company, check_attention) for problem in test(ops)]
 
 
@@ -181,7 +181,7 @@ def check_linear(ops: Any) -> Iterator[str]:
 
 
 def check_company(ops: Any) -> Iterator[str]:
-    """A row is the same to the last bit whoever is beside it, and with any number of threads."""
+    """A row is bit-identical whatever the other rows and the number of threads."""
     import torch
 
     from shoal.kernels.weights import DenseWeight, quantize
@@ -194,7 +194,7 @@ def check_company(ops: Any) -> Iterator[str]:
             name = weight.dtype
             for first, end in ((0, 1), (3, 5), (7, 22), (20, 36), (30, 61), (11, 80)):
                 if not torch.equal(ops.linear(x[first:end], weight, None), whole[first:end]):
-                    yield f"linear {name} of {inputs}: rows {first} to {end} differ in other company"
+                    yield f"linear {name} of {inputs}: rows {first} to {end} differ beside other rows"
             torch.set_num_threads(1)
             if not torch.equal(ops.linear(x, weight, None), whole):
                 yield f"linear {name} of {inputs} differs with one thread"
@@ -272,16 +272,16 @@ def linear_rows(shape: Shape, usable: dict[str, Any], args: argparse.Namespace) 
 def take_turns(
     ways: dict[str, Callable[[], None]], key: Any, found: dict[str, dict[Any, float]], most_s: float
 ) -> None:
-    """The best of each, one after the other in turn until time is up; at least once, and once before to warm up."""
+    """The best of each, alternating until time is up; at least once, and once before to warm up."""
     begun = time.perf_counter()
-    for turn in range(12):
-        if turn > 1 and time.perf_counter() - begun > most_s:
+    for attempt in range(12):
+        if attempt > 1 and time.perf_counter() - begun > most_s:
             return
         for name, way in ways.items():
             start = time.perf_counter()
             way()
             took = time.perf_counter() - start
-            if turn:
+            if attempt:
                 found[name][key] = min(took, found[name].get(key, math.inf))
 
 
@@ -332,7 +332,7 @@ def linear_ways(
 
 
 def onednn_weights(weights: list[list[Any]]) -> list[list[Any]]:
-    """In oneDNN's own order; none where torch cannot do it."""
+    """In oneDNN's own layout; none if torch cannot do it."""
     import torch
 
     x, failed = torch.randn(2, weights[0][0].shape[1]).bfloat16(), ""

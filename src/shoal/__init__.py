@@ -9,16 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "Chunk", "Completion", "EngineConfig", "GrammarSpec", "RequestOutput", "SamplingParams", "__version__"
+    "LLM", "AsyncLLM", "Chunk", "Completion", "EngineConfig", "GrammarSpec", "RequestOutput", "SamplingParams",
+    "__version__",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from shoal.config.engine import EngineConfig
     from shoal.core.job import GrammarSpec
     from shoal.core.params import SamplingParams
-    from shoal.llm import LLM, Chunk, Completion, RequestOutput
+    from shoal.llm.async_llm import AsyncLLM
+    from shoal.llm.llm import LLM
+    from shoal.llm.records import Chunk, Completion, RequestOutput
 
-_HOMES = {"EngineConfig": "shoal.config.engine", "GrammarSpec": "shoal.core.job", "SamplingParams": "shoal.core.params"}
+_HOMES = {
+    "LLM": "shoal.llm.llm",
+    "AsyncLLM": "shoal.llm.async_llm",
+    "Chunk": "shoal.llm.records",
+    "Completion": "shoal.llm.records",
+    "RequestOutput": "shoal.llm.records",
+    "EngineConfig": "shoal.config.engine",
+    "GrammarSpec": "shoal.core.job",
+    "SamplingParams": "shoal.core.params",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -26,4 +38,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}; it has {', '.join(__all__)}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES.get(name, "shoal.llm")), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

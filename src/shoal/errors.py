@@ -1,26 +1,26 @@
 """Every error Shoal raises on purpose. Each message says what to change.
 
 ShoalError
-├── BadRequest            one request cannot be served as it was asked
+├── BadRequest            one request cannot be served as written
 │   ├── EmptyPrompt         nothing to continue
 │   ├── PromptTooLong       more tokens than the model's context or the KV cache can ever hold
-│   ├── BadParameter        a sampling parameter has a value that means nothing
+│   ├── BadParameter        a sampling parameter is out of range or of the wrong type
 │   ├── BadGrammar          a schema, regex or grammar that cannot be used
 │   └── BadChat             the messages do not fit the model's chat template
-├── Rejected              a good request that is not served now
-│   ├── QueueFull           too many are waiting
-│   ├── RateLimited         this key has asked for too much lately, or for too much at once
-│   ├── DeadlinePassed      it waited longer than it was willing to
-│   ├── PromiseBroken       what its tier promises cannot be kept any more
-│   ├── Evicted             it lost its place to others when memory was short
-│   ├── Draining            the server is about to stop
-│   └── EngineDown          the engine is starting, or gone
+├── Rejected              a valid request that is not served now
+│   ├── QueueFull           too many requests are queued
+│   ├── RateLimited         this key has exceeded its rate or its share of concurrent requests
+│   ├── DeadlinePassed      its timeout passed before its first token
+│   ├── PromiseBroken       its tier's promise (SLO) can no longer be kept
+│   ├── Evicted             KV memory ran out, and it was not resumed
+│   ├── Draining            the server is shutting down
+│   └── EngineDown          the engine is starting or has stopped
 ├── BadConfig             the engine cannot be built as configured
 │   ├── UnknownName         no such policy, option or file key; the known ones are listed
 │   └── ImpossiblePair      two choices that cannot work together
 ├── ModelError            the model cannot be used
 │   ├── ModelNotFound       no such folder, file or hub name
-│   ├── UnsupportedModel    an architecture, rope scaling or tensor type Shoal does not know
+│   ├── UnsupportedModel    an architecture, rope scaling or tensor type that is not supported
 │   ├── BadWeights          a file is missing, truncated or does not fit the config
 │   ├── UnsafeWeights       a pickle file; only safetensors and GGUF are read
 │   └── TokenizerMismatch   the tokenizer does not belong to this vocabulary
@@ -36,7 +36,7 @@ class ShoalError(Exception):
 
 
 class BadRequest(ShoalError, ValueError):
-    """One request cannot be served as it was asked."""
+    """One request cannot be served as written."""
 
 
 class EmptyPrompt(BadRequest):
@@ -48,7 +48,7 @@ class PromptTooLong(BadRequest):
 
 
 class BadParameter(BadRequest):
-    """A sampling parameter has a value that means nothing."""
+    """A sampling parameter is out of range or of the wrong type."""
 
 
 class BadGrammar(BadRequest):
@@ -60,7 +60,7 @@ class BadChat(BadRequest):
 
 
 class Rejected(ShoalError):
-    """A good request that is not served now. `retry_after_s` is when it might be, if anybody knows."""
+    """A valid request that is not served now. `retry_after_s` is when a retry may succeed, if that is known."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -68,31 +68,31 @@ class Rejected(ShoalError):
 
 
 class QueueFull(Rejected):
-    """Too many requests are waiting."""
+    """Too many requests are queued."""
 
 
 class RateLimited(Rejected):
-    """This key has asked for too much lately, or for too much at once."""
+    """This key has exceeded its rate or its share of concurrent requests."""
 
 
 class Draining(Rejected):
-    """The server is about to stop."""
+    """The server is shutting down."""
 
 
 class EngineDown(Rejected):
-    """The engine is starting, or gone."""
+    """The engine is starting or has stopped."""
 
 
 class DeadlinePassed(Rejected):
-    """The request waited longer than it was willing to."""
+    """The request's timeout passed before its first token."""
 
 
 class PromiseBroken(Rejected):
-    """What the request's tier promises cannot be kept, even if it started now."""
+    """The promise (SLO) of the request's tier cannot be kept, even if it started now."""
 
 
 class Evicted(Rejected):
-    """Memory was short, and this request had to give way for good."""
+    """KV memory ran out, and the request was evicted without being resumed."""
 
 
 class BadConfig(ShoalError, ValueError):
@@ -116,7 +116,7 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """An architecture, rope scaling or tensor type Shoal does not know."""
+    """An architecture, rope scaling or tensor type that is not supported."""
 
 
 class BadWeights(ModelError):
@@ -136,4 +136,4 @@ class EngineError(ShoalError):
 
 
 class RequestFailed(EngineError):
-    """One request failed; its neighbours did not."""
+    """One request failed; the others in its batch did not."""

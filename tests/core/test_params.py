@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from shoal import SamplingParams
+from shoal.core.params import DEFAULTS, NEUTRAL, PARAMS
 from shoal.errors import BadParameter, BadRequest, ShoalError
 
 NAN, INF = float("nan"), float("inf")
@@ -184,3 +185,16 @@ def test_none_becomes_the_models_default_else_neutral() -> None:
 def test_none_for_a_list_means_none_of_them_as_other_engines_take_it() -> None:
     params = SamplingParams(stop=None, stop_token_ids=None)  # type: ignore[arg-type]
     assert (params.stop, params.stop_token_ids) == ((), ())
+
+
+def test_every_parameter_is_declared_and_its_default_and_neutral_value_are_in_range() -> None:
+    assert list(PARAMS) == list(DEFAULTS) == list(SamplingParams.__dataclass_fields__)
+    for name, default in DEFAULTS.items():
+        if default is not None:
+            assert getattr(SamplingParams(**{name: type(default)(default)}), name) == default
+    SamplingParams(**NEUTRAL)
+
+
+def test_only_parameters_with_a_neutral_value_come_from_the_model() -> None:
+    assert {name for name, param in PARAMS.items() if param.from_model} == set(NEUTRAL)
+    assert all(DEFAULTS[name] is None for name in NEUTRAL)

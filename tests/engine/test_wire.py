@@ -381,7 +381,7 @@ def test_a_front_that_cannot_be_reached_is_named_once_in_each_of_its_absences(
         front.send(wire.pack(wire.Hello()))
         gate.release()
         while not isinstance(wire.read_engine(front.recv()), wire.Ready):
-            pass  # what its old job said while it came
+            pass  # tokens of its old job, sent while it connected
         front.send(wire.pack(wire.Submit.of(times, make_job(f"job{times}", max_tokens=100, min_tokens=100))))
         for _ in range(3):
             gate.release()

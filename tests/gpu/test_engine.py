@@ -102,7 +102,7 @@ def test_preemption_and_prefix_cache_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batching", ["static", "continuous"])
-def test_the_padded_layout_says_the_same(batching: str, tmp_path: Path) -> None:
+def test_the_padded_layout_gives_the_same_tokens(batching: str, tmp_path: Path) -> None:
     saved("llama", tmp_path)
     prompts = ragged_prompts(12, seed=4, longest=150)
     with opened(tmp_path, dtype="float32") as built:
@@ -147,7 +147,7 @@ def test_damaged_weights_fail_their_requests_only(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     with opened(tmp_path, dtype="float32", prefix_caching=False) as built:
         model = built.loop.executor.model  # type: ignore[attr-defined]
-        model.embedding[7] = float("nan")
+        model.embedding.values[7] = float("nan")
         for number, prompt in enumerate(([1, 2, 3], [1, 7, 3], [4, 5, 6])):
             built.loop.submit(Request(str(number), prompt, greedy(5), seed=1))
         ends = {}
@@ -158,7 +158,7 @@ def test_damaged_weights_fail_their_requests_only(tmp_path: Path) -> None:
 
 
 def test_random_traffic_with_the_integrity_check(tmp_path: Path) -> None:
-    """Requests come and go, are aborted and preempted; whoever ends by itself says what it says when it is alone."""
+    """Requests arrive, are aborted and preempted; each that ends by itself gives the tokens that it gives alone."""
     saved("llama", tmp_path)
     source = random.Random(1)
     known = ragged_prompts(40, seed=11, longest=250)
@@ -166,29 +166,29 @@ def test_random_traffic_with_the_integrity_check(tmp_path: Path) -> None:
     with opened(tmp_path, dtype="float32", max_model_len=400) as built:
         wanted = [ask(built, [prompt], greedy(most)).tokens["0"] for prompt, most in zip(known, outputs, strict=True)]
     until_s = time.monotonic() + TRAFFIC_S
-    said: dict[str, list[int]] = {}
+    streams: dict[str, list[int]] = {}
     ended = aborted = preempted = arrived = 0
     swap = {"when_short": "swap", "host_kv_memory": 2**24, "watermark": 0.0}
     with opened(tmp_path, dtype="float32", max_model_len=400, kv_memory=150 * 16 * 512, **swap) as built:
         loop = built.loop
         while time.monotonic() < until_s or not loop.idle:
-            while time.monotonic() < until_s and len(said) < 60 and source.random() < 0.5:
+            while time.monotonic() < until_s and len(streams) < 60 and source.random() < 0.5:
                 which = source.randrange(len(known))
                 name = f"{which}/{arrived}"
                 arrived += 1
-                said[name] = []
+                streams[name] = []
                 loop.submit(Request(name, known[which], greedy(outputs[which]), seed=arrived))
-            if said and source.random() < 0.02:
-                name = source.choice(list(said))
+            if streams and source.random() < 0.02:
+                name = source.choice(list(streams))
                 if loop.abort(name):
                     aborted += 1
             events = loop.step()  # checks every invariant
             preempted += len(events.preempted)
             for owner, token in zip(events.owners, events.tokens, strict=True):
-                said[owner].append(token)
+                streams[owner].append(token)
             for end in events.finished:
                 assert not end.error, end
-                tokens = said.pop(end.id)
+                tokens = streams.pop(end.id)
                 if end.reason.value != "abort":
                     assert tokens == wanted[int(end.id.split("/")[0])], end
                     ended += 1

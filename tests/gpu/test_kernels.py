@@ -1,4 +1,4 @@
-"""The Triton kernels against their plain twins, on a GPU."""
+"""The Triton kernels against ref, on a GPU."""
 
 import random
 from dataclasses import replace
@@ -78,12 +78,12 @@ def test_rotate_and_store(ops, dtype: torch.dtype, dim: int, heads: int, kv_head
         assert torch.equal((found == 0).all(-1), (wanted == 0).all(-1))
 
 
-def test_new_blocks_and_the_places_of_tokens() -> None:
+def test_new_blocks_and_the_slots_of_tokens() -> None:
     from shoal.kernels.triton.step import add_blocks, place_tokens
 
     tables = torch.zeros(5, 9, dtype=torch.int32, device="cuda")
-    changes = torch.tensor([[2, 0, 7], [4, 8, 3], [2, 1, 5]], dtype=torch.int32, device="cuda")
-    add_blocks(changes, tables)
+    new = torch.tensor([[2, 0, 7], [4, 8, 3], [2, 1, 5]], dtype=torch.int32, device="cuda")
+    add_blocks(new, tables)
     assert tables[2, :2].tolist() == [7, 5]
     assert int(tables.sum()) == 15
     ids = torch.tensor([11, -1, 0], dtype=torch.int32, device="cuda")
@@ -97,7 +97,7 @@ def test_new_blocks_and_the_places_of_tokens() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("vocab", [7, 4096, 32000, 128256, 151936])
 def test_the_likeliest_token(dtype: torch.dtype, vocab: int) -> None:
-    """The first of equals; NaN and infinity are told."""
+    """The first of equals; NaN and infinity show in the best score."""
     from shoal.kernels.triton.step import likeliest
 
     scores = torch.randn(9, vocab, device="cuda").to(dtype)
@@ -126,7 +126,7 @@ def test_the_likeliest_token(dtype: torch.dtype, vocab: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
 @pytest.mark.parametrize(("lines", "vocab"), [(1, 7), (60, 4096), (200, 32003), (40, 151936)])
-def test_draws_are_the_twins_and_the_samplers(dtype: torch.dtype, spread: float, lines: int, vocab: int) -> None:
+def test_draws_are_those_of_ref_and_of_the_sampler(dtype: torch.dtype, spread: float, lines: int, vocab: int) -> None:
     """Every mix of temperature and filters; all lines at once, then each graph's kinds of filters alone."""
     from shoal.kernels.triton.draw import draw
 
@@ -212,7 +212,7 @@ def test_a_line_without_numbers_spoils_no_other() -> None:
     ("inputs", "outputs"), [(1024, 4096), (576, 192), (3072, 1024), (4096, 6144), (14336, 4096), (1024, 128256)]
 )
 def test_linear_layers_of_few_rows(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> None:
-    """Several times, for some count who has arrived, and must find the count as it was."""
+    """Several times: some kernels count arrivals, and must leave the count as they found it."""
     from shoal.kernels.triton.skinny import linear
 
     sizes = ((rows, inputs), (outputs, inputs), (outputs,), (rows, outputs))

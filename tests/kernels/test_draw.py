@@ -1,4 +1,4 @@
-"""The plain twin of the draw against the sampler, which transformers' own processors are compared with.
+"""ref's draws from a draw table against the sampler, whose distribution is compared with transformers' processors.
 
 tests/gpu compares the kernel with both.
 """
@@ -18,7 +18,7 @@ from tests.kernels.draw_rows import start_rows_of_all_kinds
 
 @pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
 @pytest.mark.parametrize(("lines", "vocab"), [(1, 7), (60, 4096), (200, 1500)])
-def test_the_twin_draws_what_the_sampler_draws(spread: float, lines: int, vocab: int) -> None:
+def test_draws_from_a_table_are_the_samplers(spread: float, lines: int, vocab: int) -> None:
     source = random.Random(vocab + int(100 * spread))
     torch.manual_seed(vocab)
     scores = (spread * torch.randn(lines + 3, vocab)).to(torch.bfloat16)
@@ -36,7 +36,7 @@ def test_the_twin_draws_what_the_sampler_draws(spread: float, lines: int, vocab:
     assert torch.equal(found[:lines], best)
 
 
-def test_what_has_no_meaning_is_told_and_nobodys_row_is_left_alone() -> None:
+def test_lines_without_meaning_have_no_finite_best_and_padding_writes_no_row() -> None:
     scores = torch.randn(4, 50)
     scores[1, 7] = float("nan")
     scores[2] = float("-inf")

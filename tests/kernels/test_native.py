@@ -1,4 +1,4 @@
-"""The C library: that it is found or its absence explained, and that neighbours, threads and pieces change no bit."""
+"""The C library: that it is found or its absence explained, and that other rows, threads and pieces change no bit."""
 
 import ctypes
 import os
@@ -41,7 +41,7 @@ def threads() -> object:
 @pytest.mark.parametrize("ops", NATIVE)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("inputs", [172, 576])
-def test_a_row_is_the_same_whoever_is_beside_it(ops: NativeOps, dtype: torch.dtype, inputs: int) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(ops: NativeOps, dtype: torch.dtype, inputs: int) -> None:
     """To the last bit: in every tile size, and across the border between few and many rows."""
     x, values, bias = torch.randn(300, inputs), torch.randn(50, inputs).to(dtype), torch.randn(50).to(dtype)
     weight, small = DenseWeight(values), quantize(values)
@@ -140,8 +140,10 @@ def attend(ops: NativeOps, batch: Batch, q: torch.Tensor, cache: torch.Tensor, w
 @pytest.mark.parametrize("ops", NATIVE)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 100, 700])
-def test_attention_is_the_same_in_any_company_and_cut(ops: NativeOps, dtype: torch.dtype, window: int) -> None:
-    """Alone or among others, as one stretch or token by token; contexts that end around the borders of pieces."""
+def test_attention_does_not_depend_on_other_sequences_or_chunks(
+    ops: NativeOps, dtype: torch.dtype, window: int
+) -> None:
+    """Alone or with others, in one chunk or token by token; contexts that end around the borders of pieces."""
     lengths = [1, 63, 64, 65, 511, 512, 513, 1100]
     tables = Tables(lengths, 16)
     cache = torch.randn(2, tables.blocks, 16, 2, 64).to(dtype)
@@ -168,7 +170,7 @@ def test_attention_is_the_same_in_any_company_and_cut(ops: NativeOps, dtype: tor
     ("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (22, 11, 64), (20, 1, 64), (36, 2, 32)]
 )
 @pytest.mark.parametrize(("block_size", "window"), [(16, 0), (5, 0), (16, 90)])
-def test_many_decodes_are_as_each_alone(
+def test_many_decodes_equal_single_ones(
     ops: NativeOps, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, window: int
 ) -> None:
     """KV heads are worked on together where there are sequences enough for all threads, and one by one elsewhere."""
@@ -254,7 +256,7 @@ def test_many_heads_of_one_group(ops: NativeOps) -> None:
 
 @pytest.mark.parametrize("ops", NATIVE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_embeddings_are_wide(ops: NativeOps, dtype: torch.dtype) -> None:
+def test_embeddings_are_float32(ops: NativeOps, dtype: torch.dtype) -> None:
     weight, ids = torch.randn(20, 33).to(dtype), torch.tensor([3, 0, 19, 3])
     assert torch.equal(ops.embed(ids, DenseWeight(weight)), weight[ids].float())
     small = quantize(weight)
@@ -263,7 +265,7 @@ def test_embeddings_are_wide(ops: NativeOps, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("ops", NATIVE)
 def test_extreme_values(ops: NativeOps) -> None:
-    """Nothing overflows on the way, and what is no number stays none."""
+    """Nothing overflows on the way, and NaN stays NaN."""
     gate = torch.tensor([1e30, -1e30, 100.0, -100.0, 0.0, float("nan")]).repeat(6)  # whole vectors, and a rest
     found = ops.silu_mul(torch.cat((gate, torch.ones(36)))[None]).view(6, 6)
     wanted = torch.tensor([1e30, 0.0, 100.0, 0.0, 0.0]).expand(6, 5)
@@ -283,6 +285,14 @@ def test_extreme_values(ops: NativeOps) -> None:
         out = ops.linear(x, weight, None)
         assert out[0].isfinite().all()
         assert out[1].isnan().all()
+
+
+@pytest.mark.parametrize("ops", [*NATIVE, pytest.param(CpuOps(), id="cpu"), pytest.param(REF, id="ref")])
+def test_int8_weights_with_a_16_bit_bias(ops: kernels.Ops) -> None:
+    """As in a quantized model with biases: activations are float32, biases keep the model's type."""
+    x, small, bias = torch.randn(3, 64), quantize(torch.randn(9, 64)), torch.randn(9).bfloat16()
+    wanted = x @ small.dense().T + bias.float()
+    torch.testing.assert_close(ops.linear(x, small, bias), wanted, atol=0.5, rtol=0.1)
 
 
 def test_int8_weights_are_near() -> None:
@@ -309,7 +319,7 @@ def test_int8_products(ops: NativeOps, rows: int) -> None:
     assert (found - wanted).abs().mean() < 0.2
 
 
-def test_without_a_compiler_plain_torch_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_plain_torch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     found = find()
     assert isinstance(found, NoLibrary)
@@ -328,7 +338,7 @@ def test_a_compiler_that_fails_is_quoted(
     found = find("portable")
     assert isinstance(found, NoLibrary)
     assert "it is broken" in found.reason
-    assert "plain torch is used" in caplog.text
+    assert "using plain torch" in caplog.text
     assert not list((tmp_path / "cache" / "shoal").iterdir())
 
 
@@ -336,7 +346,7 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(find("off")) == "plain torch: switched off"
     monkeypatch.setenv("SHOAL_CPU_KERNELS", "off")
     assert type(make()) is CpuOps
-    assert isinstance(make("portable"), NativeOps)  # asked for by name, the environment says nothing
+    assert isinstance(make("portable"), NativeOps)  # asked for by name, whatever the environment has
     other = "avx2" if compiled.is_arm() else "neon"
     assert "this CPU has no" in str(find(other))
     with pytest.raises(ShoalError, match="avx1024"):
@@ -360,11 +370,11 @@ def test_flags_follow_the_cpu() -> None:
 
 
 def test_without_permission_for_tiles_the_next_level_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it says why."""
+    """The reason is reported."""
     real = find("portable")
     if not isinstance(real, Library):
         pytest.skip("no compiler here")
-    refused = NoLibrary("the system does not lend its registers: Operation not permitted")
+    refused = NoLibrary("the system does not grant the AMX registers: Operation not permitted")
     monkeypatch.setattr(compiled, "cpu_features", lambda: frozenset(compiled.NEEDS["amx"]))
     monkeypatch.setattr(compiled, "_load", lambda level, _: refused if level == "amx" else replace(real, level=level))
     monkeypatch.delenv("SHOAL_CPU_KERNELS", raising=False)
@@ -372,7 +382,7 @@ def test_without_permission_for_tiles_the_next_level_is_used(monkeypatch: pytest
         found = find(level)
         assert isinstance(found, Library)
         assert found.level == "avx512"
-        assert "no amx: the system does not lend its registers" in str(found)
+        assert "no amx: the system does not grant the AMX registers" in str(found)
     assert str(find("avx2")) == "C kernels, avx2"
 
 
@@ -408,7 +418,7 @@ def test_bfloat16_is_the_default_where_it_is_fast(
     assert plain.has_bfloat16_products.__wrapped__() is wanted
 
 
-def test_how_products_are_made_is_told() -> None:
+def test_the_library_reports_how_it_multiplies_bfloat16() -> None:
     assert [ops.library.bfloat16_products for _, ops in pretended()] == ["tiles", "dot products"]
 
 
@@ -513,7 +523,7 @@ def test_a_library_with_other_structs_is_not_used(changed: str, monkeypatch: pyt
     assert "bytes" in str(found)
 
 
-def test_the_library_tells_what_it_is() -> None:
+def test_the_library_describes_itself() -> None:
     found = find()
     if isinstance(found, Library):
         assert found.level in str(found)

@@ -1,4 +1,4 @@
-"""Counter-based noise: a pure function of its four numbers, and good enough to pass for chance."""
+"""Counter-based noise: a pure function of its four numbers, and statistically random."""
 
 import numpy as np
 import torch

@@ -167,7 +167,7 @@ def test_decode_only_passes_of_all_lengths(impl: Ops) -> None:
 
 @pytest.mark.parametrize("ops", [pytest.param(ops, id=name) for name, ops in EVERYTHING])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_others_left_in_the_cache_is_never_seen(ops: Ops, dtype: torch.dtype) -> None:
+def test_old_values_in_the_cache_are_never_read(ops: Ops, dtype: torch.dtype) -> None:
     """Everything outside the sequences' own tokens is NaN, past the end of their last block too; none comes out."""
     tables = Tables([20, 70, 5], 16)
     batch = tables.batch([(0, 19, 1), (1, 0, 70), (2, 2, 3)])
@@ -187,14 +187,14 @@ def test_ref_attention_of_one_token_is_its_value() -> None:
     assert torch.allclose(out[0], v_cache[tables.tables[0][0], 0].repeat_interleave(2, 0))
 
 
-def test_the_cut_is_made_once_per_pass_and_dropped_after_it() -> None:
+def test_a_pass_is_split_once_and_forgotten_after_it() -> None:
     ops = CpuOps()
     tables = Tables([9, 9], 4)
     first, second = tables.batch([(0, 8, 1)]), tables.batch([(1, 0, 9)])
-    assert ops._cut_for(first, 0) is ops._cut_for(first, 0)
-    assert ops._cut_for(first, 0) is not ops._cut_for(first, 4)
-    assert ops._cut_for(second, 0).stretches
-    assert not ops._cut_for(first, 0).stretches
+    assert ops._split_for(first, 0) is ops._split_for(first, 0)
+    assert ops._split_for(first, 0) is not ops._split_for(first, 4)
+    assert ops._split_for(second, 0).stretches
+    assert not ops._split_for(first, 0).stretches
 
 
 def test_pick_and_native_types() -> None:

@@ -120,8 +120,8 @@ def test_an_existing_key_is_hashed_and_not_shown(
 
 def test_a_machine_gets_both_at_once(capsys: Capture) -> None:
     assert main(["key", "alice", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["line"] == line_of(hashed([("alice", said["key"])])[0])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["line"] == line_of(hashed([("alice", printed["key"])])[0])
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_a_groups_answers_come_at_its_end_and_all_at_once() -> None:
     assert drive.metrics.tracked == 0
 
 
-def test_who_began_in_an_engine_that_is_gone_has_no_first_token_here() -> None:
+def test_a_request_that_began_in_a_dead_engine_has_no_first_token_here() -> None:
     drive = Drive(make_scheduler())
     drive.scheduler.submit(make_request("a", [1] * 4, max_tokens=6, output=[5, 6]), 0.0)
     drive.run()
@@ -196,7 +196,7 @@ def test_a_refusal_is_counted_by_its_kind_and_leaves_nothing_behind() -> None:
 
 
 def test_a_request_told_to_have_started_after_it_ended_leaves_nothing_behind() -> None:
-    """An abort is told with pass k, the start of a request that k+1 was to compute with k+1."""
+    """An abort is recorded with pass k, the start of a request that k+1 was to compute with k+1."""
     counted = EngineMetrics()
     counted.take(PassEvents(0, committed_s=2.0, arrived=["a"], arrived_s=[1.0]))
     counted.take(PassEvents(1, committed_s=3.0, finished=[Finished("a", Reason.ABORT, 0, 0, 0)]))
@@ -261,7 +261,7 @@ def test_answers_are_counted_by_route_and_status() -> None:
     assert (seen["shoal_engine_up"], seen["shoal_engine_restarts_total"]) == (1, 2)
 
 
-def test_paths_nobody_serves_make_one_series() -> None:
+def test_paths_without_a_route_make_one_series() -> None:
     front = FrontMetrics()
     for number in range(1000):
         front.count(f'/wp-{number}"\n', 404)
@@ -278,13 +278,13 @@ def test_two_fronts_tell_series_of_their_own() -> None:
     assert not one & other, "they would look like one counter that jumps back and forth"
 
 
-def test_a_front_tells_what_the_others_counted() -> None:
+def test_a_front_shows_the_counts_of_all_fronts() -> None:
     fronts = [FrontMetrics(f"front-{number}") for number in range(3)]
     for number, front in enumerate(fronts):
         for _ in range(number + 1):
             front.count("/v1/completions", 200)
-    told = [fronts[1].tell(4, INFO), fronts[2].tell(0, None)]
-    text = fronts[0].render(1, None, told)
+    sent = [fronts[1].tell(4, INFO), fronts[2].tell(0, None)]
+    text = fronts[0].render(1, None, sent)
     seen = read(text)
     for number, active in enumerate((1, 4, 0)):
         series = f'{{front="front-{number}",route="/v1/completions",status="200"}}'
@@ -293,16 +293,18 @@ def test_a_front_tells_what_the_others_counted() -> None:
     assert seen["shoal_engine_restarts_total"] == 2, "another front knows of more restarts"
     assert text.count(b"# TYPE shoal_http_requests_total") == 1
     gone = read(fronts[0].render(1, None))
-    assert 'shoal_http_active_requests{front="front-1"}' not in gone, "what a dead front told is not told for ever"
+    assert 'shoal_http_active_requests{front="front-1"}' not in gone, (
+        "the numbers of a dead front are not shown forever"
+    )
     assert gone["shoal_engine_restarts_total"] == 2, "a counter never goes back"
 
 
 @pytest.mark.parametrize(
-    "told", [b"", b"{", b"[]", b"null", b"\xff", b'{"name": "x"}', b'{"name": "x", "active": "y"}']
+    "data", [b"", b"{", b"[]", b"null", b"\xff", b'{"name": "x"}', b'{"name": "x", "active": "y"}']
 )
-def test_a_front_that_tells_nonsense_is_left_out(told: bytes) -> None:
+def test_numbers_that_cannot_be_read_are_left_out(data: bytes) -> None:
     front = FrontMetrics()
-    assert front.render(0, None, [told]) == front.render(0, None)
+    assert front.render(0, None, [data]) == front.render(0, None)
 
 
 def test_the_first_500_can_be_seen_in_a_rate() -> None:
@@ -342,7 +344,7 @@ def test_promises_are_counted_by_tier_and_by_whether_they_were_kept() -> None:
     drive = Drive(make_scheduler(order="slo", tiers=tiers, max_num_batched_tokens=64))
     for name, arrived_s in (("late", 0.0), ("timely", 2.5)):
         drive.scheduler.submit(make_request(name, [1] * 4, max_tokens=3, tier="premium"), arrived_s)
-    drive.scheduler.submit(make_request("nobody's", [1] * 4, max_tokens=3), 2.5)
+    drive.scheduler.submit(make_request("no tier", [1] * 4, max_tokens=3), 2.5)
     for commit_s in (3.0, 3.4, 3.8):
         drive.turn(commit_s - 0.1, commit_s)
     seen = drive.read()
@@ -352,7 +354,7 @@ def test_promises_are_counted_by_tier_and_by_whether_they_were_kept() -> None:
     assert not any('tier="batch"' in name for name in seen)
 
 
-def test_who_gives_way_is_counted_by_what_became_of_it() -> None:
+def test_preemptions_are_counted_by_what_happened_to_the_blocks() -> None:
     drive = Drive(make_scheduler(blocks=6, block_size=2, watermark=0.0, max_num_batched_tokens=30, when_short="drop"))
     for name in "abc":
         drive.scheduler.submit(make_request(name, [1, 2, 3], max_tokens=5), 0.0)

@@ -1,4 +1,4 @@
-"""Spans: what is told about a request's time, with and without OpenTelemetry."""
+"""Spans: what they show of a request's time, with and without OpenTelemetry."""
 
 import importlib
 import sys
@@ -26,7 +26,7 @@ otel = pytest.mark.skipif(not installed(), reason="OpenTelemetry is not installe
 
 
 class Kept:
-    """Keeps what it is told."""
+    """Keeps all walks."""
 
     def __init__(self) -> None:
         self.walks: list[Walk] = []
@@ -45,7 +45,7 @@ def test_the_parts_follow_each_other_without_gaps() -> None:
     assert [end for _, _, end in found] == [13.0, 14.0, 20.0]
 
 
-def test_one_that_never_said_anything_has_only_waited() -> None:
+def test_a_request_without_tokens_has_only_a_queue_span() -> None:
     assert parts(Walk(name="x", began_s=1.0, asked_s=2.0, ended_s=5.0)) == [("queue", 2.0, 5.0)]
 
 
@@ -55,7 +55,7 @@ def test_clocks_that_disagree_make_no_negative_times() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_front_tells_every_generation_and_nothing_of_its_text(stream: bool) -> None:
+def test_every_generation_is_recorded_without_its_text(stream: bool) -> None:
     kept = Kept()
     app = front(spans=kept)
     headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "x-request-id": "mine"}

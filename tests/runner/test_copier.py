@@ -1,4 +1,4 @@
-"""KV blocks go to host memory and come back as they were, beside whatever else happens."""
+"""KV blocks are copied to host memory and back unchanged, beside the passes."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_blocks_come_back_as_they_were(store: KVStore) -> None:
     copier.close()
 
 
-def test_copies_are_told_once_and_in_order(store: KVStore) -> None:
+def test_copies_are_reported_once_and_in_order(store: KVStore) -> None:
     copier = Copier(store)
     for number in range(20):
         copier.submit(BlockCopy(number, (number % 6,), (number % 5,), "out"))
@@ -46,7 +46,7 @@ def test_copies_are_told_once_and_in_order(store: KVStore) -> None:
     copier.close()
 
 
-def test_a_copy_that_fails_is_told_and_the_next_one_is_done(store: KVStore) -> None:
+def test_a_failed_copy_is_reported_and_the_next_one_is_done(store: KVStore) -> None:
     copier = Copier(store)
     copier.submit(BlockCopy(0, (99,), (0,), "out"))
     copier.submit(BlockCopy(1, (0,), (0,), "out"))

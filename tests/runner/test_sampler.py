@@ -176,7 +176,7 @@ def test_top_k_keeps_those_as_likely_as_the_last_as_transformers_does() -> None:
 
 
 def test_equal_scores_are_drawn_alike_beside_any_neighbour() -> None:
-    """A neighbour with a larger top_k makes the sampler look at more tokens; that must not change who is kept."""
+    """A neighbour with a larger top_k makes the sampler look at more tokens; it must not change which are kept."""
     made = sampler(500)
     logits = (torch.randn(500, generator=torch.Generator().manual_seed(1)) * 2).to(torch.bfloat16).float()
     made.start(start(0, SamplingParams(temperature=1.0, top_k=5, top_p=0.9)))
@@ -250,17 +250,17 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
     torch.testing.assert_close(got[0], want)
 
 
-def test_counts_go_on_with_what_is_drawn() -> None:
+def test_drawn_tokens_are_counted() -> None:
     """A greedy row whose best tokens are nearly equal walks through them as the frequency penalty pushes it on."""
     logits = torch.full((VOCAB,), -50.0)
     logits[10:14] = torch.tensor([1.0, 0.9, 0.8, 0.7])
     params = SamplingParams(temperature=0, frequency_penalty=2.0)
     made = sampler()
     made.start(start(4, params, [1, 2]))
-    said = [int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([p]))[0]) for p in range(2, 10)]
-    assert said == [10, 11, 12, 13, 10, 11, 12, 13]
-    made.start(start(4, params, [1, 2, *said[:6]], prompt_len=2))  # as after a preemption
-    assert [int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([p]))[0]) for p in (8, 9)] == said[6:]
+    output = [int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([p]))[0]) for p in range(2, 10)]
+    assert output == [10, 11, 12, 13, 10, 11, 12, 13]
+    made.start(start(4, params, [1, 2, *output[:6]], prompt_len=2))  # as after a preemption
+    assert [int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([p]))[0]) for p in (8, 9)] == output[6:]
     made.start(start(4, params, [1, 2]))  # another request in the same row
     assert int(made.sample(logits.unsqueeze(0), np.array([4]), np.array([2]))[0]) == 10
     made.start(start(4, SamplingParams(temperature=0), [1, 2]))  # … and one without penalties
@@ -287,7 +287,7 @@ def test_logit_bias_forces_and_forbids(temperature: float) -> None:
     assert best not in draws(logits, forbidden, 300)
 
 
-def test_the_logits_that_come_in_are_not_changed() -> None:
+def test_the_given_logits_are_not_changed() -> None:
     logits = crafted().unsqueeze(0)
     before = logits.clone()
     made = sampler()
@@ -303,9 +303,9 @@ def test_ends_are_forbidden_until_min_tokens() -> None:
     params = SamplingParams(temperature=0, min_tokens=3)
     made = sampler()
     made.start(start(0, params, [1, 2], stop_ids=frozenset({7, 8})))
-    said = [int(made.sample(logits.unsqueeze(0), np.array([0]), np.array([p]))[0]) for p in range(2, 6)]
-    assert said[:3] == [9, 9, 9]
-    assert said[3] in (7, 8)
+    output = [int(made.sample(logits.unsqueeze(0), np.array([0]), np.array([p]))[0]) for p in range(2, 6)]
+    assert output[:3] == [9, 9, 9]
+    assert output[3] in (7, 8)
 
 
 def test_draws_fit_the_softmax_over_seeds_samples_and_positions() -> None:
@@ -354,11 +354,11 @@ def test_a_draw_does_not_depend_on_neighbours_row_or_order() -> None:
         tokens, _, _ = made.sample(logits[order], np.array(rows), positions[order])
         return dict(zip(order, tokens.tolist(), strict=True))
 
-    everyone = list(range(21))
-    want = run(everyone, everyone)
-    assert run(everyone[::-1], everyone) == want
-    assert run(everyone, [63 - row for row in everyone]) == want
-    for one in everyone:
+    all_rows = list(range(21))
+    want = run(all_rows, all_rows)
+    assert run(all_rows[::-1], all_rows) == want
+    assert run(all_rows, [63 - row for row in all_rows]) == want
+    for one in all_rows:
         assert run([one], [5]) == {one: want[one]}
 
 
@@ -465,8 +465,8 @@ def test_penalties_count_on_under_a_mask() -> None:
     made = sampler()
     made.start(start(4, SamplingParams(temperature=0, frequency_penalty=2.0), [1, 2]))
     rows, masks = np.array([4]), late({4: [11, 13]})
-    said = [int(made.sample(logits.unsqueeze(0), rows, np.array([at]), masks)[0]) for at in range(2, 6)]
-    assert said == [11, 13, 11, 13]
+    output = [int(made.sample(logits.unsqueeze(0), rows, np.array([at]), masks)[0]) for at in range(2, 6)]
+    assert output == [11, 13, 11, 13]
 
 
 def test_rows_without_a_grammar_draw_as_without_any_masks() -> None:
@@ -513,7 +513,7 @@ def test_min_tokens_forbids_no_end_that_the_grammar_allows() -> None:
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
-def test_a_row_that_may_say_nothing_is_told_from_damaged_weights(values: dict[str, Any]) -> None:
+def test_a_row_without_allowed_tokens_fails_unlike_damaged_weights(values: dict[str, Any]) -> None:
     made = sampler()
     for row in range(4):
         made.start(start(row, SamplingParams(**{"temperature": 1.0, **values}), seed=row))
@@ -549,7 +549,7 @@ def test_few_allowed_tokens_need_no_second_look(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("way", ["cpu"], indirect=True)
-def test_lists_stay_whole_while_rows_come_and_go() -> None:
+def test_lists_stay_whole_while_rows_start_and_end() -> None:
     numbers = np.random.default_rng(0)
     edits, want = TokenLists(9), {row: [] for row in range(9)}
     for _ in range(400):
@@ -560,7 +560,7 @@ def test_lists_stay_whole_while_rows_come_and_go() -> None:
         places, at = stretches(edits.first[rows], edits.count[rows])
         found = list(zip(places.tolist(), edits.ids[at].tolist(), edits.amounts[at].tolist(), strict=True))
         assert found == [(place, *one) for place, row in enumerate(rows.tolist()) for one in want[row]]
-    assert len(edits.ids) < 2000, "lists that nobody uses are not thrown away"
+    assert len(edits.ids) < 2000, "unused lists are not dropped"
 
 
 # ---- C and torch ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A plan as tables of numbers: every position, decode and block of queries stands where kernels look for it."""
+"""A plan as tables of numbers: every position, decode and block of queries is where kernels look for it."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ QUERIES = 4
 
 
 def plan_of(*parts: tuple[int, int, int, bool], grown: tuple[tuple[int, int, int], ...] = ()) -> StepPlan:
-    """Each part: row, first position, how many, whether it chooses a token."""
+    """Each part: row, first position, how many, whether it draws a token."""
     rows, starts, counts, samples = (np.array(column) for column in zip(*parts, strict=True))
     tokens = np.arange(100, 100 + counts.sum())
     tokens[counts.cumsum()[counts == 1] - 1] = FROM_DEVICE
@@ -65,7 +65,7 @@ def test_chunks_beside_decodes() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_query_is_in_one_place(seed: int) -> None:
+def test_every_query_is_in_exactly_one_table(seed: int) -> None:
     source = np.random.default_rng(seed)
     count = int(source.integers(1, 20))
     counts = np.where(source.random(count) < 0.5, 1, source.integers(2, 30, count))
@@ -73,7 +73,7 @@ def test_every_query_is_in_one_place(seed: int) -> None:
     plan = plan_of(*parts)
     shape = PassShape(int(counts.sum()) + 3, count + 1, count_blocks(plan, QUERIES) + 2, count)
     tables = filled(plan, shape)
-    seen = [int(place) for context, place in tables.decodes[1:].T if context]
+    seen = [int(query) for context, query in tables.decodes[1:].T if context]
     for row, begin, many, first, context in tables.blocks.T.tolist():
         if row != PADDING:
             seen += range(begin + first, begin + min(first + QUERIES, many))

@@ -37,11 +37,11 @@ def pairs(cpu: int) -> str:
         ([3, 5, 9], lambda cpu: None, 2.0, [2]),
     ],
 )
-def test_what_could_be_best(cpus: list[int], siblings: "object", quota: float | None, wanted: list[int]) -> None:
+def test_candidates(cpus: list[int], siblings: "object", quota: float | None, wanted: list[int]) -> None:
     assert possible_threads(list(cpus), siblings, quota) == wanted  # type: ignore[arg-type]
 
 
-def test_a_container_s_share_of_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_s_cpu_quota_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     quota = tmp_path / "cpu.max"
     monkeypatch.setattr(threads, "QUOTA", quota)
@@ -67,14 +67,14 @@ def test_the_speed_is_really_measured() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch says that such a product is slow here
 def test_the_speed_is_measured_without_the_c_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where torch itself multiplies 16-bit numbers, and wants both of one type."""
+    """Also where torch itself multiplies 16-bit numbers, and needs both of one type."""
     monkeypatch.setattr(threads, "SHAPE", (256, 64))  # such products are slow here
     for natively in (True, False):
         monkeypatch.setattr(plain, "computes_natively", lambda dtype, natively=natively: natively)
         assert threads._seconds(make("off"), 1) > 0
 
 
-def test_what_the_environment_says_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     monkeypatch.setattr(threads, "possible_threads", lambda *_: [7])
@@ -83,7 +83,7 @@ def test_what_the_environment_says_is_obeyed(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(not isinstance(find(), Library), reason="needs the C kernels")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
-def test_threads_of_one_who_has_done_computing_are_ended() -> None:
+def test_threads_of_a_thread_that_computes_no_more_are_ended() -> None:
     """And come back when they are needed again, with the same result."""
     torch.set_num_threads(2)
     ops, x, weight = make(), torch.randn(64, 512), DenseWeight(torch.randn(512, 512))

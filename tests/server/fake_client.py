@@ -1,4 +1,4 @@
-"""An EngineClient without an engine: a script says what each sample answers, one token of each per tick.
+"""An EngineClient without an engine: a script gives the tokens of each sample, one token of each per tick.
 
 It keeps the contract of core/ports.py: sinks are told on the event loop, in order, accepted before the first token, and
 nothing after an abort. Ticks come by themselves, or by hand where a test must know what has happened.
@@ -19,13 +19,13 @@ Script = Callable[[Job, int], Sequence[int]]
 
 
 def echo(job: Job, sample: int) -> Sequence[int]:
-    """Says the prompt again, rotated by the sample's number."""
+    """Repeats the prompt, rotated by the sample's number."""
     shift = sample % len(job.prompt)
     return job.prompt[shift:] + job.prompt[:shift]
 
 
-def thought(token: int, alternatives: int) -> Logprobs:
-    """What the fake model thinks: the higher the id, the less likely; ids below are likelier still."""
+def logprobs_of(token: int, alternatives: int) -> Logprobs:
+    """The fake model's logprobs: the higher the id, the less likely; ids below are likelier still."""
     others = tuple(range(alternatives))
     return Logprobs(token, -token / 100, token + 1, others, tuple(-other / 100 for other in others))
 
@@ -35,7 +35,7 @@ class Running:
     job: Job
     sink: Sink
     left: dict[int, list[int]]  # sample → tokens still to come
-    said: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
     accepted: bool = False
 
 
@@ -125,7 +125,7 @@ class FakeClient:
             one.accepted = True
             sink.accepted()
             if params.prompt_logprobs is not None:
-                sink.prompt_logprobs([thought(token, params.prompt_logprobs) for token in one.job.prompt[1:]])
+                sink.prompt_logprobs([logprobs_of(token, params.prompt_logprobs) for token in one.job.prompt[1:]])
         for sample in list(one.left):
             if one.job.id not in self.running:
                 return
@@ -135,9 +135,9 @@ class FakeClient:
         params, tokens = one.job.params, one.left[sample]
         if tokens:
             token = tokens.pop(0)
-            one.said[sample] = one.said.get(sample, 0) + 1
-            one.sink.token(sample, token, None if params.logprobs is None else thought(token, params.logprobs))
-            ends = token in one.job.stop_ids and one.said[sample] > params.min_tokens
+            one.counts[sample] = one.counts.get(sample, 0) + 1
+            one.sink.token(sample, token, None if params.logprobs is None else logprobs_of(token, params.logprobs))
+            ends = token in one.job.stop_ids and one.counts[sample] > params.min_tokens
             if self.failure is not None:
                 self._end(one, sample, self.failure)
             elif ends:

@@ -13,7 +13,7 @@ import uvloop
 
 from shoal.keys.api_key import ApiKey
 from shoal.keys.file import hashed
-from shoal.server.app import Front, make_app
+from shoal.server.app import Front
 from shoal.server.protocol import make_server, serve
 from shoal.server.settings import ServerSettings
 from shoal.text.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def front(
     **settings: Any,
 ) -> Front:
     keys = tuple(key if isinstance(key, ApiKey) else hashed([key])[0] for key in api_keys)
-    return make_app(
+    return Front(
         ServerSettings(**{"models": ("tiny", "other-name"), "keys": lambda: keys, **settings}),
         client or FakeClient(),
         None if without_tokenizer else tokenizer(),

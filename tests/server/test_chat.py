@@ -46,10 +46,10 @@ def test_template_variables_may_come_with_a_request_but_not_override_the_servers
 
 
 def test_the_answer_has_openais_fields() -> None:
-    said = chat(front(FakeClient(lambda job, sample: [50, EOS]))).json()
-    assert said["object"] == "chat.completion"
-    assert said["id"].startswith("chatcmpl-")
-    assert said["choices"] == [
+    answer = chat(front(FakeClient(lambda job, sample: [50, EOS]))).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["choices"] == [
         {
             "index": 0,
             "message": {"role": "assistant", "content": "P", "refusal": None},
@@ -58,19 +58,19 @@ def test_the_answer_has_openais_fields() -> None:
             "stop_reason": None,
         }
     ]
-    assert said["usage"]["completion_tokens"] == 2
+    assert answer["usage"]["completion_tokens"] == 2
 
 
-def test_token_ids_are_told_when_asked_for() -> None:
+def test_token_ids_are_shown_on_request() -> None:
     client = FakeClient(lambda job, sample: [50])
-    said = chat(front(client), return_token_ids=True).json()
-    assert said["prompt_token_ids"] == client.submitted[0].prompt
-    assert said["choices"][0]["token_ids"] == [50]
+    answer = chat(front(client), return_token_ids=True).json()
+    assert answer["prompt_token_ids"] == client.submitted[0].prompt
+    assert answer["choices"][0]["token_ids"] == [50]
 
 
 def test_logprobs_have_the_shape_of_chats() -> None:
-    said = chat(front(FakeClient(lambda job, sample: [50])), logprobs=True, top_logprobs=1).json()
-    assert said["choices"][0]["logprobs"] == {
+    answer = chat(front(FakeClient(lambda job, sample: [50])), logprobs=True, top_logprobs=1).json()
+    assert answer["choices"][0]["logprobs"] == {
         "content": [
             {
                 "token": "P",
@@ -102,7 +102,7 @@ def test_max_tokens_has_two_names() -> None:
     assert error["param"] == "max_completion_tokens"
 
 
-def test_a_chat_goes_on_until_the_context_is_full_unless_told_otherwise() -> None:
+def test_a_chat_goes_on_until_the_context_is_full_unless_limited() -> None:
     client = FakeClient()
     chat(front(client))
     assert client.submitted[0].params.max_tokens is None
@@ -147,7 +147,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
     assert error["code"] == "unsupported_field"
 
 
-def test_what_says_nothing_about_tools_is_fine() -> None:
+def test_empty_tool_fields_are_accepted() -> None:
     assert chat(front(), tools=[], tool_choice="none", functions=None, modalities=["text"]).status_code == 200
 
 

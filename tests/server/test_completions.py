@@ -43,20 +43,20 @@ def job_of(**body: Any) -> Job:
     ids=["text", "texts", "ids", "lists of ids", "both"],
 )
 def test_a_prompt_has_any_of_openais_shapes(prompt: Any, texts: list[str]) -> None:
-    said = complete(front(), prompt=prompt).json()
-    assert [choice["text"] for choice in said["choices"]] == texts
-    assert [choice["index"] for choice in said["choices"]] == list(range(len(texts)))
+    answer = complete(front(), prompt=prompt).json()
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
     tokens = sum(len(ids(text)) for text in texts)
-    assert said["usage"]["prompt_tokens"] == said["usage"]["completion_tokens"] == tokens
-    assert said["usage"]["total_tokens"] == 2 * tokens
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["completion_tokens"] == tokens
+    assert answer["usage"]["total_tokens"] == 2 * tokens
 
 
 def test_the_answer_has_openais_fields() -> None:
-    said = complete(front(saying("a b")), prompt=ONCE, model="other-name").json()
-    assert said["object"] == "text_completion"
-    assert said["model"] == "other-name"
-    assert said["id"].startswith("cmpl-")
-    assert said["choices"] == [
+    answer = complete(front(saying("a b")), prompt=ONCE, model="other-name").json()
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "other-name"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["choices"] == [
         {"index": 0, "text": "a b", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     ]
 
@@ -86,19 +86,19 @@ def test_too_many_answers_in_one_request_are_refused() -> None:
 
 
 def test_n_samples_are_one_job_and_keep_their_places() -> None:
-    said = complete(front(), prompt=[ids(ONCE), ids("a b")], n=2).json()
-    assert [choice["index"] for choice in said["choices"]] == [0, 1, 2, 3]
-    assert said["choices"][1]["text"] == " upon a timeOnce"
-    assert said["usage"]["prompt_tokens"] == len(ids(ONCE)) + len(ids("a b"))
+    answer = complete(front(), prompt=[ids(ONCE), ids("a b")], n=2).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["choices"][1]["text"] == " upon a timeOnce"
+    assert answer["usage"]["prompt_tokens"] == len(ids(ONCE)) + len(ids("a b"))
 
 
 def test_best_of_keeps_the_likeliest_answers_and_counts_them_all() -> None:
     client = FakeClient(lambda job, sample: [[90, 91], [50, 51], [70, 71]][sample])  # lower ids are likelier
-    said = complete(front(client), prompt=ONCE, n=2, best_of=3, return_token_ids=True).json()
-    assert [choice["token_ids"] for choice in said["choices"]] == [[50, 51], [70, 71]]
-    assert [choice["index"] for choice in said["choices"]] == [0, 1]
-    assert said["usage"]["completion_tokens"] == 6
-    assert said["choices"][0]["logprobs"] is None  # they were needed, but not asked for
+    answer = complete(front(client), prompt=ONCE, n=2, best_of=3, return_token_ids=True).json()
+    assert [choice["token_ids"] for choice in answer["choices"]] == [[50, 51], [70, 71]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["choices"][0]["logprobs"] is None  # they were needed, but not asked for
     assert client.submitted[0].params.n == 3
 
 
@@ -152,7 +152,7 @@ def test_logprobs_of_zero_name_only_what_was_said() -> None:
     assert logprobs["top_logprobs"] is None
 
 
-def test_echo_with_logprobs_tells_those_of_the_prompt() -> None:
+def test_echo_with_logprobs_includes_those_of_the_prompt() -> None:
     client = FakeClient(lambda job, sample: [50])
     choice = complete(front(client), prompt=ONCE, logprobs=1, echo=True).json()["choices"][0]
     logprobs = choice["logprobs"]
@@ -172,37 +172,37 @@ def test_half_a_character_in_logprobs_is_spelt_out() -> None:
 
 def test_a_stop_string_cuts_text_tokens_and_usage_and_ends_the_sample() -> None:
     client = saying("Once upon a time there was")
-    said = complete(front(client), prompt="x", stop=["upon a", "zzz"], max_tokens=50, return_token_ids=True).json()
-    choice = said["choices"][0]
+    answer = complete(front(client), prompt="x", stop=["upon a", "zzz"], max_tokens=50, return_token_ids=True).json()
+    choice = answer["choices"][0]
     assert choice["text"] == "Once "
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] == "upon a"
     assert choice["token_ids"] == ids("Once upon a")
-    assert said["usage"]["completion_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 3
     assert client.finished_at == [(client.submitted[0].id, 0, 3)]
 
 
 def test_a_stop_string_can_be_kept() -> None:
     client = saying("Once upon a time")
-    said = complete(front(client), prompt="x", stop="upon", include_stop_str_in_output=True).json()
-    assert said["choices"][0]["text"] == "Once upon"
+    answer = complete(front(client), prompt="x", stop="upon", include_stop_str_in_output=True).json()
+    assert answer["choices"][0]["text"] == "Once upon"
 
 
 def test_an_end_token_counts_but_is_not_shown() -> None:
-    said = complete(front(saying("a b")), prompt=ONCE, skip_special_tokens=False).json()
-    assert said["choices"][0]["text"] == "a b"
-    assert said["usage"]["completion_tokens"] == len(ids("a b")) + 1
+    answer = complete(front(saying("a b")), prompt=ONCE, skip_special_tokens=False).json()
+    assert answer["choices"][0]["text"] == "a b"
+    assert answer["usage"]["completion_tokens"] == len(ids("a b")) + 1
 
 
-def test_a_stop_token_is_told_as_the_reason() -> None:
+def test_a_stop_token_is_reported_as_the_reason() -> None:
     client = FakeClient(lambda job, sample: [50, 60, 70])
     choice = complete(front(client), prompt=ONCE, stop_token_ids=[60]).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("P", "stop", 60)
 
 
-def test_cached_tokens_are_told() -> None:
-    said = complete(front(FakeClient(cached_tokens=3)), prompt=[ONCE, ONCE], n=2).json()
-    assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}  # once for each prompt
+def test_cached_tokens_are_reported() -> None:
+    answer = complete(front(FakeClient(cached_tokens=3)), prompt=[ONCE, ONCE], n=2).json()
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 6}  # once for each prompt
 
 
 # ---- what goes to the engine ---------------------------------------------------------------------------------------

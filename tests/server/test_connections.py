@@ -79,7 +79,7 @@ def test_a_client_that_leaves_an_answer_not_streamed_ends_its_job() -> None:
     run(work)
 
 
-def test_one_who_does_not_read_is_cut_off_and_slows_nobody() -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_slows_no_other() -> None:
     async def work() -> None:
         client = FakeClient(lambda job, sample: [50] * 10**6, tick_s=0.0)
         app = front(client, slow_client_timeout_s=0.5, max_unsent_bytes=10**9)
@@ -112,7 +112,7 @@ def unread(port: int, request: bytes, buffer: int = 2048) -> socket.socket:
 
 
 @pytest.mark.parametrize("headers", [(), ("connection: close",)])
-def test_a_whole_answer_that_nobody_reads_is_cut_off_too(headers: tuple[str, ...], caplog: Any) -> None:
+def test_a_whole_answer_that_is_not_read_is_disconnected_too(headers: tuple[str, ...], caplog: Any) -> None:
     async def work() -> None:
         client = FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0)
         app = front(client, slow_client_timeout_s=1.0)
@@ -120,20 +120,20 @@ def test_a_whole_answer_that_nobody_reads_is_cut_off_too(headers: tuple[str, ...
             slow = unread(port, raw_request("/v1/completions", LONG, *headers))
             await until(lambda: len(client.submitted) == 1 and not app.active)
             began_s = time.monotonic()
-            await until(lambda: "a client was cut off: it has read nothing for 1 s" in caplog.text, limit_s=10)
+            await until(lambda: "a client was disconnected: it has read nothing for 1 s" in caplog.text, limit_s=10)
             assert 0.9 < time.monotonic() - began_s < 3
             await asyncio.sleep(0.1)
             with suppress(ConnectionError):
                 while slow.recv(10**6):  # what the kernels held; then the end, and not the whole answer
                     pass
             slow.close()
-        assert caplog.text.count("a client was cut off") == 1
+        assert caplog.text.count("a client was disconnected") == 1
 
     run(work)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_a_whole_answer_over_tls_that_nobody_reads_is_cut_off_too(tmp_path: Path, caplog: Any) -> None:
+def test_a_whole_answer_over_tls_that_is_not_read_is_disconnected_too(tmp_path: Path, caplog: Any) -> None:
     made = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
     subprocess.run(made.split(), cwd=tmp_path, check=True, capture_output=True)
     cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
@@ -149,13 +149,13 @@ def test_a_whole_answer_over_tls_that_nobody_reads_is_cut_off_too(tmp_path: Path
         app = front(FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0), slow_client_timeout_s=1.0)
         async with listening(app, ssl_certfile=cert, ssl_keyfile=key) as port:
             slow = await asyncio.to_thread(ask, port)
-            await until(lambda: "a client was cut off: it has read nothing for 1 s" in caplog.text, limit_s=10)
+            await until(lambda: "a client was disconnected: it has read nothing for 1 s" in caplog.text, limit_s=10)
             slow.close()
 
     run(work)
 
 
-def test_a_whole_answer_that_is_read_slowly_but_steadily_is_not_cut_off(caplog: Any) -> None:
+def test_a_whole_answer_that_is_read_slowly_but_steadily_is_not_disconnected(caplog: Any) -> None:
     """So slowly that the kernel takes nothing more from the server for longer than the limit."""
 
     async def work() -> None:
@@ -171,7 +171,7 @@ def test_a_whole_answer_that_is_read_slowly_but_steadily_is_not_cut_off(caplog: 
             slow.close()
         assert len(json.loads(body_of(b"".join(parts)))["choices"][0]["logprobs"]["tokens"]) == 2000
         assert len(parts) > 15, "it was read faster than the limit, and shows nothing"
-        assert "cut off" not in caplog.text
+        assert "disconnected" not in caplog.text
 
     run(work)
 
@@ -194,7 +194,7 @@ def test_a_connection_that_was_read_late_is_used_again(caplog: Any) -> None:
             await asyncio.sleep(1.5)  # longer than the limit, with nothing to read
             writer.write(raw_request("/v1/completions", {"prompt": "x", "max_tokens": 1}))
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        assert "cut off" not in caplog.text
+        assert "disconnected" not in caplog.text
 
     run(work)
 
@@ -215,7 +215,7 @@ def test_a_stuck_stream_may_not_pile_up_more_than_its_share() -> None:
     run(work)
 
 
-def test_one_who_reads_slowly_but_steadily_is_served() -> None:
+def test_a_client_that_reads_slowly_but_steadily_is_served() -> None:
     async def work() -> None:
         client = FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0)
         app = front(client, slow_client_timeout_s=5)
@@ -258,7 +258,7 @@ def test_a_head_without_end_is_refused() -> None:
     run(work)
 
 
-def test_one_who_never_finishes_its_request_is_cut_off() -> None:
+def test_a_client_that_never_finishes_its_request_is_disconnected() -> None:
     async def work() -> None:
         async with listening(front(slow_client_timeout_s=0.3)) as port:
             for start in (b"", b"GET /health HTTP/1.1\r\nhost:"):
@@ -307,7 +307,7 @@ def test_a_client_that_pipelines_and_leaves_ends_its_job() -> None:
     run(work)
 
 
-def test_garbage_on_the_line_harms_nobody() -> None:
+def test_garbage_on_a_connection_harms_no_other() -> None:
     async def work() -> None:
         app = front()
         async with listening(app) as port:
@@ -326,7 +326,7 @@ def test_garbage_on_the_line_harms_nobody() -> None:
     run(work)
 
 
-def test_when_told_to_stop_it_finishes_what_it_has_begun() -> None:
+def test_on_shutdown_answers_under_way_are_finished() -> None:
     async def work() -> None:
         client = FakeClient(lambda job, sample: [50] * 30, tick_s=0.01)
         app = front(client)
@@ -388,14 +388,14 @@ def test_what_is_not_http_is_a_400_in_openais_shape() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_still_waits_when_the_server_stops_is_told(stream: bool) -> None:
+def test_a_waiting_client_gets_an_error_when_the_server_stops(stream: bool) -> None:
     async def work() -> None:
         client = endless()
         app = front(client)
         async with listening(app) as port, httpx.AsyncClient() as http:
             url = f"http://127.0.0.1:{port}/v1/completions"
             asking = asyncio.create_task(http.post(url, json={**FOREVER, "stream": stream}))
-            await until(lambda: any(call.output_tokens for call in app.calls))
+            await until(lambda: any(call.outputs.output_tokens for call in app.calls))
             app.end_all()
             answer = await asking
             assert not client.running

@@ -1,4 +1,4 @@
-"""GET /debug/requests: who may look, and what `shoal top` makes of it."""
+"""GET /debug/requests: access, and what `shoal top` makes of it."""
 
 import asyncio
 import json
@@ -68,18 +68,18 @@ def test_without_keys_this_machine_may_look_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", ["x_forwarded_for", "forwarded", "x_real_ip"])
-def test_a_proxy_on_this_machine_does_not_make_everybody_local(name: str) -> None:
+def test_a_proxy_on_this_machine_does_not_make_its_clients_local(name: str) -> None:
     error_of(look(front(Telling()), **{name: "10.0.0.5"}), 403)
 
 
-def test_with_keys_an_admin_may_look_from_anywhere_and_nobody_else() -> None:
+def test_with_keys_only_an_admin_has_access_and_from_anywhere() -> None:
     app = front(Telling(), api_keys=KEYS)
     assert look(app, "10.0.0.5", authorization=f"Bearer {ADMIN}").status_code == 200
     assert "admin: true" in error_of(look(app, authorization=f"Bearer {PLAIN}"), 403)["message"]
     error_of(look(app), 401)
 
 
-def test_it_tells_what_the_engine_and_the_front_do() -> None:
+def test_it_shows_what_the_engine_and_the_front_do() -> None:
     told = look(front(Telling())).json()
     assert told["requests"] == STATE["requests"]
     assert told["engine"]["blocks"]["held"] == 30
@@ -95,13 +95,13 @@ def test_while_the_engine_is_down_it_is_a_503() -> None:
 # ---- shoal top ------------------------------------------------------------------------------------------------------
 
 
-def test_the_screen_shows_everybody_and_fits() -> None:
+def test_the_screen_shows_all_requests_and_fits() -> None:
     told = {"engine": STATE, "requests": STATE["requests"]}
     lines = screen(told, "http://x", width=200, height=20)
     text = "\n".join(lines)
     for part in ("running 1/64", "waiting 1", "30%", "alice", "gold", "-0.5", "all 1 places are taken", "2 times"):
         assert part in text
-    assert "\x1b" not in text, "nobody writes to the terminal but us"
+    assert "\x1b" not in text, "no request can write to the terminal"
     small = screen({"engine": STATE, "requests": STATE["requests"] * 50}, "http://x", width=40, height=12)
     assert len(small) <= 12
     assert all(len(line) <= 40 for line in small)

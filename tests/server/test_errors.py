@@ -1,4 +1,4 @@
-"""Every error a client can meet: its status, its shape, and that it tells nothing of our insides."""
+"""Every error a client can meet: its status, its shape, and that it reveals no internals."""
 
 import inspect
 
@@ -6,7 +6,7 @@ import pytest
 
 from shoal import errors
 from shoal.core.job import Refusal
-from shoal.server.errors import as_error, as_http, internal
+from shoal.server.errors import as_http, internal
 
 EXPECTED = {
     "BadRequest": 400, "EmptyPrompt": 400, "PromptTooLong": 400, "BadParameter": 400, "BadGrammar": 400, "BadChat": 400,
@@ -18,8 +18,8 @@ KINDS = [name for name, kind in vars(errors).items() if inspect.isclass(kind) an
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_refusal_of_an_engine_has_its_status(name: str) -> None:
-    answer = as_http(as_error(Refusal(name, "do something else")))
-    if name not in EXPECTED:  # not a client's fault: nobody is told more than that
+    answer = as_http(Refusal(name, "do something else").as_error())
+    if name not in EXPECTED:  # an internal error: no details are revealed
         assert answer is None
         return
     assert answer is not None
@@ -27,9 +27,9 @@ def test_every_refusal_of_an_engine_has_its_status(name: str) -> None:
     assert answer.detail.message == "do something else"
 
 
-def test_a_refusal_of_a_kind_nobody_knows_is_an_internal_error() -> None:
+def test_a_refusal_of_an_unknown_kind_is_an_internal_error() -> None:
     for kind in ("NoSuchKind", "annotations", "__name__"):
-        assert as_http(as_error(Refusal(kind, "secret"))) is None
+        assert as_http(Refusal(kind, "secret").as_error()) is None
     assert internal().status == 500
     assert "secret" not in internal().detail.message
 
@@ -44,8 +44,8 @@ def test_a_refusal_of_a_kind_nobody_knows_is_an_internal_error() -> None:
         (Refusal("DeadlinePassed", "x"), None),
     ],
 )
-def test_retry_after_is_told_in_whole_seconds(refusal: Refusal, seconds: bytes | None) -> None:
-    answer = as_http(as_error(refusal))
+def test_retry_after_is_in_whole_seconds(refusal: Refusal, seconds: bytes | None) -> None:
+    answer = as_http(refusal.as_error())
     assert answer is not None
     assert dict(answer.headers).get(b"retry-after") == seconds
 

@@ -142,7 +142,7 @@ def test_a_key_without_a_tier_may_not_choose_one() -> None:
     assert error_of(answer, 400)["param"] == "tier"
 
 
-def test_without_keys_everybody_may_choose_a_tier() -> None:
+def test_without_keys_any_request_may_choose_a_tier() -> None:
     client = FakeClient()
     assert complete(front(client), prompt="x", tier="gold").status_code == 200
     assert client.submitted[0].tier == "gold"
@@ -219,7 +219,7 @@ def test_an_unknown_path_is_a_404_and_a_wrong_method_a_405() -> None:
         assert answer.headers["allow"] in ("GET", "POST")
 
 
-def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_exception_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FakeClient):
         def submit(self, job: Any, sink: Any) -> None:
             raise ZeroDivisionError("secret")
@@ -326,9 +326,9 @@ def test_models_are_listed_by_all_their_names() -> None:
 def test_text_becomes_tokens_and_tokens_text() -> None:
     app = front()
     text = "Once upon a time é €"
-    said = ask(app, "POST", "/tokenize", json={"prompt": text, "model": "tiny"}).json()
-    assert said == {"count": len(said["tokens"]), "max_model_len": 512, "tokens": tokenizer().encode(text)}
-    assert ask(app, "POST", "/detokenize", json={"tokens": said["tokens"]}).json() == {"prompt": text}
+    answer = ask(app, "POST", "/tokenize", json={"prompt": text, "model": "tiny"}).json()
+    assert answer == {"count": len(answer["tokens"]), "max_model_len": 512, "tokens": tokenizer().encode(text)}
+    assert ask(app, "POST", "/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
     messages = [{"role": "user", "content": "Hi"}]
     chat = ask(app, "POST", "/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
     assert tokenizer().decode(chat["tokens"]) == "user: Hi\n"
@@ -356,7 +356,7 @@ def test_tokenizing_without_a_tokenizer_is_refused() -> None:
     error_of(ask(app, "POST", "/detokenize", json={"tokens": [1]}), 400)
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_reported() -> None:
     assert ask(front(version="1.2.3"), "GET", "/version").json() == {"version": "1.2.3"}
 
 

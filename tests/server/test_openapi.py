@@ -19,8 +19,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from shoal.server import answers
-from shoal.server.openai import IGNORED, ChatRequest, CompletionRequest
+from shoal.server.bodies import IGNORED
+from shoal.server.dialects.chat import ChatAnswer, ChatChunk, ChatRequest
+from shoal.server.dialects.completions import CompletionAnswer, CompletionChunk, CompletionRequest
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import ask, chat, complete, events, front
 
@@ -103,17 +104,17 @@ def without_nulls(value: Any) -> Any:
 def test_events_written_by_hand_are_the_described_structures(more: dict[str, Any]) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for event in events(complete(front(), prompt="Once upon", **options, **more)):
-        same(event, answers.CompletionChunk)
+        same(event, CompletionChunk)
     if "echo" in more:
         return
     more = {"logprobs": True, "top_logprobs": 2} if "logprobs" in more else more
     for event in events(chat(front(), **options, **more)):
-        same(event, answers.ChatChunk)
+        same(event, ChatChunk)
 
 
 def test_whole_answers_are_the_described_structures() -> None:
-    same(complete(front(), prompt="Once", logprobs=2, return_token_ids=True).json(), answers.CompletionAnswer)
-    same(chat(front(), logprobs=True, top_logprobs=2, return_token_ids=True).json(), answers.ChatAnswer)
+    same(complete(front(), prompt="Once", logprobs=2, return_token_ids=True).json(), CompletionAnswer)
+    same(chat(front(), logprobs=True, top_logprobs=2, return_token_ids=True).json(), ChatAnswer)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ BROKEN = {"message": "the engine failed while computing", "type": "server_error"
 
 
 class FakeServer:
-    """Serves the real files; answers chats as the last message asks. Notes what it was asked and who went away."""
+    """Serves the real files; answers chats as the last message asks. Records requests and disconnects."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -267,7 +267,7 @@ def test_the_whole_conversation_is_sent_and_as_it_was_set(tab: Tab, fake: FakeSe
     assert (fake.asked[-1]["temperature"], fake.asked[-1]["max_tokens"]) == (0.5, 6)
     assert (fake.asked[-1]["model"], fake.asked[-1]["stream"]) == ("tiny-model", True)
     figures = tab.text(".figures")
-    assert "6 tokens · 20 in the prompt, 16 of them cached · cut at the limit" in figures
+    assert "6 tokens · 20 in the prompt, 16 of them cached · stopped at the limit" in figures
     tab.go(f"{fake.url}/")
     assert tab.run("document.getElementById('system').value") == "Be brief."
     ask(tab, "third")
@@ -317,7 +317,7 @@ def test_letters_may_arrive_byte_by_byte(tab: Tab, fake: FakeServer) -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("how", ["#stop", "Escape", "#fresh"])
-def test_who_stops_listening_is_gone_for_the_server(tab: Tab, fake: FakeServer, how: str) -> None:
+def test_a_page_that_stops_reading_disconnects_from_the_server(tab: Tab, fake: FakeServer, how: str) -> None:
     ask(tab, "forever", whole=False)
     tab.wait("/tokens\\/s/.test(document.querySelector('.figures')?.innerText)")  # live, while it comes
     assert tab.run("document.getElementById('talk').getAttribute('aria-busy')") == "true"
@@ -340,7 +340,7 @@ def test_who_stops_listening_is_gone_for_the_server(tab: Tab, fake: FakeServer, 
 
 
 @needs_chromium
-def test_a_refusal_is_told_and_the_question_is_not_lost(tab: Tab, fake: FakeServer) -> None:
+def test_a_refusal_is_shown_and_the_question_is_not_lost(tab: Tab, fake: FakeServer) -> None:
     ask(tab, "full")
     assert FULL["message"] in tab.text("#problem")
     assert "429. Try again in 3 s." in tab.text("#problem")
@@ -407,7 +407,7 @@ def test_a_key_is_asked_for_sent_and_kept_in_the_tab(browser: Browser, fake: Fak
 
 
 @needs_chromium
-def test_a_server_that_is_gone_is_told(browser: Browser) -> None:
+def test_a_lost_connection_is_shown(browser: Browser) -> None:
     server = FakeServer()
     tab = browser.open(f"{server.url}/")
     tab.wait("document.getElementById('model').value === 'tiny-model'")

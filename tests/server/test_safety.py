@@ -21,7 +21,7 @@ import pytest
 from shoal.core.job import Ending, Job, Refusal, Sink
 from shoal.core.params import MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_LENGTH, MAX_STOPS
 from shoal.errors import BadChat
-from shoal.server.openai import MOST_BIASES, MOST_MESSAGES, MOST_SALT, MOST_STOP_IDS
+from shoal.server.bodies import MOST_BIASES, MOST_MESSAGES, MOST_SALT, MOST_STOP_IDS
 from shoal.server.rules import MOST_DEPTH
 from shoal.text.grammar import COMPILE_LIMIT_S, MAX_TEXT_BYTES, Grammars
 from shoal.text.template import ChatTemplate
@@ -284,7 +284,7 @@ def test_nothing_that_serves_can_fetch_a_url() -> None:
 
 @pytest.fixture
 def lure() -> Iterator[tuple[str, socket.socket]]:
-    """A URL, and the socket on which somebody would call who fetched it."""
+    """A URL, and the socket on which a fetch of it would arrive."""
     with socket.create_server(("127.0.0.1", 0)) as waiting:
         waiting.setblocking(False)
         yield f"http://127.0.0.1:{waiting.getsockname()[1]}/", waiting
@@ -402,7 +402,7 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("pieces", [1, 50])
-def test_a_header_bomb_is_refused_and_harms_nobody(name: str, pieces: int) -> None:
+def test_a_header_bomb_is_refused_and_harms_no_other(name: str, pieces: int) -> None:
     async def work() -> None:
         app = front()
         async with listening(app) as port:

@@ -56,12 +56,12 @@ def test_there_is_one_event_per_token_and_one_for_the_end() -> None:
 def test_the_events_add_up_to_the_whole_answer(body: dict[str, Any]) -> None:
     asked = {"prompt": ONCE + " é ü ß € ñ", "max_tokens": 60, **body}
     whole = complete(front(), **asked).json()
-    said = events(complete(front(), **asked, stream=True, stream_options={"include_usage": True}))
-    assert said[-1]["choices"] == []
-    assert said[-1]["usage"] == whole["usage"]
-    assert all(event["usage"] is None for event in said[:-1])
+    streamed = events(complete(front(), **asked, stream=True, stream_options={"include_usage": True}))
+    assert streamed[-1]["choices"] == []
+    assert streamed[-1]["usage"] == whole["usage"]
+    assert all(event["usage"] is None for event in streamed[:-1])
     for choice in whole["choices"]:
-        mine = [event["choices"][0] for event in said[:-1] if event["choices"][0]["index"] == choice["index"]]
+        mine = [event["choices"][0] for event in streamed[:-1] if event["choices"][0]["index"] == choice["index"]]
         assert "".join(piece["text"] for piece in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
         assert mine[-1]["stop_reason"] == choice["stop_reason"]
@@ -93,7 +93,7 @@ def test_a_chat_begins_with_its_role_and_ends_with_its_reason() -> None:
     assert last["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_streamed_chat_tells_logprobs_and_ids_when_asked() -> None:
+def test_a_streamed_chat_shows_logprobs_and_ids_on_request() -> None:
     client = FakeClient(lambda job, sample: [50, 60])
     first, *pieces, last = events(chat(front(client), stream=True, logprobs=True, return_token_ids=True))
     assert first["prompt_token_ids"] == client.submitted[0].prompt
@@ -169,7 +169,7 @@ def test_if_one_of_several_prompts_is_refused_the_others_are_ended(stream: bool)
     assert len(client.aborted) == 2
 
 
-def test_a_failure_before_the_first_event_is_a_500_that_says_nothing() -> None:
+def test_a_failure_before_the_first_event_is_a_500_without_details() -> None:
     client = FakeClient()
     client.failure = Ending("error", error="secret: /home/me failed at 0xdeadbeef")
     for stream in (False, True):
@@ -219,7 +219,7 @@ def test_time_over_before_the_first_token_is_a_503() -> None:
     error_of(complete(front(client), prompt="x", timeout=2), 503)
 
 
-def test_time_over_later_is_an_answer_that_says_so() -> None:
+def test_a_timeout_later_is_the_finish_reason_of_the_answer() -> None:
     client = FakeClient()
     client.failure = Ending("timeout")
     choice = complete(front(client), prompt="a b", timeout=2).json()["choices"][0]

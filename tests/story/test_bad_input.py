@@ -230,7 +230,7 @@ def test_a_bad_request_disturbs_no_other_and_leaves_nothing_behind(model: Path, 
         assert said == want
         assert first(llm.generate("x", greedy(3))).error == ""
         assert llm.loop.scheduler.kv.pool.held == 0
-        assert not llm._collectors
+        assert not llm._client.jobs
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 1}], ids=str)

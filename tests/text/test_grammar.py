@@ -327,7 +327,7 @@ def test_a_compilation_that_takes_too_long_is_given_up(grammars: Grammars, monke
     assert caught.value.retry_after_s == 0.05
     stuck.go_on.set()
     monkeypatch.undo()
-    for number in range(4):  # whoever was stuck gives its place back
+    for number in range(4):  # a compiler that was stuck is released
         grammars.check(spec("regex", f"c{number}"))
 
 

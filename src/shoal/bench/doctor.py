@@ -1,6 +1,6 @@
-"""What this machine is and what Shoal makes of it: device, instruction sets, kernels and why, threads, measured rates.
+"""What this machine is and how Shoal uses it: device, instruction sets, kernels and why, threads, measured rates.
 
-Looks and measures for some seconds; changes nothing. Knows kernels and torch, no model and no engine.
+Measures for some seconds; changes nothing. Knows kernels and torch, no model and no engine.
 """
 
 import os
@@ -19,15 +19,15 @@ from shoal.kernels.cpu import Library, find, has_bfloat16_products
 from shoal.kernels.cpu.compiled import EXTRAS, NEEDS, cpu_features
 from shoal.kernels.weights import DenseWeight, quantize
 
-WORTH_TELLING = {name for needed in NEEDS.values() for name in needed} | {
+REPORTED = {name for needed in NEEDS.values() for name in needed} | {
     *(name for extras in EXTRAS.values() for name in extras),
     *("avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "bf16", "i8mm", "sve", "sve2"),
 }
-OUTPUTS, INPUTS = 65536, 576  # as the head of a small model: 151 MB, more than any cache holds
+OUTPUTS, INPUTS = 65536, 576  # the lm_head of a small model: 151 MB, more than any cache holds
 
 
 def examine(level: str = "auto", threads: int | None = None) -> dict[str, Any]:
-    """Everything, for machines."""
+    """The whole report as data."""
     if threads:
         torch.set_num_threads(threads)
     usable = torch.cuda.is_available()
@@ -40,7 +40,7 @@ def examine(level: str = "auto", threads: int | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "openmp_libraries": openmp_libraries(),
-        "instructions": sorted(cpu_features() & WORTH_TELLING),
+        "instructions": sorted(cpu_features() & REPORTED),
         "kernels": str(found),
         "default_type": "bfloat16" if has_bfloat16_products() else "float32",
     }
@@ -53,7 +53,7 @@ def examine(level: str = "auto", threads: int | None = None) -> dict[str, Any]:
 
 
 def linear_rates(level: str, name: str) -> dict[str, Any]:
-    """A linear layer of few and of many rows, with the kernels that would be used."""
+    """A linear layer of one row and of many rows, with the kernels that would be used."""
     ops = pick("cpu", level)
     full = torch.randn(OUTPUTS, INPUTS)
     weight = ops.prepare(quantize(full) if name == "int8" else DenseWeight(full.to(getattr(torch, name))))
@@ -89,7 +89,7 @@ def cpu_name() -> str:
 
 
 def openmp_libraries() -> list[str]:
-    """Those in this process: two would fight for the same cores."""
+    """Those in this process; two would compete for the same cores."""
     if not sys.platform.startswith("linux"):
         return []
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
@@ -97,7 +97,7 @@ def openmp_libraries() -> list[str]:
 
 
 def report_table(report: dict[str, Any]) -> str:
-    """… and for people."""
+    """The report as a table."""
     openmp = report["openmp_libraries"]
     rows = [
         ("python, torch", f"{report['python']}, {report['torch']}"),

@@ -85,7 +85,7 @@ def run_accuracy(args: argparse.Namespace) -> int:
 
 def perplexity(options: dict[str, Any], texts: list[str], most: int) -> dict[str, Any]:
     """exp of the mean negative logprob over all tokens but the first of each text."""
-    from shoal.llm import LLM
+    from shoal.llm.llm import LLM
 
     begun = time.perf_counter()
     with LLM(**options) as llm:

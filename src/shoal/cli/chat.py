@@ -10,7 +10,7 @@ from shoal.config.engine import add_flags
 from shoal.errors import RequestFailed, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.llm import LLM
+    from shoal.llm.llm import LLM
 
 
 def add_chat(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""What several commands share: a parser with an example, sampling flags, opening a model."""
+"""Shared by several commands: a parser with an example, sampling flags, opening a model."""
 
 import argparse
 import sys
@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.engine import EngineConfig
-from shoal.core.params import SamplingParams
+from shoal.core.params import DEFAULTS, PARAMS, SamplingParams
 from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
-    from shoal.llm import LLM
+    from shoal.llm.llm import LLM
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -34,45 +34,39 @@ def new_command(
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
+    """A flag for each sampling parameter that has one."""
     group = parser.add_argument_group("sampling options")
-    group.add_argument("--max-tokens", type=int, default=None, help=f"most output tokens (default: {max_tokens})")
-    group.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own, else 1)")
-    group.add_argument("--top-k", type=int, help="keep the k likeliest tokens")
-    group.add_argument("--top-p", type=float, help="keep the likeliest tokens that hold this much of the mass")
-    group.add_argument("--min-p", type=float, help="keep tokens at least this likely, relative to the likeliest")
-    group.add_argument("--repetition-penalty", type=float)
-    group.add_argument("--presence-penalty", type=float, default=0.0)
-    group.add_argument("--frequency-penalty", type=float, default=0.0)
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
-    group.add_argument("-n", type=int, default=1, help="answers per prompt (default: 1)")
+    for name, param in PARAMS.items():
+        if not param.flag:
+            continue
+        flag = f"--{name.replace('_', '-')}" if len(name) > 1 else f"-{name}"
+        help = param.flag if name != "max_tokens" else f"{param.flag} (default: {max_tokens})"
+        if param.kind == "boolean":
+            group.add_argument(flag, action="store_true", help=help)
+        elif param.kind == "strings":
+            group.add_argument(flag, action="append", default=[], metavar="TEXT", help=help)
+        else:
+            kind = float if param.kind == "number" else int
+            group.add_argument(flag, type=kind, default=DEFAULTS[name], help=help)
     parser.set_defaults(default_max_tokens=max_tokens)
 
 
 def sampling_from(args: argparse.Namespace, llm: "LLM", prompt_tokens: int) -> SamplingParams:
-    """The parameters; a default max_tokens gives way to a short context, an explicit one is refused."""
-    room = max(1, llm.max_model_len - prompt_tokens)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    values = {name: getattr(args, name) for name in names}
-    most = args.max_tokens if args.max_tokens is not None else min(args.default_max_tokens, room)
-    return SamplingParams(
-        max_tokens=most,
-        stop=args.stop,
-        ignore_eos=args.ignore_eos,
-        n=args.n,
-        seed=getattr(args, "seed", None),
-        **values,
-    )
+    """The parameters. A default max_tokens is lowered to what the context has left; an explicit one is refused."""
+    values = {name: getattr(args, name) for name, param in PARAMS.items() if param.flag}
+    if values["max_tokens"] is None:
+        values["max_tokens"] = min(args.default_max_tokens, max(1, llm.max_model_len - prompt_tokens))
+    return SamplingParams(seed=getattr(args, "seed", None), **values)
 
 
 def open_llm(args: argparse.Namespace) -> "LLM":
-    from shoal.llm import LLM
+    from shoal.llm.llm import LLM
 
     return LLM(**asdict(EngineConfig.from_args(args)), progress=sys.stderr.isatty())
 
 
 def check_writable(path: str) -> None:
-    """Complain before the work, not after it."""
+    """Fail before the work, not after it."""
     try:
         with open(path, "a"):
             pass

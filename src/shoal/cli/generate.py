@@ -12,7 +12,7 @@ from shoal.core.params import SamplingParams
 from shoal.errors import BadRequest
 
 if TYPE_CHECKING:
-    from shoal.llm import LLM
+    from shoal.llm.llm import LLM
 
 
 def add_generate(commands: Any) -> None:

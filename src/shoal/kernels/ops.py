@@ -133,7 +133,7 @@ class Ops(Protocol):
 
 class PassOps(Protocol):
     """The work around a model's layers on a device that must not wait for the host: all arguments are on the device,
-    results go where the caller wants them, and every call can be recorded in a graph."""
+    results go into tensors of the caller, and every call can be recorded in a graph."""
 
     long_context: int
     """A decode with more past positions than this counts as long."""

@@ -1,7 +1,7 @@
 """Attention over a padded rectangle, in plain torch: what batching systems without ragged kernels compute.
 
-Every row is as wide as the widest and looks at as many keys as the longest context; a mask throws away what is
-padding after it has been computed. That is the point: this is the honest cost of padding, not a good kernel.
+Every row is as wide as the widest and attends to as many keys as the longest context; a mask drops the padding after it
+has been computed. That is the point: this is the honest cost of padding, not a good kernel.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from shoal.kernels.weights import Weight, matrix
 
 
 class RefOps:
-    """Ops, clearly."""
+    """Ops, written for clarity."""
 
     def prepare(self, weight: Weight) -> Weight:
         """As it is."""
@@ -61,12 +61,12 @@ class RefOps:
         """Nothing is recorded."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b, in x's type; on a CPU, 16-bit types and types that differ go through float32."""
+        """x Wᵀ + b, in x's type; on a CPU, 16-bit types and types that differ are computed in float32."""
         values = matrix(weight, x.dtype)
         if x.device.type == "cpu" and not x.dtype == values.dtype == torch.float32:
             wide_bias = None if bias is None else bias.float()
             return linear(x.float(), values.float(), wide_bias).to(x.dtype)
-        return linear(x, values, bias)
+        return linear(x, values, None if bias is None else bias.to(x.dtype))
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         """x Wᵀ + b, then the residual."""

@@ -22,7 +22,7 @@ QWEN_FULL_LAYERS = 28
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding: which kind, and the numbers that kind reads."""
+    """Rotary position embedding: its kind, and the numbers that the kind reads."""
 
     theta: float = DEFAULT_THETA
     kind: str = "default"
@@ -124,7 +124,7 @@ class ModelSpec:
 
     @property
     def linear_weights(self) -> int:
-        """Weights of all linear layers; neither biases, embedding nor lm_head."""
+        """Weights of all linear layers, without biases, embedding and lm_head."""
         attention = self.hidden_size * (self.q_size + 2 * self.kv_size) + self.q_size * self.hidden_size
         return self.layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
@@ -139,7 +139,7 @@ class ModelSpec:
 
     @property
     def linear_flop_per_token(self) -> int:
-        """Multiplications and additions of the linear layers for one token, lm_head apart."""
+        """Multiplications and additions of the linear layers for one token, without lm_head."""
         return 2 * self.linear_weights
 
     @property
@@ -149,7 +149,7 @@ class ModelSpec:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers the KV cache holds for one token, over all layers."""
+        """Values that the KV cache holds for one token, over all layers."""
         return 2 * self.layers * self.kv_size
 
 
@@ -292,7 +292,7 @@ def _mistral_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _qwen_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """A window only where use_sliding_window is on, in the layers that layer_types or max_window_layers name."""
+    """A window only if use_sliding_window is on, in the layers that layer_types or max_window_layers name."""
     if not config.get("use_sliding_window", False) or config.get("sliding_window", QWEN_WINDOW) is None:
         return (0,) * layers
     window = _positive(config, "sliding_window", QWEN_WINDOW)
@@ -344,7 +344,7 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
 
 
 def _maybe_number(config: Mapping[str, Any], key: str) -> float | None:
-    """Null and 0 both mean that the kind's own default holds."""
+    """Null and 0 both mean the kind's own default."""
     return float(_number(config, key)) if config.get(key) else None
 
 

@@ -1,1 +1,1 @@
-"""Seeing what the engine does: readers of events. They change nothing and nobody waits for them."""
+"""Seeing what the engine does: readers of events. They change nothing, and no request waits for them."""

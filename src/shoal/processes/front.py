@@ -25,10 +25,10 @@ from shoal.keys.file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
-from shoal.server.app import Front, make_app
+from shoal.server.app import Front
+from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
-from shoal.server.siblings import SocketSiblings
 from shoal.text.grammar import grammars_of
 from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
@@ -60,7 +60,7 @@ async def run(config: Mapping[str, Any]) -> None:
     client.start()
     settings = make_settings(config, serve, files)
     spans = open_spans(serve.otlp_endpoint, settings.version)
-    front = make_app(
+    front = Front(
         settings,
         client,
         tokenizer,
@@ -70,8 +70,8 @@ async def run(config: Mapping[str, Any]) -> None:
         FrontMetrics(lasting_name(config)),
         spans,
     )
-    front.siblings = siblings = SocketSiblings(Path(config["folder"]), lasting_name(config), front.tell)
-    async with siblings.open():
+    front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
+    async with others.open():
         await answer(front, serve, config, client)
     await client.close()
     await asyncio.to_thread(spans.close)

@@ -34,10 +34,10 @@ class WeightReader(Protocol):
     """A checkpoint: tensors under their Hugging Face names."""
 
     def names(self) -> Iterable[str]:
-        """The tensors there are."""
+        """Names of all tensors."""
 
     def read(self, name: str) -> Tensor:
-        """One of them, in host memory."""
+        """One tensor, in host memory."""
 
 
 class SafetensorsReader:
@@ -49,7 +49,7 @@ class SafetensorsReader:
         self._file_of = self._find()
 
     def names(self) -> Iterable[str]:
-        """The tensors there are."""
+        """Names of all tensors."""
         return self._file_of.keys()
 
     def read(self, name: str) -> Tensor:
@@ -109,10 +109,10 @@ class ArrayFile(Protocol):
     """A file that gives numpy arrays under Hugging Face names, as GGUF files do."""
 
     def tensor_names(self) -> Iterable[str]:
-        """The tensors there are."""
+        """Names of all tensors."""
 
     def read(self, name: str, /) -> "np.ndarray[Any, Any]":
-        """One of them."""
+        """One tensor."""
 
 
 class ArrayReader:
@@ -122,7 +122,7 @@ class ArrayReader:
         self.file = file
 
     def names(self) -> Iterable[str]:
-        """The tensors there are."""
+        """Names of all tensors."""
         return self.file.tensor_names()
 
     def read(self, name: str) -> Tensor:
@@ -191,7 +191,7 @@ def _parameters(tensors: dict[str, Tensor]) -> Parameters:
 
 
 def pick_dtype(name: str, spec: ModelSpec, device_type: str) -> torch.dtype:
-    """auto: as the config says; on a CPU, bfloat16 only where the model has 16 bits and the CPU multiplies them."""
+    """auto: the config's type; on a CPU, bfloat16 only if the model has 16 bits and the CPU multiplies them."""
     if name in DTYPES:
         return DTYPES[name]
     if name != "auto":

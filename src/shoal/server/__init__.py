@@ -1,5 +1,5 @@
-"""HTTP: OpenAI's API and a few plain endpoints in front of any EngineClient.
+"""HTTP: OpenAI's API and a few info endpoints in front of any EngineClient.
 
-Owns requests and answers as clients see them, keys, streams and slow readers. Knows text/ and obs/; never an engine, a
-scheduler or torch: it is handed an EngineClient.
+Owns requests and answers as clients see them, authentication, streams and slow clients. Knows text/, output/ and obs/;
+never an engine, a scheduler or torch: it is given an EngineClient.
 """

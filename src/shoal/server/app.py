@@ -1,79 +1,57 @@
-"""The front: every route, and the walk of a generation request from its body to its last event.
+"""The front: all routes, and the path of a generation request from its body to its last event.
 
-Owns the requests that are being answered. Knows no engine: it is handed an EngineClient. One object per process; all
-of it lives on one event loop.
+Owns the requests that are being answered. Knows no engine: it is given an EngineClient. One object per process, used on
+one event loop.
 """
 
 import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 
-from shoal.core.job import EngineInfo
 from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
 from shoal.obs.spans import NoSpans, Spans, Walk
-from shoal.server import compose
 from shoal.server.auth import BASIC, BEARER, Keys
 from shoal.server.debug import Debug
+from shoal.server.dialects.base import Dialect
+from shoal.server.dialects.chat import Chat
+from shoal.server.dialects.completions import Completions
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
+from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
+from shoal.server.info_routes import InfoRoutes
 from shoal.server.jobs import Call, CollectSink
-from shoal.server.openai import ChatRequest, CompletionRequest, read
-from shoal.server.plain import Plain
-from shoal.server.prepare import GrammarChecker, Plan, Preparer
+from shoal.server.logprobs import TokenNames
+from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.settings import ServerSettings
-from shoal.server.siblings import NoSiblings, Siblings
-from shoal.server.stream import Stream
-from shoal.server.thoughts import Words
+from shoal.server.stream import EventStream
 from shoal.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
-GONE = 499  # for the log: the client left before it was answered
-SHOWN_PROMPT = 20_000  # characters of a body in the log, where that was asked for
-
-
-class Counts(Protocol):
-    """What a front counts; obs/metrics.py has one that Prometheus reads."""
-
-    def count(self, route: str, status: int) -> None: ...
-
-    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
-        """As Prometheus text, with what the other fronts told."""
-
-    def tell(self, active: int, info: EngineInfo | None) -> bytes:
-        """For another front, which hands it to its own render()."""
-
-
-class NoCounts:
-    """Counts nothing."""
-
-    def count(self, route: str, status: int) -> None: ...
-
-    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
-        return b""
-
-    def tell(self, active: int, info: EngineInfo | None) -> bytes:
-        return b""
+GONE = 499  # for the log: the client disconnected before the answer
+DIALECTS = (Completions, Chat)  # the APIs that are served
+SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
 class Endpoint:
-    """One path: who answers which method. Any other method is a 405."""
+    """One path: its handler for each method. Any other method is a 405."""
 
     def __init__(
         self, front: "Front", route: str, open: bool = False, offers: bytes = BEARER, **handlers: Handler
     ) -> None:
         self.front = front
         self.route = route
-        self.open = open  # needs no key
-        self.offers = offers  # how a key may be sent, told to one who sends none
+        self.open = open  # requires no key
+        self.offers = offers  # the authentication scheme named in a 401
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +65,7 @@ class Endpoint:
             allowed = ", ".join(self.handlers)
             raise HttpError(
                 405,
-                f"{self.route} answers {allowed} only, not {exchange.method}",
+                f"{self.route} accepts only {allowed}, not {exchange.method}",
                 code="method_not_allowed",
                 headers=((b"allow", allowed.encode()),),
             )
@@ -95,7 +73,7 @@ class Endpoint:
 
 
 class Front:
-    """An ASGI application. `draining` refuses new generation requests; `active` counts those not yet answered."""
+    """An ASGI application. `draining` refuses new generation requests; `active` counts the unanswered ones."""
 
     def __init__(
         self,
@@ -105,22 +83,23 @@ class Front:
         grammars: GrammarChecker | None,
         eos_ids: Collection[int],
         sampling_defaults: Mapping[str, Any],
-        metrics: Counts | None = None,
+        metrics: FrontCounters | None = None,
         spans: Spans | None = None,
     ) -> None:
         self.settings = settings
         self.client = client
         self.tokenizer = tokenizer
-        self.metrics: Counts = metrics or NoCounts()
-        self.siblings: Siblings = NoSiblings()  # whoever starts several fronts makes them known to each other
+        self.metrics: FrontCounters = metrics or NoCounters()
+        self.other_fronts: OtherFronts = NoOtherFronts()  # set where there are several fronts
         self.spans: Spans = spans or NoSpans()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
-        self.words = Words(tokenizer)
+        names = TokenNames(tokenizer)
+        self.dialects: Sequence[Dialect] = [dialect(self.preparer, names) for dialect in DIALECTS]
         self.keys = Keys(settings.keys)
         self.draining = False
         self.active = 0
         self.calls: set[Call] = set()
-        self.streams: set[Stream] = set()
+        self.streams: set[EventStream] = set()
         self._entry: Callable[[Scope, Receive, Send], Awaitable[None]] = self._answer
         if settings.allowed_origins:
             self._entry = CORSMiddleware(
@@ -132,29 +111,28 @@ class Front:
             )
         self.router = self._routes()
         if tokenizer is not None:
-            _ = tokenizer.pieces  # built now, not in the middle of the first answer
+            _ = tokenizer.pieces  # built now, not during the first answer
 
     def _routes(self) -> Router:
-        plain = Plain(self)
+        info = InfoRoutes(self)
         paths: list[tuple[str, str, dict[str, Any]]] = [
-            ("/v1/completions", "/v1/completions", {"POST": self._completions}),
-            ("/v1/chat/completions", "/v1/chat/completions", {"POST": self._chat}),
-            ("/v1/models", "/v1/models", {"GET": plain.models}),
-            ("/v1/models/{model:path}", "/v1/models/{model}", {"GET": plain.model}),
-            ("/tokenize", "/tokenize", {"POST": plain.tokenize}),
-            ("/detokenize", "/detokenize", {"POST": plain.detokenize}),
-            ("/version", "/version", {"GET": plain.version}),
-            ("/metrics", "/metrics", {"GET": plain.metrics}),
+            *((one.path, one.path, {"POST": partial(self._generate, dialect=one)}) for one in self.dialects),
+            ("/v1/models", "/v1/models", {"GET": info.models}),
+            ("/v1/models/{model:path}", "/v1/models/{model}", {"GET": info.model}),
+            ("/tokenize", "/tokenize", {"POST": info.tokenize}),
+            ("/detokenize", "/detokenize", {"POST": info.detokenize}),
+            ("/version", "/version", {"GET": info.version}),
+            ("/metrics", "/metrics", {"GET": info.metrics}),
             ("/debug/requests", "/debug/requests", {"GET": Debug(self).requests}),
-            ("/health", "/health", {"GET": plain.health, "open": True}),
-            ("/openapi.json", "/openapi.json", {"GET": plain.openapi, "offers": BASIC}),
+            ("/health", "/health", {"GET": info.health, "open": True}),
+            ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
-        page = {"GET": plain.page, "offers": BASIC}  # a browser can send a key no other way
-        paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in plain.pages]
+        page = {"GET": info.page, "offers": BASIC}  # the only way for a browser to send a key
+        paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in info.pages]
         routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
         return Router(routes, redirect_slashes=False, default=self._not_found)
 
-    # ---- every request --------------------------------------------------------------------------------------------
+    # ---- every request ----------------------------------------------------------------------------------------------
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -173,7 +151,7 @@ class Front:
             if answer is None:
                 log.exception("a request failed", extra={"fields": {"id": exchange.id, "route": exchange.route}})
                 answer = internal()
-            if exchange.status:  # too late to say so: break it off
+            if exchange.status:  # too late for a status: close the connection
                 raise
             await exchange.reply_error(answer)
         finally:
@@ -183,30 +161,20 @@ class Front:
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
-        exchange.key = self.keys.find(exchange.headers.get(b"authorization"))  # who has none learns nothing
-        raise HttpError(404, "there is nothing at this path; /docs lists what there is", code="not_found")
+        exchange.key = self.keys.find(
+            exchange.headers.get(b"authorization")
+        )  # without a key, not even a 404 is revealed
+        raise HttpError(404, "no such path; /docs lists the API", code="not_found")
 
     def tell(self) -> bytes:
-        """This front's numbers, for another front."""
+        """This front's metrics, for another front."""
         return self.metrics.tell(self.active, self.client.info)
 
-    # ---- generation -----------------------------------------------------------------------------------------------
+    # ---- generation -------------------------------------------------------------------------------------------------
 
-    async def _completions(self, exchange: Exchange) -> None:
-        async def plan(body: bytes) -> Plan:
-            return await self.preparer.completion(read(CompletionRequest, body), exchange.uid, exchange.key)
-
-        await self._generate(exchange, plan, f"cmpl-{exchange.uid}")
-
-    async def _chat(self, exchange: Exchange) -> None:
-        async def plan(body: bytes) -> Plan:
-            return await self.preparer.chat(read(ChatRequest, body), exchange.uid, exchange.key)
-
-        await self._generate(exchange, plan, f"chatcmpl-{exchange.uid}")
-
-    async def _generate(self, exchange: Exchange, plan: Callable[[bytes], Awaitable[Plan]], id: str) -> None:
+    async def _generate(self, exchange: Exchange, dialect: Dialect) -> None:
         if self.draining:
-            raise Draining("the server is about to stop; ask another one, or this one later")
+            raise Draining("the server is shutting down; use another one, or retry later")
         if self.client.info is None:
             raise EngineDown(self.client.trouble)
         body = await exchange.json_body()
@@ -216,13 +184,13 @@ class Front:
         watcher = Watcher(exchange.receive)
         call: Call | None = None
         try:
-            planned = await plan(body)
+            prepared = await dialect.prepare(body, exchange.uid, exchange.key)
             if watcher.gone:
                 return
-            call = Call(self.client, planned, self.tokenizer, self.preparer.eos)
-            watcher.leave = call.leave
+            call = Call(self.client, prepared, self.tokenizer, self.preparer.eos)
+            watcher.on_disconnect = call.disconnected
             self.calls.add(call)
-            await (self._stream if planned.stream else self._collect)(exchange, call, id)
+            await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
         finally:
             self.active -= 1
             watcher.task.cancel()
@@ -230,25 +198,26 @@ class Front:
                 self.calls.discard(call)
                 if not call.over:
                     call.abort()
-                note(exchange, call)
+                log_usage(exchange, call)
                 self.spans.record(walk_of(exchange, call))
 
-    async def _collect(self, exchange: Exchange, call: Call, id: str) -> None:
-        call.submit([CollectSink(call, number) for number in range(len(call.plan.jobs))])
+    async def _collect(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
+        call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
         while not call.over:
             await call.change()
         if call.gone:
             return
         if call.error is not None:
             raise call.error
-        answer = compose.answer(call, self.words, id, int(time.time()))
-        await exchange.reply_json(answer, headers=warning(call.plan))
+        answer = dialect.whole(call, dialect.id_prefix + exchange.uid, int(time.time()))
+        await exchange.reply_json(answer, headers=warning(call.prepared))
 
-    async def _stream(self, exchange: Exchange, call: Call, id: str) -> None:
-        stream = Stream(call, self.words, id, int(time.time()), self.settings.max_unsent_bytes)
+    async def _stream(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
+        writer = dialect.stream(call, dialect.id_prefix + exchange.uid, int(time.time()))
+        stream = EventStream(call, writer, self.settings.max_unsent_bytes)
         stream.transport = (exchange.scope.get("extensions") or {}).get(TRANSPORT)
         call.submit(stream.sinks)
-        while not call.decided:  # only then is it known which status to answer with
+        while not call.decided:  # the status of the answer depends on it
             await call.change()
         if call.gone:
             return
@@ -261,8 +230,8 @@ class Front:
                 [
                     (b"content-type", b"text/event-stream; charset=utf-8"),
                     (b"cache-control", b"no-cache"),
-                    (b"x-accel-buffering", b"no"),  # nginx would keep events back
-                    *warning(call.plan),
+                    (b"x-accel-buffering", b"no"),  # nginx would buffer events
+                    *warning(call.prepared),
                 ],
             )
             await stream.write(exchange.send)
@@ -271,7 +240,7 @@ class Front:
             self.streams.discard(stream)
 
     def _late_error(self, exchange: Exchange, call: Call) -> HttpError | None:
-        """What went wrong after the answer had begun; it becomes an event."""
+        """The error after an answer has begun; it is sent as an event."""
         if call.error is None:
             return None
         answer = as_http(call.error)
@@ -282,23 +251,23 @@ class Front:
         return answer
 
     def end_all(self) -> None:
-        """Whoever still waits is told that the server stops: by a status, or by an event where a stream has begun."""
+        """End all requests with an error: as a status, or as an event where a stream has begun."""
         for call in list(self.calls):
-            call.fail(Draining("the server stopped before the answer was done; ask again"))
+            call.fail(Draining("the server stopped before the answer was complete; retry"))
 
 
-def warning(plan: Plan) -> tuple[tuple[bytes, bytes], ...]:
-    return ((b"x-shoal-warning", f"ignored: {', '.join(plan.warnings)}".encode()),) if plan.warnings else ()
+def warning(prepared: PreparedRequest) -> tuple[tuple[bytes, bytes], ...]:
+    return ((b"x-shoal-warning", f"ignored: {', '.join(prepared.warnings)}".encode()),) if prepared.warnings else ()
 
 
-def note(exchange: Exchange, call: Call) -> None:
-    """What the log tells about a generation request; never its text."""
+def log_usage(exchange: Exchange, call: Call) -> None:
+    """The fields of a generation request in the log; never its text."""
     exchange.facts |= {
-        "prompt_tokens": call.prompt_tokens,
-        "cached_tokens": call.cached_tokens,
-        "output_tokens": call.output_tokens,
-        "queue_s": round(call.queue_s, 6),
-        "stream": call.plan.stream,
+        "prompt_tokens": call.outputs.prompt_tokens,
+        "cached_tokens": call.outputs.cached_tokens,
+        "output_tokens": call.outputs.output_tokens,
+        "queue_s": round(call.outputs.queue_s, 6),
+        "stream": call.prepared.stream,
     }
     if call.first_token_s:
         exchange.facts["ttft_s"] = round(call.first_token_s - exchange.began_s, 6)
@@ -307,38 +276,24 @@ def note(exchange: Exchange, call: Call) -> None:
 
 
 def walk_of(exchange: Exchange, call: Call) -> Walk:
-    """Where its time went; what is not known when a client leaves early is left out."""
+    """Where its time went; what is unknown when a client disconnects early is left out."""
     since_1970_s = time.time() - time.monotonic()
     error = call.error or sys.exception()
     return Walk(
         name=exchange.route,
         began_s=exchange.began_s + since_1970_s,
         asked_s=call.began_s + since_1970_s,
-        queue_s=call.queue_s,
+        queue_s=call.outputs.queue_s,
         first_token_s=call.first_token_s + since_1970_s if call.first_token_s else None,
         ended_s=time.time(),
         error="ClientGone" if call.gone else type(error).__name__ if error is not None else "",
         facts={
             "shoal.request_id": exchange.id,
-            "gen_ai.request.model": call.plan.model,
-            "gen_ai.usage.input_tokens": call.prompt_tokens,
-            "gen_ai.usage.output_tokens": call.output_tokens,
-            "shoal.cached_tokens": call.cached_tokens,
-            "shoal.stream": call.plan.stream,
+            "gen_ai.request.model": call.prepared.model,
+            "gen_ai.usage.input_tokens": call.outputs.prompt_tokens,
+            "gen_ai.usage.output_tokens": call.outputs.output_tokens,
+            "shoal.cached_tokens": call.outputs.cached_tokens,
+            "shoal.stream": call.prepared.stream,
         },
         parent=exchange.headers.get(b"traceparent", b"").decode("latin-1"),
     )
-
-
-def make_app(
-    settings: ServerSettings,
-    client: EngineClient,
-    tokenizer: Tokenizer | None,
-    grammars: GrammarChecker | None,
-    eos_ids: Collection[int],
-    sampling_defaults: Mapping[str, Any],
-    front_metrics: Counts | None = None,
-    spans: Spans | None = None,
-) -> Front:
-    """The ASGI application of one front process. Run it with protocol.serve()."""
-    return Front(settings, client, tokenizer, grammars, eos_ids, sampling_defaults, front_metrics, spans)

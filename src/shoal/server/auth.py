@@ -1,7 +1,7 @@
-"""Who asks: API keys, and the salt that keeps their cached prefixes apart.
+"""Authentication: API keys, and the salt that keeps the cached prefixes of tenants apart.
 
-Owns the comparison; knows only hashes. Knows no routes; what a key may ask for is decided in the engine, by the key's
-name, and who may see what is decided where it is shown.
+Owns the comparison of keys; knows only their hashes. Knows no routes. A key's limits are enforced in the engine, by the
+key's name, and access to admin pages where they are served.
 """
 
 import base64
@@ -12,11 +12,11 @@ from shoal.keys.api_key import ApiKey, KeySource, digest_of, no_keys
 from shoal.server.errors import HttpError
 
 _HOW = "send it as 'Authorization: Bearer KEY'"
-BEARER, BASIC = b"Bearer", b'Basic realm="shoal", charset="UTF-8"'  # a browser asks its user for the second
+BEARER, BASIC = b"Bearer", b'Basic realm="shoal", charset="UTF-8"'  # browsers prompt for a password on the second
 
 
 class Keys:
-    """The keys that may ask.
+    """The API keys in force.
 
     >>> keys = Keys(lambda: [ApiKey(name="alice", digest=digest_of("sk-12345678"))])
     >>> keys.find(b"Bearer sk-12345678").name
@@ -31,27 +31,27 @@ class Keys:
         return bool(self._source())
 
     def find(self, header: bytes | None, offers: bytes = BEARER) -> ApiKey | None:
-        """The key in an Authorization header; None where no keys are needed. Raises a 401 that says how to send it."""
+        """The key in an Authorization header; None where no keys are needed. Raises a 401 with how to send one."""
         known = self._source()
         if not known:
             return None
         if header is None:
-            raise _unauthorized(f"an API key is needed; {_HOW}", offers)
+            raise _unauthorized(f"an API key is required; {_HOW}", offers)
         given = _key_in(header)
         if given is None:
-            raise _unauthorized(f"the Authorization header is not of the kind Bearer; {_HOW}", offers)
+            raise _unauthorized(f"the Authorization header does not use the Bearer scheme; {_HOW}", offers)
         digest = digest_of(given)
         found: ApiKey | None = None
-        for key in known:  # to the end, whichever it is: the time must not tell
+        for key in known:  # always all of them, so that the time taken does not reveal which one matched
             if hmac.compare_digest(key.digest, digest):
                 found = key
         if found is None:
-            raise _unauthorized(f"this API key is not known; {_HOW}", offers)
+            raise _unauthorized(f"unknown API key; {_HOW}", offers)
         return found
 
 
 def _key_in(header: bytes) -> bytes | None:
-    """A bearer token, or the password of Basic, under any name: that is how a browser can send a key."""
+    """A bearer token, or the password of Basic with any user name, which is how a browser can send a key."""
     scheme, _, rest = header.partition(b" ")
     if scheme.lower() == b"bearer":
         return rest.strip()
@@ -69,16 +69,16 @@ def _unauthorized(message: str, offers: bytes) -> HttpError:
     )
 
 
-def salt_of(secret: bytes, tenant: str, asked: str) -> str:
-    """Which cached prefixes a request may share. Nobody can make another tenant's, whatever salt it asks for.
+def salt_of(secret: bytes, tenant: str, requested: str) -> str:
+    """Which cached prefixes a request may share. No requested salt yields another tenant's.
 
-    `secret` is the server's own and new with every start, so that not even a known name and salt make it.
+    `secret` is random per start, so a known tenant name and salt are not enough to compute it.
 
     >>> salt_of(b"secret", "alice", "") == salt_of(b"secret", "bob", "")
     False
-    >>> salt_of(b"secret", "", "")  # no keys, no wish: all share
+    >>> salt_of(b"secret", "", "")  # no keys and no salt: all requests share
     ''
     """
-    if not tenant and not asked:
+    if not tenant and not requested:
         return ""
-    return hmac.new(secret, f"{tenant}\0{asked}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret, f"{tenant}\0{requested}".encode(), hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's shape, the right status, and nothing of our insides.
+"""Errors as clients see them: OpenAI's shape, the right status, and no internal details.
 
 Owns the table from exceptions to statuses. Knows nothing of routes or of how an answer is sent.
 """
@@ -8,8 +8,7 @@ import re
 
 import msgspec
 
-from shoal import errors as known
-from shoal.core.job import Refusal
+from shoal.core.params import PARAMS
 from shoal.errors import (
     BadParameter,
     BadRequest,
@@ -26,7 +25,7 @@ from shoal.errors import (
     ShoalError,
 )
 
-# kind of error → HTTP status, type, code; the first that fits
+# kind of error → HTTP status, type, code; the first match counts
 TABLE: tuple[tuple[type[ShoalError], int, str, str | None], ...] = (
     (PromptTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (BadRequest, 400, "invalid_request_error", None),
@@ -39,7 +38,7 @@ TABLE: tuple[tuple[type[ShoalError], int, str, str | None], ...] = (
     (EngineDown, 503, "service_unavailable_error", "engine_down"),
     (Rejected, 503, "service_unavailable_error", None),
 )
-# also when the engine does not say: a client that comes back at once helps nobody
+# used where the engine gives none, so that clients do not retry at once
 RETRY_S: dict[type[ShoalError], float] = {
     QueueFull: 1.0,
     RateLimited: 1.0,
@@ -47,8 +46,8 @@ RETRY_S: dict[type[ShoalError], float] = {
     EngineDown: 5.0,
     Evicted: 1.0,
 }
-INTERNAL = "something failed inside the server; its log tells more under this request's id"
-SHOWN = 200  # characters of a value that a message repeats
+INTERNAL = "an internal error occurred; the server's log has details under this request's id"
+SHOWN = 200  # characters of a client's value that a message quotes
 
 
 class Detail(msgspec.Struct):
@@ -61,7 +60,7 @@ class Detail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """Every answer that is no success looks like this."""
+    """The body of every error."""
 
     error: Detail
 
@@ -97,7 +96,7 @@ class BadField(BadRequest):
 
 
 def as_http(error: BaseException) -> HttpError | None:
-    """How to answer an exception; None for one that nobody expected."""
+    """The HTTP answer to an exception; None for an unexpected one."""
     if isinstance(error, HttpError):
         return error
     if not isinstance(error, ShoalError) or isinstance(error, EngineError):
@@ -113,18 +112,8 @@ def as_http(error: BaseException) -> HttpError | None:
 
 
 def internal() -> HttpError:
-    """For what nobody expected: says nothing, on purpose."""
+    """For an unexpected exception: reveals nothing, on purpose."""
     return HttpError(500, INTERNAL, type="server_error", code="internal_error")
-
-
-def as_error(refusal: Refusal) -> ShoalError:
-    """The exception that an engine's refusal stands for."""
-    kind = getattr(known, refusal.kind, None)
-    if not isinstance(kind, type) or not issubclass(kind, ShoalError):
-        return EngineError(f"{refusal.kind}: {refusal.message}")
-    if issubclass(kind, Rejected):
-        return kind(refusal.message, refusal.retry_after_s)
-    return kind(refusal.message)
 
 
 def _param(error: ShoalError) -> str | None:
@@ -136,51 +125,43 @@ def _param(error: ShoalError) -> str | None:
     if isinstance(error, BadParameter):  # most messages begin with the name
         text = str(error)
         named = re.match(r"[a-z]+(_[a-z]+)*", text)
-        if named and named[0] in PARAMETERS:
+        if named and named[0] in PARAMS:
             return named[0]
         return "stop" if "stop string" in text else "prompt" if text.startswith("token id") else None
     return None
 
 
-PARAMETERS = frozenset(
-    {
-        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "seed", "n", "max_tokens", "min_tokens", "stop", "stop_token_ids", "logprobs",
-        "prompt_logprobs", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-    }
-)  # fmt: skip
+# ---- bodies that cannot be read -------------------------------------------------------------------------------------
 
-# ---- bodies that are not what they should be -----------------------------------------------------------------------
-
-_PLACE = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _NAMED = re.compile(r"Object (?P<how>contains unknown|missing required) field `(?P<name>[^`]*)`")
 _PART_TYPE = re.compile(r"messages\[\d+\]\.content\[\d+\]\.type")
 
 
 def bad_body(error: Exception, refused: dict[str, str]) -> HttpError:
-    """The answer to a body that cannot be read. `refused` says why known but unsupported fields are refused."""
+    """The answer to a body that cannot be read. `refused`: known but unsupported fields, and why they are refused."""
     if isinstance(error, RecursionError):
         return HttpError(400, "the body is nested too deeply", code="bad_json")
     if not isinstance(error, msgspec.ValidationError):
         return HttpError(400, f"the body is not JSON in UTF-8: {error}", code="bad_json")
     what, param = str(error), ""
-    place = _PLACE.search(what)
-    if place:
-        what, param = what[: place.start()], place["path"]
+    path = _PATH.search(what)
+    if path:
+        what, param = what[: path.start()], path["path"]
     named = _NAMED.match(what)
     if named:
-        param = cut(f"{param}.{named['name']}" if param else named["name"])
+        param = shorten(f"{param}.{named['name']}" if param else named["name"])
     top = re.split(r"[.\[]", param, maxsplit=1)[0]
     if top in refused:
         return HttpError(400, f"{top} {refused[top]}", param=top, code="unsupported_field")
     if named and named["how"].startswith("missing"):
         return HttpError(400, f"{param} is missing", param=param, code="missing_field")
     if named:
-        return HttpError(400, f"{param} is not a field that is known here", param=param, code="unknown_field")
-    hint = "; only parts of type 'text' are understood" if _PART_TYPE.fullmatch(param) else ""
-    return HttpError(400, f"{param or 'the body'}: {cut(what)}{hint}", param=param or None, code="bad_value")
+        return HttpError(400, f"{param} is not a known field", param=param, code="unknown_field")
+    hint = "; only parts of type 'text' are supported" if _PART_TYPE.fullmatch(param) else ""
+    return HttpError(400, f"{param or 'the body'}: {shorten(what)}{hint}", param=param or None, code="bad_value")
 
 
-def cut(text: str) -> str:
-    """A client's own words in a message, shortened where they are long."""
+def shorten(text: str) -> str:
+    """A client's value for use in a message, shortened where it is long."""
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

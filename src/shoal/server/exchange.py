@@ -1,6 +1,6 @@
-"""One HTTP request and its answer: id, body within limits, headers, and the line in the log.
+"""One HTTP request and its answer: id, body within limits, headers, and the access log.
 
-Owns what every answer has in common, so that no layer has to stand between a stream and its socket. Knows no routes.
+Owns what all answers have in common, so that no middleware is needed between a stream and its socket. Knows no routes.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
 MOST_ID = 128  # characters of an X-Request-Id
-POLLED = ("/health", "/metrics", "/debug/requests")  # asked every few seconds by machines
+POLLED = ("/health", "/metrics", "/debug/requests")  # polled every few seconds by monitoring
 
 
 class Exchange:
@@ -39,18 +39,18 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.uid = secrets.token_hex(12)  # ours, never twice: names the jobs
+        self.uid = secrets.token_hex(12)  # unique; names the jobs
         self.id = valid_id(self.headers.get(b"x-request-id")) or self.uid
         self.route = "unknown"
-        self.key: ApiKey | None = None  # who asks; None where no keys are needed
+        self.key: ApiKey | None = None  # the API key it came with; None where no keys are required
         self.status = 0  # 0: no answer has begun
         self.began_s = time.monotonic()
         self.facts: dict[str, Any] = {}  # for the log
 
-    # ---- in -------------------------------------------------------------------------------------------------------
+    # ---- in ---------------------------------------------------------------------------------------------------------
 
     async def json_body(self) -> bytes:
-        """The body, if it says that it is JSON: a web page of another site cannot say so without being asked first."""
+        """The body, if declared as JSON: for a page of another site, that requires a CORS preflight."""
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != JSON:
             raise HttpError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
@@ -60,8 +60,8 @@ class Exchange:
 
     async def body(self) -> bytes:
         limit = self.settings.max_body_bytes
-        told = self.headers.get(b"content-length", b"0")
-        if not told.isdigit() or int(told[:20]) > limit:
+        declared = self.headers.get(b"content-length", b"0")
+        if not declared.isdigit() or int(declared[:20]) > limit:
             raise too_large(limit)
         parts: list[bytes] = []
         size = 0
@@ -84,7 +84,7 @@ class Exchange:
                 headers=((b"connection", b"close"),),
             ) from None
 
-    # ---- out ------------------------------------------------------------------------------------------------------
+    # ---- out --------------------------------------------------------------------------------------------------------
 
     async def start(self, status: int, headers: list[Header]) -> None:
         self.status = status
@@ -102,7 +102,7 @@ class Exchange:
     async def reply_error(self, error: HttpError) -> None:
         await self.reply(error.status, error.body(), headers=error.headers)
 
-    # ---- afterwards -----------------------------------------------------------------------------------------------
+    # ---- afterwards -------------------------------------------------------------------------------------------------
 
     def write_log(self) -> None:
         fields = {
@@ -119,23 +119,23 @@ class Exchange:
 
 
 class Watcher:
-    """Waits for the client to go away, from the moment its request was read."""
+    """Notices when the client disconnects, from the moment its request was read."""
 
     def __init__(self, receive: Receive) -> None:
         self.gone = False
-        self.leave: Callable[[], None] | None = None
+        self.on_disconnect: Callable[[], None] | None = None
         self.task = asyncio.create_task(self._watch(receive))
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.gone = True
-        if self.leave is not None:
-            self.leave()
+        if self.on_disconnect is not None:
+            self.on_disconnect()
 
 
 class Disconnected(Exception):
-    """The client went away before it had asked."""
+    """The client disconnected before its request was complete."""
 
 
 def too_large(limit: int) -> HttpError:
@@ -148,7 +148,7 @@ def too_large(limit: int) -> HttpError:
 
 
 def valid_id(header: bytes | None) -> str | None:
-    """A request id as the client sent it, if it can be written into a log and a header.
+    """The client's request id, if it is safe to write into a log and a header.
 
     >>> valid_id(b"abc-1"), valid_id(b"a\\x00"), valid_id(b"")
     ('abc-1', None, None)

@@ -1,65 +1,66 @@
-"""The API's description: OpenAPI 3.1, made from the very structures that read requests and write answers.
+"""The API's description: OpenAPI 3.1, generated from the structures that read requests and write answers.
 
 Owns which statuses and kinds of content each path answers with. Knows no handlers.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from shoal.core.params import PARAMS
 from shoal.server import answers
+from shoal.server.bodies import DetokenizeRequest, TokenizeRequest
+from shoal.server.dialects.base import Dialect, Operation
 from shoal.server.errors import ErrorBody
-from shoal.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from shoal.server.settings import ServerSettings
 
 Json = dict[str, Any]
 PLACE = "#/components/schemas/{name}"
 ERRORS = {
-    400: "A value that cannot be used; `param` names it. For an over-long prompt the code is context_length_exceeded.",
-    401: "An API key is needed, or this one is not known.",
+    400: "An invalid value; `param` names it. For a prompt that is too long the code is context_length_exceeded.",
+    401: "The API key is missing or unknown.",
     404: "No such model, or no such path.",
-    405: "Not this method.",
+    405: "The path does not support this method.",
     408: "The body took too long to arrive.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON.",
-    429: "Too many requests wait, or this key has asked for too much. Retry-After says when to come back.",
+    415: "The body is not declared as JSON.",
+    429: "Too many requests are queued, or this key has exceeded its limits. Retry-After says when to retry.",
     431: "The headers are too large.",
-    500: "A fault of the server. Its log tells more, under the request's id.",
-    503: "The engine is down, the server is about to stop, or the request waited longer than it was willing to.",
+    500: "An internal error. The server's log has details under the request's id.",
+    503: "The engine is down, the server is shutting down, or the request timed out before its first token.",
 }
 ALWAYS = (401, 405, 431, 500)
 OF_BODIES = (400, 404, 408, 413, 415)
-PROMPT: Json = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "minItems": 1, "items": {"type": "string"}},
-        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
-        },
-    ],
-    "description": "A text, several texts, the token ids of one prompt, or those of several.",
-}
-TYPES: tuple[type, ...] = (
-    CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest,
-    answers.CompletionAnswer, answers.ChatAnswer, answers.CompletionChunk, answers.ChatChunk,
+INFO_ANSWERS = (
     answers.ModelList, answers.ModelCard, answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Health,
-    answers.Version, ErrorBody,
+    answers.Version,
 )  # fmt: skip
 
 
-def describe(settings: ServerSettings) -> Json:
+def describe(settings: ServerSettings, dialects: Sequence[Dialect]) -> Json:
     """The whole document."""
-    _, schemas = msgspec.json.schema_components(TYPES, ref_template=PLACE)
-    schemas["CompletionRequest"]["properties"]["prompt"] = PROMPT
+    operations = {dialect.path: dialect.operation for dialect in dialects}
+    _, schemas = msgspec.json.schema_components(
+        [
+            *(one.request for one in operations.values()),
+            TokenizeRequest,
+            DetokenizeRequest,
+            *(one.answer for one in operations.values()),
+            *(one.chunk for one in operations.values()),
+            *INFO_ANSWERS,
+            ErrorBody,
+        ],
+        ref_template=PLACE,
+    )
+    for one in operations.values():
+        _tighten_body(schemas[one.request.__name__]["properties"], one)
     _tighten(schemas)
     keys: list[Json] = [{"key": []}] if settings.keys() else []
     return {
         "openapi": "3.1.0",
         "info": {"title": "Shoal", "version": settings.version, "description": ABOUT},
-        "paths": _paths(settings),
+        "paths": _paths(settings, operations),
         "components": {
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -69,18 +70,23 @@ def describe(settings: ServerSettings) -> Json:
 
 
 ABOUT = (
-    "OpenAI's API for one model, and a few fields beyond it. A field that is not listed is refused by name. "
-    "Every answer carries X-Request-Id, the client's own if it sent one."
+    "OpenAI's API for one model, with a few additional fields. A field that is not listed is refused by name. "
+    "Every answer carries X-Request-Id: the client's own, if it sent one."
 )
 
 
+def _tighten_body(properties: Json, operation: Operation) -> None:
+    properties |= operation.overrides
+    for name, param in PARAMS.items():
+        if param.kind == "biases":
+            properties[name]["anyOf"][0] |= {  # JSON has only strings for keys; these are token ids
+                "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+                "additionalProperties": {"type": "number", "minimum": param.low, "maximum": param.high},
+            }
+
+
 def _tighten(schemas: Json) -> None:
-    """What the types cannot say, and is checked all the same."""
-    for name in ("CompletionRequest", "ChatRequest"):
-        schemas[name]["properties"]["logit_bias"]["anyOf"][0] |= {  # JSON has only text for keys; these are token ids
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        }
+    """Limits that are checked but that the types cannot express."""
     schemas["ChatMessage"]["anyOf"] = [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"properties": {"role": {"enum": ["assistant"]}}},
@@ -98,7 +104,7 @@ def _tighten(schemas: Json) -> None:
 
 
 def _exactly_one(**types: Any) -> list[Json]:
-    """One of these fields is there, the others are missing or null."""
+    """Exactly one of these fields is set; the others are missing or null."""
     return [
         {
             "required": [name],
@@ -108,20 +114,9 @@ def _exactly_one(**types: Any) -> list[Json]:
     ]
 
 
-def _paths(settings: ServerSettings) -> Json:
-    streamed = "; with stream, one event per token, then `data: [DONE]`"
+def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Json:
     return {
-        "/v1/completions": _post(
-            "Continue a prompt",
-            CompletionRequest,
-            answers.CompletionAnswer,
-            settings,
-            streamed,
-            answers.CompletionChunk,
-        ),
-        "/v1/chat/completions": _post(
-            "Answer a chat", ChatRequest, answers.ChatAnswer, settings, streamed, answers.ChatChunk
-        ),
+        **{path: _generation(one, settings) for path, one in operations.items()},
         "/v1/models": _get("The model's names", answers.ModelList),
         "/v1/models/{model}": _get(
             "One of them",
@@ -137,8 +132,18 @@ def _paths(settings: ServerSettings) -> Json:
                 }
             ],
         ),
-        "/tokenize": _post("Token ids of a prompt or of messages", TokenizeRequest, answers.TokenizeAnswer, settings),
-        "/detokenize": _post("The text of token ids", DetokenizeRequest, answers.DetokenizeAnswer, settings),
+        "/tokenize": _post(
+            "Token ids of a prompt or of messages",
+            TokenizeRequest,
+            answers.TokenizeAnswer,
+            {"model": settings.model, "prompt": "Once upon a time"},
+        ),
+        "/detokenize": _post(
+            "The text of token ids",
+            DetokenizeRequest,
+            answers.DetokenizeAnswer,
+            {"model": settings.model, "tokens": [1, 2, 3]},
+        ),
         "/health": _health(),
         "/version": _get("The server's version", answers.Version),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
@@ -162,46 +167,35 @@ def _errors(*statuses: int) -> Json:
     return found
 
 
-def _post(
-    summary: str,
-    asked: type,
-    answer: type,
-    settings: ServerSettings,
-    streamed: str = "",
-    chunk: type | None = None,
-) -> Json:
-    content: Json = {"application/json": {"schema": _ref(answer)}}
-    if chunk is not None:
-        about = f"Events `data: {{…}}` with a {chunk.__name__} each; an error after the start is such an event too."
-        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-        content["text/event-stream"] = {"schema": {**event, "description": about}}  # of each event
+def _generation(operation: Operation, settings: ServerSettings) -> Json:
+    """A path that generates: it can stream, and it can be refused for load."""
+    example = {"model": settings.model, **operation.example}
+    path = _post(operation.summary, operation.request, operation.answer, example, 429, 503)
+    good, chunk = path["post"]["responses"]["200"], operation.chunk.__name__
+    good["description"] += "; with stream, one event per token, then `data: [DONE]`"
+    about = f"Events `data: {{…}}` with a {chunk} each; an error after the start is also sent as an event."
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    good["content"]["text/event-stream"] = {"schema": {**event, "description": about}}  # of each event
+    return path
+
+
+def _post(summary: str, request: type, answer: type, example: Json, *errors: int) -> Json:
     good = {
-        "description": f"The answer{streamed}",
-        "content": content,
+        "description": "The answer",
+        "content": {"application/json": {"schema": _ref(answer)}},
         "headers": {"X-Request-Id": {"schema": {"type": "string"}}},
     }
-    refusals = (429, 503) if chunk is not None else ()
     return {
         "post": {
             "summary": summary,
-            "operationId": asked.__name__.removesuffix("Request").lower(),
+            "operationId": request.__name__.removesuffix("Request").lower(),
             "requestBody": {
                 "required": True,
-                "content": {"application/json": {"schema": _ref(asked), "example": _example(asked, settings)}},
+                "content": {"application/json": {"schema": _ref(request), "example": example}},
             },
-            "responses": {"200": good, **_errors(*OF_BODIES, *refusals)},
+            "responses": {"200": good, **_errors(*OF_BODIES, *errors)},
         }
     }
-
-
-def _example(asked: type, settings: ServerSettings) -> Json:
-    about: dict[type, Json] = {
-        CompletionRequest: {"prompt": "Once upon a time", "max_tokens": 16},
-        ChatRequest: {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 16},
-        TokenizeRequest: {"prompt": "Once upon a time"},
-        DetokenizeRequest: {"tokens": [1, 2, 3]},
-    }
-    return {"model": settings.model, **about[asked]}
 
 
 def _get(
@@ -216,9 +210,9 @@ def _get(
 
 
 def _health() -> Json:
-    path = _get("Whether requests are taken", answers.Health, open=True)
+    path = _get("Whether requests are accepted", answers.Health, open=True)
     path["get"]["responses"]["503"] = {
-        "description": "The engine is down, or the server is about to stop.",
+        "description": "The engine is down, or the server is shutting down.",
         "content": {"application/json": {"schema": _ref(answers.Health)}},
     }
     return path

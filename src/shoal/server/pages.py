@@ -17,7 +17,7 @@ KINDS = {
     "woff2": b"font/woff2",
 }
 PAGES = {"/": "index.html", "/docs": "docs.html"}
-# Pages run only what stands in their own files and talk only to this server.
+# Pages run only scripts of this server and connect only to it.
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     b"font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -33,7 +33,7 @@ class Page:
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
         return (
             (b"etag", self.tag),
-            (b"cache-control", b"no-cache"),  # ask again each time; the tag makes that cheap
+            (b"cache-control", b"no-cache"),  # revalidate each time; the etag makes that cheap
             (b"content-security-policy", POLICY),
             (b"x-content-type-options", b"nosniff"),
             (b"referrer-policy", b"no-referrer"),

@@ -1,7 +1,7 @@
 """From a request's body to jobs: parameters, token ids, grammar and seed.
 
-Owns the order of the checks and what may not be combined. Long texts and grammars are worked on in threads, so that the
-event loop never waits. Knows no HTTP beyond its errors, and no engine beyond what EngineInfo says.
+Owns the steps that all dialects share. Long texts and grammars are handled in threads, so that the event loop is never
+blocked. Knows no HTTP beyond its errors, and no engine beyond EngineInfo.
 """
 
 import asyncio
@@ -11,34 +11,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
-from shoal.core.params import SamplingParams
+from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
+from shoal.output.parser import Parser, PlainParser
 from shoal.server.auth import salt_of
-from shoal.server.errors import BadField, HttpError, cut
-from shoal.server.openai import Asked, ChatMessage, ChatRequest, CompletionRequest
-from shoal.server.rules import (
-    chat_logprobs,
-    chat_max_tokens,
-    check_depth,
-    grammar_of,
-    include_usage,
-    samples,
-    tier_ignored,
-    tier_of,
-)
+from shoal.server.bodies import ChatMessage, GenerationBody
+from shoal.server.errors import BadField, HttpError, shorten
+from shoal.server.rules import check_depth, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
 from shoal.text.tokenizer import Tokenizer
 
-SHORT = 4096  # characters that are tokenized at once, on the event loop; that takes about a millisecond
-AROUND = 16  # … and about as many for each message around its text
-NO_TOKENIZER = "the model has no tokenizer, so it takes token ids only"
-PASSED = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "skip_special_tokens",
-)  # fmt: skip
-OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "self"})  # of a chat template
+SHORT = 4096  # texts up to this many characters are tokenized on the event loop; that takes about a millisecond
+AROUND = 16  # characters that a chat template adds to each message, roughly
+NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
+PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
+OWN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "self"}
+)  # variables of a chat template that the server sets
 T = TypeVar("T")
 
 
@@ -49,19 +39,24 @@ class GrammarChecker(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One HTTP request, ready to be submitted and then written down."""
+class PreparedRequest:
+    """One HTTP request, ready to be submitted, and how to answer it."""
 
     jobs: list[Job]
-    chat: bool
     keep: int  # answers shown for each prompt; fewer than are sampled with best_of
     model: str
     stream: bool
     include_usage: bool = False
-    top: int | None = None  # logprobs to show for each token; None: none at all
-    echo: list[str] | None = None  # the text of each prompt
-    token_ids: bool = False
-    warnings: list[str]
+    top: int | None = None  # alternatives to show for each token; None: no logprobs at all
+    echo: list[str] | None = None  # the text of each prompt, where it is repeated before the answer
+    token_ids: bool = False  # show token ids
+    warnings: list[str]  # fields that have no effect
+    make_parser: Callable[[], Parser] = PlainParser
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether each token is shown, and not only the text."""
+        return self.token_ids or self.top is not None
 
     @property
     def skip_special(self) -> bool:
@@ -69,7 +64,7 @@ class Plan:
 
 
 class Preparer:
-    """Knows the model's side: tokenizer, defaults, end tokens, grammars."""
+    """Prepares requests for one model: tokenizer, sampling defaults, end tokens, grammars."""
 
     def __init__(
         self,
@@ -86,79 +81,15 @@ class Preparer:
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
         self.info = info
-        # not for secrets, but nobody should guess another's draws unless the operator wants runs repeated
+        # not a secret, but draws should not be predictable unless the operator asks for repeatable runs
         self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
         self._grammar_slots = asyncio.Semaphore(settings.grammar_threads)
         self._grammars_waiting = 0
 
-    # ---- the two kinds of request ---------------------------------------------------------------------------------
-
-    async def completion(self, asked: CompletionRequest, id: str, key: ApiKey | None = None) -> Plan:
-        model = self.check_model(asked.model)
-        prompts = asked.prompts()
-        if prompts is None:
-            raise BadField("prompt", "prompt mixes token ids with other things; put each list of ids into a list")
-        if not prompts:
-            raise BadField("prompt", "prompt is an empty list; give at least one prompt")
-        keep, sampled = samples(asked)
-        logprobs = asked.logprobs if sampled == keep else asked.logprobs or 0  # best_of ranks by them
-        params = self._params(
-            asked,
-            n=sampled,
-            max_tokens=asked.max_tokens if asked.max_tokens is not None else self.settings.default_max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=asked.logprobs if asked.echo else None,
-        )
-        self._check_count(len(prompts), sampled, "n" if sampled == keep else "best_of")
-        if asked.echo and self.tokenizer is None:
-            raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
-        if asked.echo and asked.stream and asked.logprobs is not None and sampled > 1:
-            raise BadField("echo", "echo with logprobs and n above 1 cannot be streamed; leave one of them out")
-        ids = await self._encode(prompts)
-        grammar = await self._grammar(asked, params)
-        return Plan(
-            jobs=self._jobs(asked, id, key, ids, params, grammar),
-            chat=False,
-            keep=keep,
-            model=model,
-            stream=bool(asked.stream),
-            include_usage=include_usage(asked),
-            top=asked.logprobs,
-            echo=await self._texts(prompts, params) if asked.echo else None,
-            token_ids=self._shows_ids(asked),
-            warnings=asked.ignored() + tier_ignored(asked, key),
-        )
-
-    async def chat(self, asked: ChatRequest, id: str, key: ApiKey | None = None) -> Plan:
-        model = self.check_model(asked.model)
-        top = chat_logprobs(asked)
-        limit = chat_max_tokens(asked)
-        params = self._params(
-            asked,
-            n=1 if asked.n is None else asked.n,
-            max_tokens=limit if limit is not None else self.settings.default_chat_max_tokens,
-            logprobs=top,
-        )
-        self._check_count(1, params.n, "n")
-        ids = await self.chat_ids(asked.messages, True, asked.chat_template_kwargs)
-        self._check_ids(ids, "messages")
-        grammar = await self._grammar(asked, params)
-        return Plan(
-            jobs=self._jobs(asked, id, key, [ids], params, grammar),
-            chat=True,
-            keep=params.n,
-            model=model,
-            stream=bool(asked.stream),
-            include_usage=include_usage(asked),
-            top=top,
-            token_ids=self._shows_ids(asked),
-            warnings=asked.ignored() + tier_ignored(asked, key),
-        )
-
-    # ---- shared with /tokenize ------------------------------------------------------------------------------------
+    # ---- shared with /tokenize --------------------------------------------------------------------------------------
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; no name means the one model there is."""
+        """The model name for the answer; None stands for the one model that is served."""
         if name is None:
             return self.settings.model
         if name not in self.settings.models:
@@ -167,7 +98,7 @@ class Preparer:
 
     async def text_ids(self, text: str, add_special: bool = True) -> list[int]:
         tokenizer = self.need_tokenizer("prompt")
-        return await aside(len(text), lambda: tokenizer.encode(text, add_special))
+        return await off_loop(len(text), lambda: tokenizer.encode(text, add_special))
 
     async def chat_ids(
         self, messages: Sequence[ChatMessage], add_generation_prompt: bool, variables: Mapping[str, Any] | None
@@ -177,7 +108,7 @@ class Preparer:
         for name in given:
             if name in OWN_VARIABLES or name in tokenizer.special or not name.isidentifier():
                 raise BadField(
-                    "chat_template_kwargs", f"chat_template_kwargs cannot set {cut(name)!r}; the server sets it"
+                    "chat_template_kwargs", f"chat_template_kwargs cannot set {shorten(name)!r}; the server sets it"
                 )
         check_depth(given, "chat_template_kwargs")
         for number, message in enumerate(messages):
@@ -185,7 +116,7 @@ class Preparer:
         plain = [message.plain() for message in messages]
         size = sum(_size(message) + AROUND for message in plain) + (SHORT if given else 0)
         try:
-            return await aside(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
+            return await off_loop(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
         except BadChat as error:
             raise BadField("messages", str(error)) from error
 
@@ -194,40 +125,67 @@ class Preparer:
             raise BadField(param, f"{NO_TOKENIZER}; send a list of ids as the prompt of /v1/completions")
         return self.tokenizer
 
-    # ---- parts ----------------------------------------------------------------------------------------------------
+    # ---- used by the dialects ---------------------------------------------------------------------------------------
 
-    def _params(self, asked: Asked, **more: Any) -> SamplingParams:
-        given = {name: getattr(asked, name) for name in PASSED if getattr(asked, name) is not None}
+    async def request(
+        self,
+        body: GenerationBody,
+        id: str,
+        key: ApiKey | None,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        model: str,
+        keep: int,
+        top: int | None,
+        echo: list[str] | None = None,
+    ) -> PreparedRequest:
+        """The last step: jobs for the encoded prompts, and how they are to be answered."""
+        grammar = await self._grammar(body, params)
+        return PreparedRequest(
+            jobs=self._jobs(body, id, key, prompts, params, grammar),
+            keep=keep,
+            model=model,
+            stream=bool(body.stream),
+            include_usage=include_usage(body),
+            top=top,
+            echo=echo,
+            token_ids=self.tokenizer is None if body.return_token_ids is None else body.return_token_ids,
+            warnings=body.ignored() + tier_ignored(body, key),
+        )
+
+    def params(self, body: GenerationBody, **more: Any) -> SamplingParams:
+        given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}
         params = SamplingParams(**given, **more).resolved(self.defaults)
         if params.stop and self.tokenizer is None:
             raise BadField("stop", f"stop strings cannot be found: {NO_TOKENIZER}; use stop_token_ids")
-        if asked.stream_options is not None and not asked.stream:
-            raise BadField("stream_options", "stream_options has a meaning only with stream set to true")
+        if body.stream_options is not None and not body.stream:
+            raise BadField("stream_options", "stream_options requires stream to be true")
         return params
 
-    def _check_count(self, prompts: int, sampled: int, field: str) -> None:
-        """`field`: which one says how many answers there are to each prompt."""
+    def check_count(self, prompts: int, sampled: int, field: str) -> None:
+        """`field`: the one that sets the number of answers to each prompt."""
         choices, limit = prompts * sampled, self.settings.max_choices
         if choices > limit:
             asks = "prompt asks" if sampled == 1 else f"{field} asks" if prompts == 1 else f"prompt and {field} ask"
             param = field if prompts == 1 else "prompt"
-            raise BadField(param, f"{asks} for {choices} answers, limit {limit}; ask in several requests")
+            raise BadField(param, f"{asks} for {choices} answers, limit {limit}; split it into several requests")
 
-    async def _encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """The ids of every prompt; many short texts are as much work as a long one."""
+    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """The ids of every prompt. Many short texts are encoded together, as one long one."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded: list[list[int]] = []
         if texts:
             tokenizer = self.need_tokenizer("prompt")
-            encoded = await aside(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
+            encoded = await off_loop(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
         of_texts = iter(encoded)
         ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
         for number, one in enumerate(ids):
-            self._check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
+            self.check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
         return ids
 
-    def _check_ids(self, ids: list[int], where: str) -> None:
-        """What the engine would refuse as well, before a large message is sent to it."""
+    def check_ids(self, ids: list[int], where: str) -> None:
+        """Checks that the engine makes too, here made before a large message is sent to it."""
         if not ids:
             raise EmptyPrompt(f"{where} has no tokens; give at least one (a BOS token will do)")
         info = self.info()
@@ -243,23 +201,24 @@ class Preparer:
                 "prompt", f"token id {max(ids)} is not in the vocabulary; ids run from 0 to {info.vocab_size - 1}"
             )
 
-    async def _texts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:
+    async def texts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:
         tokenizer, skip = self.need_tokenizer("echo"), params.skip_special_tokens
         size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
-        return await aside(
+        return await off_loop(
             size, lambda: [one if isinstance(one, str) else tokenizer.decode(one, skip_special=skip) for one in prompts]
         )
 
-    def _shows_ids(self, asked: Asked) -> bool:
-        return self.tokenizer is None if asked.return_token_ids is None else asked.return_token_ids
+    # ---- parts ------------------------------------------------------------------------------------------------------
 
-    async def _grammar(self, asked: Asked, params: SamplingParams) -> GrammarSpec | None:
-        spec, param = grammar_of(asked)
+    async def _grammar(self, body: GenerationBody, params: SamplingParams) -> GrammarSpec | None:
+        spec, param = grammar_of(body)
         if spec is None:
             return None
         for name in ("ignore_eos", "min_tokens"):
             if getattr(params, name):
-                raise BadField(name, f"{name} cannot be used with {param}: the grammar says where the answer ends")
+                raise BadField(
+                    name, f"{name} cannot be used with {param}: the grammar determines where the answer ends"
+                )
         if self.grammars is None or self.tokenizer is None:
             raise BadField(param, f"{param} cannot be used: {NO_TOKENIZER}")
         if self._grammars_waiting >= self.settings.max_waiting_grammars:
@@ -276,7 +235,7 @@ class Preparer:
 
     def _jobs(
         self,
-        asked: Asked,
+        body: GenerationBody,
         id: str,
         key: ApiKey | None,
         prompts: list[list[int]],
@@ -286,8 +245,8 @@ class Preparer:
         ends = self.eos if grammar is not None or not params.ignore_eos else frozenset()
         stop_ids = frozenset(params.stop_token_ids) | ends
         tenant = key.name if key is not None else ""
-        salt = salt_of(self.settings.salt_secret, tenant, asked.cache_salt or "")
-        tier = tier_of(asked, key)
+        salt = salt_of(self.settings.salt_secret, tenant, body.cache_salt or "")
+        tier = tier_of(body, key)
         return [
             Job(
                 id=f"{id}.{number}",
@@ -297,27 +256,26 @@ class Preparer:
                 stop_ids=stop_ids,
                 tenant=tenant,
                 salt=salt,
-                priority=asked.priority or 0,
-                timeout_s=asked.timeout,
                 grammar=grammar,
                 tier=tier,
+                **body.job_fields(),
             )
             for number, prompt in enumerate(prompts)
         ]
 
 
 def no_model(name: str, settings: ServerSettings) -> HttpError:
-    text = f"no model is called {cut(name)!r}; there is {', '.join(map(repr, settings.models))}"
+    text = f"no model named {shorten(name)!r}; available: {', '.join(map(repr, settings.models))}"
     return HttpError(404, text, param="model", code="model_not_found")
 
 
-async def aside(size: int, work: Callable[[], T]) -> T:
-    """Do small work at once and large work in a thread."""
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Do small work at once and large work in a thread, off the event loop."""
     return work() if size <= SHORT else await asyncio.to_thread(work)
 
 
 def _size(message: Mapping[str, Any]) -> int:
-    """How many characters a message has; SHORT and more where that cannot be told at a glance."""
+    """How many characters a message has; more than SHORT where that is not cheap to count."""
     content = message["content"]
     if message.keys() != {"role", "content"}:
         return SHORT + 1

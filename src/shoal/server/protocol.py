@@ -1,7 +1,7 @@
 """The last step before the socket: uvicorn's HTTP protocol, with limits it does not have, and the server that runs it.
 
-Owns connections: how large a request's head may be and how long it may take, what waits in the write buffer, and who
-is cut off. Knows no routes and no requests.
+Owns connections: limits on the size and duration of a request's head and on the write buffer, and disconnecting clients
+that do not read. Knows no routes and no requests.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from shoal.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
-TRANSPORT = "shoal.transport"  # where in scope["extensions"] a request finds its connection
+TRANSPORT = "shoal.transport"  # key in scope["extensions"] of a request's connection
 WRITE_BUFFER_BYTES = 64 * 2**10  # beyond this a writer waits
-SOCKET_BUFFER_BYTES = 128 * 2**10  # the kernel's part; without a limit it takes megabytes for one who does not read
+SOCKET_BUFFER_BYTES = 128 * 2**10  # in the kernel; without a limit it takes megabytes for a client that does not read
 
 
 def protocol_for(settings: ServerSettings) -> type[asyncio.Protocol]:
@@ -41,15 +41,15 @@ class Protocol(HttpToolsProtocol):
     """One connection."""
 
     limits: ServerSettings
-    _in_head = False  # a request's head has begun and not come to its end
-    _head_bytes = 0  # as they arrived, while the head has not come to its end
-    _field_bytes = 0  # of its request line and fields, as they were read
+    _in_head = False  # a request's head has begun and is not complete
+    _head_bytes = 0  # received so far of an incomplete head
+    _field_bytes = 0  # parsed so far: request line and fields
     _fields = 0
-    _deaf = False  # nothing more is read: the connection ends with the answer under way
-    _patience: asyncio.TimerHandle | None = None  # for a head to come
-    _looking: asyncio.TimerHandle | None = None  # while bytes wait for a client that may not read
-    _unread = 0  # how many they were at the last look, with the kernel's …
-    _moved_s = 0.0  # … and when that last changed
+    _closing = False  # input is ignored; the connection ends with the current answer
+    _head_timer: asyncio.TimerHandle | None = None  # limits how long a head may take
+    _read_timer: asyncio.TimerHandle | None = None  # runs while bytes are unread by the client
+    _unread = 0  # unread bytes at the last check, the kernel's included …
+    _progress_s = 0.0  # … and when that number last changed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,30 +59,30 @@ class Protocol(HttpToolsProtocol):
             with contextlib.suppress(OSError):  # a socket of another family
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notices a peer that vanished
-        self._wait_for_head()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._stop_looking()
+        self._stop_head_timer()
+        self._stop_watching()
         super().connection_lost(exc)
 
-    # ---- heads ----------------------------------------------------------------------------------------------------
+    # ---- heads ------------------------------------------------------------------------------------------------------
 
-    def _wait_for_head(self) -> None:
-        self._stop_waiting()
-        self._patience = self.loop.call_later(self.limits.slow_client_timeout_s, self._too_slow)
+    def _start_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(self.limits.slow_client_timeout_s, self._too_slow)
 
-    def _stop_waiting(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _too_slow(self) -> None:
         if not self.transport.is_closing():
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._closing:
             return
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
@@ -92,34 +92,34 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         message = "the headers are too many or too large; send fewer or shorter ones"
-        self._hang_up(431, "Request Header Fields Too Large", message)
+        self._answer_and_close(431, "Request Header Fields Too Large", message)
 
-    def _hang_up(self, status: int, phrase: str, message: str) -> None:
-        """Answer what never became a request, and end the connection."""
+    def _answer_and_close(self, status: int, phrase: str, message: str) -> None:
+        """Answer input that never became a request, and end the connection."""
         if self.transport.is_closing():
             return
-        self._deaf = True
+        self._closing = True
         body = HttpError(status, message).body()
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
-        self._look_after_reader()
+        self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if cycle.response_started:
-                self.transport.abort()  # whatever is written now would be taken for a part of that answer
+                self.transport.abort()  # anything written now would be read as part of that answer
                 return
             cycle.disconnected = True
             cycle.message_event.set()
-        self._hang_up(400, "Bad Request", "this is not HTTP")
+        self._answer_and_close(400, "Bad Request", "this is not HTTP")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = self._field_bytes = self._fields = 0
-        self._wait_for_head()
+        self._start_head_timer()
         self.scope["extensions"] = {TRANSPORT: self.transport}  # type: ignore[dict-item]
 
     def on_url(self, url: bytes) -> None:
@@ -129,59 +129,59 @@ class Protocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._field_bytes += len(name) + len(value)
         self._fields += 1
-        if self._fields <= self.limits.max_headers:  # more are counted, and not kept
+        if self._fields <= self.limits.max_headers:  # further ones are counted but not stored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._stop_waiting()
+        self._stop_head_timer()
         if self.cycle is not None and not self.cycle.response_complete:
-            # A second request before the first is answered. Held back, it would stop us from noticing that the client
-            # went away; clients that do this must cope with a connection that ends after one answer.
-            self._deaf = True
+            # A second request before the first is answered (pipelining). Queueing it would keep us from noticing a
+            # disconnect, so the connection ends after the current answer.
+            self._closing = True
             self.cycle.keep_alive = False
             return
         if self._fields > self.limits.max_headers or self._field_bytes > self.limits.max_head_bytes:
-            self._refuse_head()  # it came in one piece, and so was read before it could be counted
+            self._refuse_head()  # it arrived in one piece and was parsed before it could be counted
             return
         if not self.flow.write_paused:
-            self._stop_looking()  # its answer comes on top of what waits, until that is too much
+            self._stop_watching()  # its answer is added to the unsent bytes, until they reach the limit
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if not self._deaf:
+        if not self._closing:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._deaf:
+        if not self._closing:
             super().on_message_complete()
 
-    # ---- answers that are not read --------------------------------------------------------------------------------
-    # While writers must wait, and from the end of an answer to the next request, nothing is added to what waits to be
-    # sent: if it does not get less, the client does not read.
+    # ---- answers that are not read ----------------------------------------------------------------------------------
+    # While writing is paused, and from the end of an answer to the next request, no unsent bytes are added: if their
+    # number does not fall, the client is not reading.
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._look_after_reader()
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_looking()
+            self._stop_watching()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._look_after_reader()
+        self._watch_reader()
 
-    def _look_after_reader(self) -> None:
-        """See to it that what waits to be sent is read, or the client cut off."""
-        self._stop_looking()
-        if self._waits() or self._tls():  # what TLS has just been given is not in the kernel yet
-            self._unread, self._moved_s = self._count_unread(), self.loop.time()
-            self._look_later()
+    def _watch_reader(self) -> None:
+        """Start checking that unsent bytes are being read; a client that reads none is disconnected."""
+        self._stop_watching()
+        if self._has_unsent() or self._tls():  # bytes just passed to TLS are not in the kernel yet
+            self._unread, self._progress_s = self._count_unread(), self.loop.time()
+            self._check_later()
 
-    def _waits(self) -> bool:
-        """Whether bytes wait that the kernel does not take. Those that TLS has packed can be counted by nobody."""
+    def _has_unsent(self) -> bool:
+        """Whether there are bytes that the kernel does not take. Those inside the TLS layer cannot be counted."""
         sock = self.transport.get_extra_info("socket")
         return self.transport.get_write_buffer_size() > 0 or (self._tls() and is_full(sock))
 
@@ -189,35 +189,35 @@ class Protocol(HttpToolsProtocol):
         return self.scheme == "https"
 
     def _count_unread(self) -> int:
-        """What waits here and in the kernel: that lets much be read before it takes more from here."""
+        """Unread bytes here and in the kernel, which may send many before it takes more from here."""
         return self.transport.get_write_buffer_size() + in_kernel(self.transport.get_extra_info("socket"))
 
-    def _look_later(self) -> None:
+    def _check_later(self) -> None:
         wait_s = min(1.0, max(0.05, self.limits.slow_client_timeout_s / 4))
-        self._looking = self.loop.call_later(wait_s, self._look)
+        self._read_timer = self.loop.call_later(wait_s, self._check_reader)
 
-    def _stop_looking(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def _stop_watching(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _look(self) -> None:
-        self._looking = None
-        if not self._waits():
+    def _check_reader(self) -> None:
+        self._read_timer = None
+        if not self._has_unsent():
             return
         unread, now_s = self._count_unread(), self.loop.time()
         if unread != self._unread:
-            self._unread, self._moved_s = unread, now_s
+            self._unread, self._progress_s = unread, now_s
         limit_s = self.limits.slow_client_timeout_s
-        if now_s - self._moved_s > limit_s:
-            log.warning("a client was cut off: it has read nothing for %g s", limit_s)
+        if now_s - self._progress_s > limit_s:
+            log.warning("a client was disconnected: it has read nothing for %g s", limit_s)
             self.transport.abort()
         else:
-            self._look_later()
+            self._check_later()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Idle for long enough to close it; unless the last answer is still on its way."""
-        if self._waits():
+        """Close an idle connection, unless the last answer is still being sent."""
+        if self._has_unsent():
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -226,7 +226,7 @@ class Protocol(HttpToolsProtocol):
 
 
 def in_kernel(sock: Any) -> int:
-    """Bytes that were handed to the kernel and have not arrived; 0 where it does not say."""
+    """Bytes passed to the kernel and not yet acknowledged; 0 where that is unknown."""
     count = array("i", [0])
     with contextlib.suppress(OSError, AttributeError, ValueError):  # closed, or none at all
         fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, count)
@@ -244,7 +244,7 @@ def is_full(sock: Any) -> bool:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, leaving signals to whoever runs it: set `should_exit` to stop it."""
+    """uvicorn's server without signal handlers: set `should_exit` to stop it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -254,11 +254,11 @@ class Server(uvicorn.Server):
 def make_server(
     app: Any, settings: ServerSettings, *, ssl_certfile: str | None = None, ssl_keyfile: str | None = None
 ) -> Server:
-    """A server for the app. When told to exit it lets answers under way finish, for drain_timeout_s at most."""
+    """A server for the app. When it exits, answers under way may finish, for drain_timeout_s at most."""
     config = uvicorn.Config(
         app,
         http=protocol_for(settings),
-        loop="none",  # whoever runs it has chosen the event loop
+        loop="none",  # the caller has chosen the event loop
         ws="none",
         lifespan="off",
         log_config=None,
@@ -275,5 +275,5 @@ def make_server(
 
 
 async def serve(server: Server, sock: socket.socket) -> None:
-    """Answer on a socket that listens already, until server.should_exit is set and answers under way are done."""
+    """Serve on a socket that is already listening, until server.should_exit is set and answers under way are done."""
     await server.serve(sockets=[sock])

@@ -1,6 +1,6 @@
-"""What a front must be told before it can serve.
+"""The settings of a front.
 
-Owns the names and defaults; whoever starts a front fills it in from flags. Knows no flags and no files.
+Owns their names and defaults; processes/front.py fills them in from flags. Knows no flags and no files.
 """
 
 import secrets
@@ -25,24 +25,24 @@ class ServerSettings:
     'tiny'
     """
 
-    models: tuple[str, ...]  # names the model answers to; the first is the one it calls itself
-    keys: KeySource = no_keys  # the API keys in force; none: everybody may ask
+    models: tuple[str, ...]  # names under which the model is served; the first one is used in answers
+    keys: KeySource = no_keys  # the API keys in force; none: no key is required
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)  # see auth.salt_of
     allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser; none: no CORS headers
     max_body_bytes: int = 4 * 2**20
     max_head_bytes: int = 64 * 2**10  # of the request line and headers
     max_headers: int = 128
     max_choices: int = 1024  # prompts times samples of one HTTP request
-    slow_client_timeout_s: float = 30.0  # for one who does not read, or does not finish sending
-    keep_alive_s: float = 75.0  # an idle connection is kept so long
+    slow_client_timeout_s: float = 30.0  # for a client that does not read, or does not finish sending
+    keep_alive_s: float = 75.0  # how long an idle connection is kept
     drain_timeout_s: float = 30.0
-    max_unsent_bytes: int = 2 * 2**20  # of one stream whose client reads too slowly
+    max_unsent_bytes: int = 2 * 2**20  # limit for one stream whose client reads too slowly
     default_max_tokens: int | None = 16  # of /v1/completions, as OpenAI has it; None: until the context is full
     default_chat_max_tokens: int | None = None
     log_prompts: bool = False
-    seed: int | None = None  # makes the seeds of requests that bring none repeatable
+    seed: int | None = None  # makes the seeds of requests without one repeatable
     grammar_threads: int = 2  # schemas compiled at the same time
-    max_waiting_grammars: int = 64  # … and how many may wait for that
+    max_waiting_grammars: int = 64  # … and how many may wait
     version: str = own_version()
 
     @property

@@ -1,10 +1,10 @@
 """Incremental detokenizer: token ids in, the text that may be shown now out; finds stop strings on the way.
 
-Owns what is held back: half a character, and text that may still become a stop string. The sum of what it hands out is
-the tokenizer's decoding of the whole output, cut at the first stop string. Does not know requests or streams.
+Owns the text that is held back: part of a character, and text that may still become a stop string. All returned pieces
+together are the tokenizer's decoding of the whole output, cut at the first stop string. Knows no requests or streams.
 
-tokenizers' own DecodeStream is not used: it fails on a run of byte tokens that turns invalid after it showed a part,
-decodes all it waits for again at each token while bytes fit no character, and cannot hand out the rest at the end.
+tokenizers' own DecodeStream is not used: it fails on a run of byte tokens that turns invalid after part of it was
+returned, decodes all pending bytes again at each token while they form no character, and cannot flush at the end.
 """
 
 import codecs
@@ -16,15 +16,15 @@ from shoal.text.pieces import Pieces
 from shoal.text.tokenizer import Tokenizer
 
 _CONTEXT = 4  # tokens kept as context, more than any known decoder looks back
-_PROMPT_SCAN = 64  # how far back in the prompt a token with text is looked for
-_MAX_WAIT = 8  # tokens of an unfinished character; none is longer than four bytes
+_PROMPT_SCAN = 64  # how far back in the prompt to search for a token with text
+_MAX_WAIT = 8  # most tokens of an incomplete character; none has more than four bytes
 
 
 class Detokenizer:
     """Turns one request's output tokens into text, piece by piece.
 
-    `prompt_ids` matter only where a tokenizer drops the space before its first word: after a prompt it must stay.
-    Of several stop strings the one that is complete first counts; of two complete at once, the longer. The text of the
+    `prompt_ids` matter only where a tokenizer drops the space before its first word: after a prompt it is kept. Of
+    several stop strings the first complete one counts; of two that are complete at once, the longer. The text of the
     first `min_tokens` tokens is not searched.
     """
 
@@ -49,20 +49,20 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All that was handed out so far."""
+        """All text returned so far."""
         if len(self._shown) > 1:
             self._shown = ["".join(self._shown)]
         return self._shown[0] if self._shown else ""
 
     def push(self, token_id: int) -> str:
-        """The next output token; returns the text that may be shown now. After a stop string it returns nothing."""
+        """Add the next output token; returns the text that can be shown now, and nothing after a stop string."""
         if self.stopped is not None:
             return ""
         self._tokens += 1
         return self._show(self._stream.push(token_id, self._tokens))
 
     def finish(self) -> str:
-        """No token follows: what was held back, with half a character as U+FFFD."""
+        """No token follows; returns what was held back, with an incomplete character as U+FFFD."""
         if self.stopped is not None:
             return ""
         delta = self._show(self._stream.flush())
@@ -98,7 +98,7 @@ def _open_stream(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: 
 
 
 class _ByteStream:
-    """Byte-level tokenizers: a token is some bytes wherever it stands, so no prompt and no second look is needed."""
+    """Byte-level tokenizers: a token has the same bytes in every context, so no context is needed."""
 
     def __init__(self, pieces: Pieces, skip_special: bool) -> None:
         self._pieces = pieces
@@ -120,12 +120,12 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Any other tokenizer: decode the waiting tokens behind a few earlier ones, and take what those do not explain.
+    """Any other tokenizer: decode the waiting tokens after a few earlier ones, and keep the text that these add.
 
         context          waiting
         [▁Once ▁upon]    [▁a]           decode(both) − decode(context) = " a"
 
-    A run of byte tokens waits for its end: one bad byte in it changes how all its bytes are written.
+    A run of byte tokens is held until it ends: one invalid byte in it changes how all of them are decoded.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special: bool) -> None:
@@ -170,7 +170,7 @@ class _WindowStream:
         return self._decode(context + waiting, self._skip_special)[before:]
 
     def token_at(self, end: int) -> int:
-        """The number of the token that completed the first `end` characters of the text taken last."""
+        """The number of the token that completed the first `end` characters of the last text taken."""
         context, waiting, numbers = self._taken
         wanted = self._text(context, waiting)[:end]
         for n in range(1, len(waiting)):
@@ -185,7 +185,9 @@ class _StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise BadParameter(f"stop must be a list of non-empty strings, got {stops!r}")
-        self._stops = sorted(set(stops), key=len, reverse=True)  # of two that end together, the longer is found first
+        self._stops = sorted(
+            set(stops), key=len, reverse=True
+        )  # of two that end at the same character, the longer is found first
         self._tables = [_fallbacks(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
 

@@ -26,7 +26,7 @@ _TEKKEN = (
 
 
 class _Split(NamedTuple):
-    """How text is cut before merging. `pattern` None is GPT-2's own."""
+    """How text is split before merging. `pattern` None is GPT-2's own."""
 
     pattern: str | None = None
     single_digits: bool = False
@@ -71,7 +71,7 @@ def backend_from_gguf(metadata: Mapping[str, Any], path: Path) -> Backend:
 
 
 def bos_by_default(metadata: Mapping[str, Any]) -> bool:
-    """Whether a file that does not say so wants a BOS token in front."""
+    """Whether a BOS token is prepended where the file does not specify it."""
     if metadata.get("tokenizer.ggml.model") == "llama":
         return True
     split = _SPLITS.get(metadata.get("tokenizer.ggml.pre", "default"))
@@ -100,12 +100,12 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
     backend = Backend(_bpe(path, vocab=_ids(tokens), merges=merges, ignore_merges=split.whole_words_first))
     if split.nfc:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _cutter(split)
+    backend.pre_tokenizer = _splitter(split)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _cutter(split: _Split) -> pre_tokenizers.PreTokenizer:
+def _splitter(split: _Split) -> pre_tokenizers.PreTokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if split.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
@@ -133,13 +133,13 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Se
 
 
 def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Sentencepiece joins the two neighbours whose union has the best score: every way to cut a piece is a merge."""
+    """Sentencepiece joins the two neighbours whose union has the best score: every split of a piece is a merge."""
     ids = {t: i for i, (t, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _NORMAL}
     found = [
-        (-scores[i], i, ids[piece[:cut]], ids[piece[cut:]])
+        (-scores[i], i, ids[piece[:at]], ids[piece[at:]])
         for piece, i in ids.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in ids and piece[cut:] in ids
+        for at in range(1, len(piece))
+        if piece[:at] in ids and piece[at:] in ids
     ]
     return [(tokens[left], tokens[right]) for _, _, left, right in sorted(found)]
 

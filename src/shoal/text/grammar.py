@@ -1,7 +1,7 @@
-"""Grammars: what an answer may look like, and which tokens may come next.
+"""Grammars: which tokens may come next in a constrained sample.
 
 Owns the use of llguidance: a GrammarSpec becomes a compiled grammar, within limits of size and time, and a matcher for
-each sample. A front asks check(), the engine's process make(). Knows nothing of HTTP, of requests or of scores.
+each sample. A front calls check(), the engine's process make(). Knows nothing of HTTP, requests or logits.
 """
 
 import json
@@ -25,20 +25,22 @@ from shoal.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-Words = npt.NDArray[np.uint32]
+TokenBits = npt.NDArray[np.uint32]
 
 MAX_TEXT_BYTES = 64 * 1024  # of a schema, regex, choice or grammar
-COMPILE_LIMIT_S = 2.0  # from its text to the first few masks
-COMPILERS = 2  # grammars compiled at the same time; more wait as long as one may take
-TRIAL_TOKENS = 8  # so far a grammar is followed before it is taken: most that are too complex show it at once
-KEPT = 16  # compiled grammars that are kept, those used last
-MAX_LEXER_STATES = 25_000  # of one grammar, at 1 to 2 kB each: what is kept takes well under a gigabyte at worst
-INITIAL_FUEL = 200_000  # of work for the first lexer states: some tens of milliseconds; a fifth of llguidance's default
+COMPILE_LIMIT_S = 2.0  # from its text to its first few masks
+COMPILERS = 2  # grammars compiled at the same time; others wait for up to COMPILE_LIMIT_S
+TRIAL_TOKENS = 8  # tokens a grammar is followed for before it is accepted: most that are too complex fail early
+KEPT = 16  # most recently used compiled grammars that are cached
+MAX_LEXER_STATES = 25_000  # of one grammar, at 1 to 2 kB each: the cache takes well under a gigabyte at worst
+INITIAL_FUEL = (
+    200_000  # work units for the first lexer states: some tens of milliseconds; a fifth of llguidance's default
+)
 STEP_FUEL = 100_000  # … and for one mask; half the default
 MAX_GRAMMAR_SIZE = 100_000  # symbols in all productions; a fifth of the default
-# Whitespace between the parts of JSON is what a model likes, but not forever: a small one gets lost in it.
+# Whitespace between the parts of JSON is up to the model, within a limit: small models can loop in it.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-ERROR_CHARACTERS = 400  # of llguidance's own words
+ERROR_CHARACTERS = 400  # of llguidance's own message
 
 WHAT = {
     "json_object": "JSON object",
@@ -47,7 +49,7 @@ WHAT = {
     "choice": "choice",
     "grammar": "Lark grammar",
 }
-HINTS = {  # words in llguidance's message → what to do about it
+HINTS = {  # pattern in llguidance's message → what to change
     r"[Uu]nimplemented": "remove these keywords, they are not supported",
     r"[Uu]nsatisfiable|NoExtension": "no text can satisfy it; change it",
     r"look-around|backreference": "rewrite it without look-around and backreferences",
@@ -58,20 +60,20 @@ HINTS = {  # words in llguidance's message → what to do about it
 class Matcher:
     """Where one sample stands in its grammar; the engine's Grammar port.
 
-    The tokens that end an answer are allowed where the grammar may end, and only there. It has `ended` as soon as
-    nothing else could follow, so that the last pass for an end token need not be waited for.
+    End tokens are allowed where the grammar may end, and only there. `ended` is set as soon as nothing else can follow,
+    so that no further pass is needed for an end token.
     """
 
     __slots__ = ("_ends", "_matcher", "ended", "error")
 
-    def __init__(self, matcher: "LLMatcher", ends: Words) -> None:
+    def __init__(self, matcher: "LLMatcher", ends: TokenBits) -> None:
         self._matcher = matcher
         self._ends = ends  # the bits of the end tokens
         self.ended = False
         self.error = ""
 
     def accept(self, token: int) -> bool:
-        """The sample said this token. False: that was not allowed, and it cannot go on."""
+        """The sample's next token. False: it was not allowed, and the sample cannot continue."""
         matcher = self._matcher
         if self.error:
             pass
@@ -86,23 +88,23 @@ class Matcher:
             self.error = f"token {token} does not follow the grammar: {shortened(matcher.get_error())}"
         return not self.error
 
-    def fill(self, line: Words) -> None:
+    def fill(self, mask: TokenBits) -> None:
         """Set the bit of every token that may come next, clear all others."""
         if self.error or self.ended:
-            line[:] = 0 if self.error else self._ends
+            mask[:] = 0 if self.error else self._ends
             return
-        assert line.flags.c_contiguous, "llguidance writes to plain memory"
+        assert mask.flags.c_contiguous, "llguidance writes to contiguous memory"
         try:
-            self._matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         except Exception as error:
             self.error = f"the grammar could not be followed: {shortened(str(error))}"
-        if self._matcher.is_error():  # llguidance allows the end then, but that would be half an answer
+        if self._matcher.is_error():  # llguidance then allows an end token, but the answer would be incomplete
             self.error = f"the grammar is too complex to follow: {shortened(self._matcher.get_error())}"
         if self.error:
-            line[:] = 0
-        elif (line & self._ends).any() and not self._matcher.is_accepting():
-            line &= ~self._ends  # llguidance spells text with special tokens where a grammar asks for their very text
-            if not line.any():
+            mask[:] = 0
+        elif (mask & self._ends).any() and not self._matcher.is_accepting():
+            mask &= ~self._ends  # llguidance uses a special token where a grammar contains its text literally
+            if not mask.any():
                 self.error = "the grammar asks for the text of an end token; write it without that text"
 
     def _is_end(self, token: int) -> bool:
@@ -112,10 +114,10 @@ class Matcher:
 class Grammars:
     """Compiles grammars for one model's vocabulary. May be used from several threads.
 
-    Nothing can stop llguidance once it compiles, so there are three fences: the text is bounded, llguidance counts its
-    own work and gives up (LLParserLimits), and check() does not wait for longer than COMPILE_LIMIT_S. A thread that it
-    no longer waits for runs on until llguidance gives up, and until then one compiler less is there for others. The
-    fences do not bound a single mask by the clock: a grammar made to be slow has been seen to take 0.2 s for one mask.
+    A running compilation cannot be interrupted, so there are three limits: on the size of the text, on llguidance's own
+    work units (LLParserLimits), and on the time that check() waits, COMPILE_LIMIT_S. After a timeout the thread runs on
+    until llguidance gives up, and occupies one of the compilers until then. Nothing bounds the time of a single mask: a
+    grammar that was built to be slow took 0.2 s for one.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -131,7 +133,7 @@ class Grammars:
         self._kept: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
 
     def check(self, spec: GrammarSpec) -> None:
-        """Raise BadGrammar if this cannot be followed, saying what to change. Blocks: call it off the event loop."""
+        """Raise BadGrammar, with what to change, if this cannot be followed. Blocks: call it off the event loop."""
         if self._known(spec) is not None:
             return
         check_text(spec)
@@ -147,7 +149,7 @@ class Grammars:
             ) from None
 
     def make(self, spec: GrammarSpec, output: Sequence[int] = ()) -> Matcher:
-        """A matcher for one sample that has said `output` so far. Raises BadGrammar as check() does."""
+        """A matcher for one sample whose output so far is `output`. Raises BadGrammar as check() does."""
         compiled = self._known(spec)
         if compiled is None:
             check_text(spec)
@@ -158,7 +160,7 @@ class Grammars:
         return matcher
 
     def warm(self) -> None:
-        """Read the vocabulary now; else the first grammar waits for that (a third of a second for 50,000 tokens)."""
+        """Read the vocabulary now, not with the first grammar (it takes a third of a second for 50,000 tokens)."""
         self._for_llguidance()
 
     # ---- compiling ------------------------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ class Grammars:
             return self._kept.get(spec)
 
     def _check(self, spec: GrammarSpec, done: "Future[None]") -> None:
-        """On a thread of its own: whatever happens, somebody is told and the compiler is free again."""
+        """Runs on a thread of its own; always completes the future and releases the compiler slot."""
         try:
             compiled = self._compiled(spec, keep=False)
             self._try(spec, compiled)
@@ -202,13 +204,13 @@ class Grammars:
                 self._kept.popitem(last=False)
 
     def _try(self, spec: GrammarSpec, compiled: "LLMatcher") -> None:
-        """Follow it for a few tokens: much of the work, and so the limits on it, comes only with the masks."""
+        """Follow it for a few tokens: much of the work, and so of its limits, comes with the masks."""
         matcher = Matcher(compiled.deep_copy(), self._ends)
-        line = np.zeros_like(self._ends)
+        mask = np.zeros_like(self._ends)
         draw = np.random.default_rng(0)
         for _ in range(TRIAL_TOKENS):
-            matcher.fill(line)
-            allowed = np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))
+            matcher.fill(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             if not matcher.error and not len(allowed):
                 matcher.error = "no token of the model's vocabulary can continue it"
             if matcher.error or not matcher.accept(int(draw.choice(allowed))):
@@ -217,7 +219,7 @@ class Grammars:
                 return
 
     def _for_llguidance(self) -> "LLTokenizer":
-        """The vocabulary as llguidance wants it, read once."""
+        """The vocabulary in llguidance's form, read once."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = read_vocabulary(self.tokenizer.backend, self.vocab_size, self.eos_ids)
@@ -237,7 +239,7 @@ def read_vocabulary(backend: Backend, vocab_size: int, eos_ids: list[int]) -> "L
         return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=eos_ids or None)
     except ValueError as error:
         raise BadGrammar(
-            f"this model's tokenizer cannot be used with grammars ({shortened(str(error))}); ask without one"
+            f"this model's tokenizer cannot be used with grammars ({shortened(str(error))}); leave the grammar out"
         ) from error
 
 
@@ -254,12 +256,12 @@ def limits() -> "LLParserLimits":
         step_lexer_fuel=STEP_FUEL,
         max_lexer_states=MAX_LEXER_STATES,
         max_grammar_size=MAX_GRAMMAR_SIZE,
-        verbose_errors=False,  # they would show the text of one user's grammar in a log
+        verbose_errors=False,  # they would write a user's grammar into the log
     )
 
 
 def check_text(spec: GrammarSpec) -> None:
-    """Refuse what need not be compiled to be known as wrong."""
+    """Checks that need no compilation."""
     try:
         pick(WHAT, spec.kind, "kind of grammar")
     except UnknownName as error:
@@ -273,7 +275,7 @@ def check_text(spec: GrammarSpec) -> None:
     if spec.kind == "choice":
         choices_of(spec)
     if spec.kind == "json" and not isinstance(read_json(spec), dict):
-        raise BadGrammar("a JSON schema is a JSON object; give one, or ask for any JSON object without a schema")
+        raise BadGrammar("a JSON schema is a JSON object; give one, or use json_object for any JSON object")
 
 
 def read_json(spec: GrammarSpec) -> object:
@@ -299,7 +301,7 @@ def source_of(spec: GrammarSpec) -> str:
 
 
 def choices_of(spec: GrammarSpec) -> list[str]:
-    """What a choice chooses from.
+    """The alternatives of a choice.
 
     >>> choices_of(GrammarSpec("choice", '["yes", "no"]'))
     ['yes', 'no']
@@ -316,7 +318,7 @@ def bad(spec: GrammarSpec, why: str) -> BadGrammar:
 
 
 def shortened(message: str) -> str:
-    """llguidance's message without its trimmings, on one line.
+    """llguidance's message without its trimmings, on one mask.
 
     >>> shortened("lexer error: too many states\\n<non-verbose/>")
     'lexer error: too many states'

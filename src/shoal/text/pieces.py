@@ -31,7 +31,7 @@ def _decoder_kinds(backend: Backend) -> list[str]:
 
 
 class Pieces:
-    """Tables over the ids of one tokenizer, filled as ids are asked for."""
+    """Tables over the ids of one tokenizer, filled on first use of an id."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -45,7 +45,7 @@ class Pieces:
         self._byte_tokens: dict[int, bool] = {}
 
     def is_silent(self, token_id: int, skip_special: bool) -> bool:
-        """True when decoding leaves this id out: a special token that is not shown, or an id without a token."""
+        """Whether decoding leaves this id out: a special token that is not shown, or an id without a token."""
         if skip_special and token_id in self.special_ids:
             return True
         if token_id not in self._silent:

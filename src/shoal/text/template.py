@@ -1,4 +1,4 @@
-"""The chat template: messages in, prompt text out, rendered in a sandbox because the template came with the model.
+"""The chat template: messages in, prompt text out, rendered in a sandbox because the template comes with the model.
 
 Owns the jinja2 environment, the check of messages and a template's file. Does not know token ids or models.
 """
@@ -34,17 +34,17 @@ class ChatTemplate:
         self.source = source
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        """The prompt text; whatever goes wrong is a BadChat that says what."""
+        """The prompt text; every failure is a BadChat with its reason."""
         plain = check_messages(messages)
         try:
             return self.compiled.render({**variables, "messages": plain})
         except BadChat:
             raise
-        except TemplateError as error:  # written by the template, or about what it may not do
+        except TemplateError as error:  # raised by the template itself, or by the sandbox
             raise BadChat(
                 f"the messages do not fit the model's chat template: {error}; change their roles or order"
             ) from error
-        except Exception as error:  # a stranger's program may raise anything; what it says may show our insides
+        except Exception as error:  # a template may raise anything; the message may reveal internals
             raise BadChat(
                 f"the messages do not fit the model's chat template ({type(error).__name__}); change roles or order"
             ) from error
@@ -68,7 +68,7 @@ def read_template(path: str | None) -> str | None:
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages with their text parts joined; anything a template could stumble over silently is refused here."""
+    """Messages with their text parts joined; refuses what a template could silently mishandle."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise BadChat(f"messages must be a list of messages, got {type(messages).__name__}")
     if not messages:
@@ -100,7 +100,7 @@ def _text_of(content: object, where: str) -> str:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
-            raise BadChat(f"{where}[{i}] has type {kind!r}; only parts of type 'text' are understood")
+            raise BadChat(f"{where}[{i}] has type {kind!r}; only parts of type 'text' are supported")
         if not isinstance(part.get("text"), str):
             raise BadChat(f"{where}[{i}].text must be text, got {type(part.get('text')).__name__}")
         texts.append(part["text"])
@@ -108,7 +108,7 @@ def _text_of(content: object, where: str) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is its body alone."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012
 

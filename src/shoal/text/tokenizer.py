@@ -17,7 +17,7 @@ from shoal.text.gguf_vocab import backend_from_gguf, bos_by_default
 from shoal.text.pieces import Pieces
 from shoal.text.template import ChatTemplate, Message
 
-LONG = 4096  # characters or ids; with so many, the backend is asked in the way that lets other threads run meanwhile
+LONG = 4096  # characters or ids; from here on, backend calls that release the interpreter lock are used
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -56,7 +56,7 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """What single ids stand for; for the detokenizer."""
+        """What single ids stand for, for the detokenizer."""
         return Pieces(self.backend)
 
     @property
@@ -172,7 +172,7 @@ def _from_folder(files: ModelFiles, chat_template: str | None) -> Tokenizer | No
     named = {**_read_if_there(files.path / "special_tokens_map.json"), **(config or {})}
     backend = _read_backend(files.path / "tokenizer.json")
     special = _special_tokens(named)
-    if not named:  # nothing names the special tokens: take the model's word for its BOS
+    if not named:  # nothing names the special tokens: use the BOS id of the model's config
         bos = files.config.get("bos_token_id")
         token = backend.id_to_token(bos) if isinstance(bos, int) else None
         special = {} if token is None else {"bos_token": token}
@@ -195,7 +195,7 @@ def _read_backend(path: Path) -> Backend:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
         raise ModelError(f"cannot read {path}: {error}; download it again") from error
-    # Left over from training in some files; a prompt must never be cut or filled up in silence.
+    # Some files keep these from training; a prompt must never be truncated or padded silently.
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -1,7 +1,7 @@
-"""Kernels for CPUs: a small C library where a compiler is found, plain torch otherwise.
+"""Kernels for CPUs: a small C library if a compiler is found, plain torch otherwise.
 
-Owns the choice between the two. native.c says what the library computes, compiled.py how it comes to be, native.py how
-it is called, plain.py what stands in for it.
+Owns the choice between the two. native.c is the library, compiled.py compiles and loads it, structs.py mirrors its
+structs, native.py and fused.py call it, plain.py replaces it.
 """
 
 from shoal.kernels.cpu.compiled import LEVELS, VARIABLE, Library, NoLibrary, find, keep_in
@@ -24,6 +24,6 @@ __all__ = [
 
 
 def make(level: str = "auto") -> CpuOps:
-    """The fastest kernels this machine can run, at most of the given level."""
+    """The fastest kernels that this machine can run, up to the given level."""
     found = find(level)
     return NativeOps(found) if isinstance(found, Library) else CpuOps()

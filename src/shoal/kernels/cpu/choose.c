@@ -1,7 +1,8 @@
 /* Choosing tokens. Part of native.c.
  *
  * For every line of scores: logit bias, penalties, forbidden end tokens and a grammar's mask; then the likeliest token,
- * or a draw after temperature, top_k, top_p and min_p. The noise is that of kernels/noise.py.
+ * or a draw after temperature, top_k, top_p and min_p. The meaning is that of kernels/ref.py, the noise that of
+ * kernels/noise.py.
  *
  * The token drawn is the largest of score + noise. Most tokens need no noise: their score is so far below the largest
  * sum found so far that no noise can lift them above it. For the others the noise is computed with logarithms in double
@@ -14,14 +15,14 @@ typedef struct {
   const float *temperature, *top_p, *min_p;
   const int64_t *top_k, *seed, *sample, *first_free_end;
   const int64_t *bias_first, *bias_count, *ends_first, *ends_count; /* ranges of the lists below */
-  const int64_t *line;                                              /* of seen and said, or -1 */
+  const int64_t *penalty_slot;                                      /* of seen and counts, or -1 */
   const float *repetition, *frequency, *presence;
   /* shared by all rows */
   const int64_t *bias_ids, *ends_ids;
   const float *bias_amounts;
-  /* [lines, vocabulary] */
+  /* [slots, vocabulary] */
   uint8_t *seen; /* in the prompt or the output */
-  float *said;   /* how often in the output */
+  float *counts; /* how often in the output */
 } Sampling;
 
 typedef struct {
@@ -124,15 +125,6 @@ static long index_of(float value, const float *x, long n) {
   }
   while (i < n - 1 && x[i] != value) i++;
   return i;
-}
-
-/* The largest value of each row and the index of its first occurrence; NaN for a row with a NaN. */
-API void shoal_argmax(int64_t *index, float *best, const float *scores, long rows, long n, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(threads, rows * n))
-  for (long r = 0; r < rows; r++) {
-    best[r] = largest_of(scores + r * n, n);
-    index[r] = index_of(best[r], scores + r * n, n);
-  }
 }
 
 typedef struct {
@@ -316,8 +308,8 @@ static float ranked(const Draw *d, const float *x, long n, long k, float p, floa
 }
 
 static void penalize(const Sampling *s, long row, float *x, long n) {
-  const uint8_t *seen = s->seen + s->line[row] * n;
-  const float *said = s->said + s->line[row] * n;
+  const uint8_t *seen = s->seen + s->penalty_slot[row] * n;
+  const float *counts = s->counts + s->penalty_slot[row] * n;
   float repetition = s->repetition[row], frequency = s->frequency[row], presence = s->presence[row];
   for (long first = 0; first < n; first += 8) {
     long end = first + 8 < n ? first + 8 : n;
@@ -327,8 +319,8 @@ static void penalize(const Sampling *s, long row, float *x, long n) {
     for (long i = first; i < end; i++) {
       if (!seen[i]) continue;
       float value = x[i] > 0 ? x[i] / repetition : x[i] * repetition;
-      value = add_rounded(value, -frequency, said[i]);
-      x[i] = value - (said[i] > 0 ? presence : 0);
+      value = add_rounded(value, -frequency, counts[i]);
+      x[i] = value - (counts[i] > 0 ? presence : 0);
     }
   }
 }
@@ -349,9 +341,9 @@ static const float *edited(const Choice *c, long line, float *scratch) {
   const float *x = c->scores + line * c->n;
   long row = c->rows[line], mask = c->mask_of ? c->mask_of[line] : -1;
   long ends = mask < 0 && c->positions[line] < s->first_free_end[row] ? s->ends_count[row] : 0;
-  if (!s->bias_count[row] && s->line[row] < 0 && !ends && mask < 0) return x;
+  if (!s->bias_count[row] && s->penalty_slot[row] < 0 && !ends && mask < 0) return x;
   memcpy(scratch, x, sizeof(float) * c->n);
-  if (s->line[row] >= 0) penalize(s, row, scratch, c->n);
+  if (s->penalty_slot[row] >= 0) penalize(s, row, scratch, c->n);
   for (long i = s->bias_first[row]; i < s->bias_first[row] + s->bias_count[row]; i++)
     scratch[s->bias_ids[i]] += s->bias_amounts[i];
   for (long i = s->ends_first[row]; i < s->ends_first[row] + ends; i++) scratch[s->ends_ids[i]] = -INFINITY;
@@ -382,9 +374,9 @@ static void choose_one(const Choice *c, long line, float *scratch) {
     token = d.token;
   }
   c->tokens[line] = token, c->best[line] = best;
-  if (s->line[row] >= 0) {
-    s->seen[s->line[row] * n + token] = 1;
-    s->said[s->line[row] * n + token] += 1;
+  if (s->penalty_slot[row] >= 0) {
+    s->seen[s->penalty_slot[row] * n + token] = 1;
+    s->counts[s->penalty_slot[row] * n + token] += 1;
   }
 }
 

@@ -1,14 +1,14 @@
 """The library of C kernels: compiled when it is first needed, kept in the user's cache, loaded through ctypes.
 
     which instructions?  ─► flags ─┐
-    which compiler?  ──────────────┼─► name of the file ─► there? load it : compile beside it, rename, load
+    which compiler?  ──────────────┼─► name of the file ─► exists? load it : compile beside it, rename, load
     the C files  ──────────────────┘
 
-Owns instruction sets, flags, the cache folder and the C signatures. Where anything is missing there is no error but a
-NoLibrary that says why: plain torch stands in. Does not know tensors.
+Owns instruction sets, flags, the cache folder and the C signatures. If anything is missing, the result is not an error
+but a NoLibrary with the reason, and plain torch is used instead. Does not know tensors.
 
-The file's name is a hash of everything that shapes it, so a changed source, another compiler or another CPU in the same
-home folder make another file, and two processes that compile at once each rename a whole file into place.
+The file's name is a hash of everything that shapes it: a changed source, another compiler or another CPU in the same
+home folder makes another file. Two processes that compile at the same time each rename a complete file into place.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ LEVELS = ("auto", "amx", "avx512", "avx2", "neon", "portable", "off")
 COMPILE_TIMEOUT_S = 120
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
-# what a level needs of the CPU, and the flags that let the compiler use it; best first
+# the CPU features that a level needs; best first
 NEEDS = {
     "amx": ("amx_tile", "amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni", *_AVX512),
     "avx512": _AVX512,
@@ -45,13 +45,13 @@ NEEDS = {
     "neon": ("asimd",),
     "portable": (),
 }
-# more of them, used where the CPU has them
+# further features that a level uses if the CPU has them, and the compiler's flags for them
 EXTRAS = {
     "avx512": {"avx512_bf16": "-mavx512bf16", "avx512_vnni": "-mavx512vnni"},
     "avx2": {"avx_vnni": "-mavxvnni"},
     "neon": {"asimdhp": "+fp16", "asimddp": "+dotprod", "bf16": "+bf16"},
 }
-# the compiler's names where they are not Linux's
+# the compiler's names that differ from Linux's
 FLAGS = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"} | {
     name: name.replace("_", "") for name in ("avx512_bf16", "avx512_vnni")
 }
@@ -66,7 +66,6 @@ SIGNATURES: dict[str, list[type]] = {
     "shoal_rotate_store": [_P, _L, _L, _L, _L, _P, _P, _I, _F, _P, _P, _L, _P, _P, _I, _P, _I],
     "shoal_embed": [_P, _P, _I, _I, _P, _L, _L, _I],
     "shoal_embed8": [_P, _P, _I, _P, _P, _L, _L, _L, _I],
-    "shoal_argmax": [_P, _P, _P, _L, _L, _I],
     "shoal_layers": [_P, _L, _P],
     "shoal_draw": [_P, _L, _P, _I],
     "shoal_draw_room": [_L],
@@ -81,14 +80,14 @@ SIGNATURES: dict[str, list[type]] = {
 }
 
 
-ANSWERS = {"shoal_layers", "shoal_attention", "shoal_linear", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
-ANSWERS |= {"shoal_draw_room", "shoal_has_tiles", "shoal_has_pairs", "shoal_permitted", "shoal_release_threads"}
-ANSWERS |= {"shoal_embed", "shoal_embed8", "shoal_tile", "shoal_struct_size"}
+RETURN_INT = {"shoal_layers", "shoal_attention", "shoal_linear", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
+RETURN_INT |= {"shoal_draw_room", "shoal_has_tiles", "shoal_has_pairs", "shoal_permitted", "shoal_release_threads"}
+RETURN_INT |= {"shoal_embed", "shoal_embed8", "shoal_tile", "shoal_struct_size"}
 
 
 @dataclass(frozen=True)
 class Library:
-    """The loaded library and what it was made from."""
+    """The loaded library, and how it was compiled."""
 
     calls: ctypes.CDLL
     level: str
@@ -115,7 +114,7 @@ class Library:
         return "dot products" if self.calls.shoal_has_pairs() else "widened"
 
     def release_threads(self) -> bool:
-        """End the threads that wait for the calling thread's next work; False: this OpenMP cannot."""
+        """End the worker threads that idle for the calling thread; False: this OpenMP cannot."""
         return bool(self.calls.shoal_release_threads() == 0)
 
     def __str__(self) -> str:
@@ -124,7 +123,7 @@ class Library:
 
 @dataclass(frozen=True)
 class NoLibrary:
-    """There is none, and why."""
+    """No library, and the reason."""
 
     reason: str
 
@@ -134,7 +133,7 @@ class NoLibrary:
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """What the CPU says it can do, in Linux's words; elsewhere only what every such CPU has."""
+    """The CPU's features by their Linux names; on other systems only those that every such CPU has."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -156,7 +155,7 @@ def usable_levels(features: frozenset[str]) -> list[str]:
 
 
 def flags_for(level: str, features: frozenset[str]) -> tuple[str, ...]:
-    """Instruction sets as the compiler calls them."""
+    """The compiler's flags for a level on this CPU."""
     extras = [flag for name, flag in EXTRAS.get(level, {}).items() if name in features]
     if level == "neon":
         return (f"-march=armv8.2-a{''.join(extras)}",) if extras else ("-march=armv8-a",)
@@ -166,7 +165,7 @@ def flags_for(level: str, features: frozenset[str]) -> tuple[str, ...]:
 
 
 def find(level: str = "auto") -> Library | NoLibrary:
-    """The library of this level; auto: as the environment says, else the best this CPU has."""
+    """The library of this level; auto: the level in the environment, else the best that this CPU has."""
     if level == "auto":
         level = os.environ.get(VARIABLE) or "auto"
     pick(dict.fromkeys(LEVELS), level, "CPU kernels")
@@ -180,7 +179,7 @@ def find(level: str = "auto") -> Library | NoLibrary:
     found = _load(level, _compiler())
     if level != "amx" or isinstance(found, Library):
         return found
-    next_best = _load("avx512", _compiler())  # no permission, or a compiler too old for it
+    next_best = _load("avx512", _compiler())  # the system refuses the registers, or the compiler is too old
     return replace(next_best, note=f"no amx: {found.reason}") if isinstance(next_best, Library) else next_best
 
 
@@ -201,25 +200,25 @@ def _load(level: str, compiler: str | None) -> Library | NoLibrary:
         calls = _opened(path)
         mismatch = size_mismatch(calls)
         if mismatch:
-            log.warning("%s does not fit this version: %s; plain torch is used, which is slower", path, mismatch)
+            log.warning("%s does not fit this version: %s; using plain torch, which is slower", path, mismatch)
             return NoLibrary(f"{path} does not fit this version of Shoal: {mismatch}; delete the file")
         refused = calls.shoal_permitted()
         if refused:
-            return NoLibrary(f"the system does not lend its registers: {os.strerror(refused)}")
+            return NoLibrary(f"the system does not grant the AMX registers: {os.strerror(refused)}")
         return Library(calls, level, flags, compiler, path)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        reason = f"{compiler} could not make the C kernels: {' '.join(detail.split())[:300]}"
-        log.warning("%s; %s", reason, "avx512 is tried" if level == "amx" else "plain torch is used, which is slower")
+        reason = f"{compiler} could not compile the C kernels: {' '.join(detail.split())[:300]}"
+        log.warning("%s; %s", reason, "trying avx512" if level == "amx" else "using plain torch, which is slower")
         return NoLibrary(reason)
 
 
 def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     version = _run([compiler, "--version"]).splitlines()[0]
     is_gcc = "clang" not in version.lower()
-    # No -ffast-math: it would change how the whole process treats tiny numbers. Products and sums are fused where the
-    # source says so, and nowhere else, so that tiles of all sizes round alike. gcc's first scheduler needs more
-    # registers than there are and spills what it should keep: a third of the speed.
+    # No -ffast-math: it would flush denormals in the whole process. Products and sums are fused only where the source
+    # does it explicitly, so that tiles of all sizes round alike. gcc's first scheduling pass needs more registers than
+    # there are; the spills would cost a third of the speed.
     all_flags = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-shared", "-fvisibility=hidden", *flags]
     all_flags += ["-fno-schedule-insns"] if is_gcc else []
     sources = [path.read_text() for path in sorted(SOURCE.parent.glob("*.c"))]
@@ -240,7 +239,7 @@ def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
 
 
 def _make(compiler: str, flags: list[str], target: str) -> None:
-    """With OpenMP, so that torch's threads do the work; without it where the compiler has none: one thread then."""
+    """With OpenMP, to use torch's threads; without it, on one thread, if the compiler does not have it."""
     rest = [str(SOURCE), "-o", target, "-lm"]
     try:
         _run([compiler, *flags, "-fopenmp", *rest])
@@ -254,17 +253,17 @@ def _run(command: list[str]) -> str:
 
 
 def keep_in(folder: Path) -> None:
-    """Where this process keeps the library if the home folder cannot be written: a folder that outlives it, of whoever
-    starts it again."""
+    """Set the folder for the library if the home folder is not writable: one that outlives this process, so that a
+    restarted process finds the library."""
     global _spare
     _spare = folder
 
 
 def cache_folder() -> Path:
-    """Ours alone: code is loaded from it. Where the home folder cannot be written, the spare one (keep_in), or else one
-    for this process."""
+    """A folder that only this user can write to, because code is loaded from it: in the home folder, or, if that is not
+    writable, the spare one (keep_in), or else one for this process."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    with contextlib.suppress(OSError, RuntimeError):  # there is no home folder at all
+    with contextlib.suppress(OSError, RuntimeError):  # no home folder
         folder = Path(base).expanduser() / "shoal"
         folder.parent.mkdir(parents=True, exist_ok=True)
         if _is_ours_alone(folder):
@@ -275,7 +274,7 @@ def cache_folder() -> Path:
 
 
 def _is_ours_alone(folder: Path) -> bool:
-    """It is there, or is made, and only this user can write to it."""
+    """Whether it exists or can be made, and only this user can write to it."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.stat()
@@ -298,5 +297,5 @@ def _opened(path: Path) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(calls, name)
         function.argtypes = arguments
-        function.restype = ctypes.c_int if name in ANSWERS else None
+        function.restype = ctypes.c_int if name in RETURN_INT else None
     return calls

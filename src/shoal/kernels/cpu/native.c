@@ -71,7 +71,7 @@ API int shoal_release_threads(void) {
 #endif
 }
 
-/* Sizes of the structs that structs.py mirrors, in its order, then 0. The caller compares them when it loads the library. */
+/* Sizes of the structs that structs.py mirrors, in its order, then 0. The caller compares them after loading. */
 API long shoal_struct_size(long which) {
   static const size_t sizes[] = {sizeof(Matrix), sizeof(Layer), sizeof(Pass), sizeof(Sampling), sizeof(Choice)};
   return which < (long)(sizeof sizes / sizeof sizes[0]) ? (long)sizes[which] : 0;

@@ -1,7 +1,8 @@
-"""Ops through the C library: one call for all layers of a pass, or, where torch does a part, one per operation.
+"""Ops through the C library: one call for all layers of a pass (fused.py), or one per operation.
 
-Owns what is handed to C, and when plain torch must stand in (other types, the padded rectangle, odd head sizes). Same
-meaning as ref within rounding; unlike plain torch, no result depends on who else is in the pass. Does not know models.
+Owns the arguments of every call, and when plain torch is used instead (other types, the padded rectangle, odd head
+sizes). Same meaning as ref within rounding; unlike with plain torch, no result depends on the other rows of the pass.
+Does not know models.
 
 Activations are float32 throughout, whatever type weights and KV have.
 """
@@ -38,7 +39,7 @@ def _address(array: "np.ndarray[tuple[int, ...], np.dtype[Any]] | Tensor") -> in
 
 
 class NativeOps(CpuOps):
-    """Ops in C. Remembers, for the last pass only, its lengths as C reads them."""
+    """Ops in C. Remembers the lengths of the last pass as C reads them."""
 
     def __init__(self, library: Library) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class NativeOps(CpuOps):
         return self._linear(x, weight, bias, None)
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """x Wᵀ + b + residual, in the residual's place."""
+        """x Wᵀ + b + residual, in place."""
         return self._linear(x, weight, bias, residual)
 
     def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -147,7 +148,7 @@ class NativeOps(CpuOps):
         return out
 
     def _linear8(self, x: Tensor, weight: Int8Weight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """x becomes bytes too, a row at a time."""
+        """x is rounded to 8 bits too, row by row."""
         x = x.contiguous()
         rows, outputs = x.shape[0], weight.shape[0]
         out = torch.empty(rows, outputs) if residual is None else residual.contiguous()

@@ -1,10 +1,10 @@
-"""Plain torch arranged to be fast on CPUs.
+"""Plain torch, arranged to be fast on CPUs.
 
-Owns how a ragged pass is cut into few large calls. Same meaning as ref, within rounding. Does not know models.
+Owns how a ragged pass is split into few large calls. Same meaning as ref, within rounding. Does not know models.
 
-Decode (one query per sequence): each context is cut into pieces of PIECE_TOKENS, and all pieces of equal block count,
-whoever they belong to, are attended in one call; then each sequence's pieces are joined by their log-sum-exp.
-Lengths may all differ, nothing is padded, and the number of calls does not grow with the number of sequences.
+Decode (one query per sequence): each context is split into pieces of PIECE_TOKENS, and all pieces of equal block count,
+of any sequence, are attended in one call; then each sequence's pieces are merged by their log-sum-exp. Lengths may all
+differ, nothing is padded, and the number of calls does not grow with the number of sequences.
 
     seq 0  ████ ████ ██        full pieces:  ████ ████ ████ ████   one call
     seq 1  ████ ██             tails of 2:   ██ ██                 one call
@@ -36,16 +36,16 @@ from shoal.kernels.weights import Weight, matrix
 
 PIECE_TOKENS = 64
 IS_ARM = platform.machine() in ("aarch64", "arm64")
-SWAPPED_ROWS = range(9, 65)  # on ARM the BLAS is 5 to 25 % faster with the roles of x and W exchanged
+SWAPPED_ROWS = range(9, 65)  # on ARM the BLAS is 5 to 25 % faster if x and W are swapped
 
 _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @cache
 def computes_natively(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of this type at a useful speed; without it, float32 stands in.
+    """Whether this CPU multiplies matrices of this type at a useful speed; if not, float32 is used.
 
-    On ARM, float16 products exist but are slower than the detour and add up in float16.
+    On ARM, float16 products exist, but they are slower than float32 ones and sum in float16.
     """
     if dtype == torch.float32:
         return True
@@ -68,10 +68,10 @@ def has_bfloat16_products() -> bool:
 
 
 class CpuOps:
-    """Ops for CPUs. Remembers, for the last pass only, how its attention was cut up."""
+    """Ops for CPUs. Remembers how the attention of the last pass was split."""
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[Batch], dict[int, _Cut]] | None = None
+        self._last: tuple[weakref.ref[Batch], dict[int, _Split]] | None = None
 
     def prepare(self, weight: Weight) -> Weight:
         """As it is."""
@@ -96,10 +96,10 @@ class CpuOps:
         """Nothing is recorded."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b, in x's type; types that differ, or that this CPU multiplies slowly, go through float32."""
+        """x Wᵀ + b, in x's type; computed in float32 if the types differ or this CPU multiplies them slowly."""
         values = matrix(weight, x.dtype)
         if x.dtype == values.dtype and computes_natively(values.dtype):
-            return _linear(x, values, bias)
+            return _linear(x, values, None if bias is None else bias.to(x.dtype))
         return _linear(x.float(), values.float(), None if bias is None else bias.float()).to(x.dtype)
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -146,28 +146,28 @@ class CpuOps:
         return composed.rotate_and_store(self, qkv, norms, rope, cache, slots)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
-        """All decode rows together, then each longer stretch of queries by itself."""
+        """All decode rows together, then each stretch of several queries by itself."""
         if batch.width:
             return padded_attention(q, k_cache, v_cache, batch, scale, window)
-        cut = self._cut_for(batch, window)
-        if not cut.stretches and len(cut.decode_rows) == q.shape[0]:
-            return _attend_pieces(q, k_cache, v_cache, cut, scale).to(q.dtype)
+        split = self._split_for(batch, window)
+        if not split.stretches and len(split.decode_rows) == q.shape[0]:
+            return _attend_pieces(q, k_cache, v_cache, split, scale).to(q.dtype)
         out = torch.zeros_like(q)
-        if len(cut.decode_rows):
-            decoded = _attend_pieces(q.index_select(0, cut.decode_rows), k_cache, v_cache, cut, scale)
-            out.index_copy_(0, cut.decode_rows, decoded.to(q.dtype))
-        for stretch in cut.stretches:
+        if len(split.decode_rows):
+            decoded = _attend_pieces(q.index_select(0, split.decode_rows), k_cache, v_cache, split, scale)
+            out.index_copy_(0, split.decode_rows, decoded.to(q.dtype))
+        for stretch in split.stretches:
             rows = slice(stretch.first, stretch.end)
             out[rows] = _attend_stretch(q[rows], k_cache, v_cache, stretch, scale)
         return out
 
-    def _cut_for(self, batch: Batch, window: int) -> "_Cut":
-        """Every layer of a pass has the same cut, so it is made once per pass and window."""
+    def _split_for(self, batch: Batch, window: int) -> "_Split":
+        """All layers of a pass are split alike, so this is computed once per pass and window."""
         last = self._last
         if last is None or last[0]() is not batch:
             last = self._last = (weakref.ref(batch), {})
         if window not in last[1]:
-            last[1][window] = _cut(batch, window)
+            last[1][window] = _split(batch, window)
         return last[1][window]
 
 
@@ -194,35 +194,35 @@ class _Stretch:
 
     first: int
     end: int
-    blocks: Tensor  # int64 [n]: only those the window reaches
-    tokens: int  # how many tokens of these blocks exist
+    blocks: Tensor  # int64 [n]: only those that the window reaches
+    tokens: int  # number of tokens in these blocks
     seen: Tensor | None  # bool [queries, tokens]; None: causal from the first token on
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Split:
     decode_rows: Tensor  # int64: rows of q that are a sequence's only query
     pieces: list[_Pieces]
     owners: Tensor  # int64: the owners of all pieces, concatenated
     stretches: list[_Stretch]
 
 
-def _cut(batch: Batch, window: int) -> _Cut:
-    """Sort the sequences of a pass into decode rows, cut in pieces, and stretches."""
+def _split(batch: Batch, window: int) -> _Split:
+    """Divide the sequences of a pass into decode rows, whose contexts are split into pieces, and stretches."""
     decoding, stretches = [], []
     for row in range(len(batch.contexts)):
         queries = batch.starts[row + 1] - batch.starts[row]
         if queries == 1:
             decoding.append(row)
         elif queries > 1:
-            stretches.append(_cut_stretch(batch, row, window))
-    pieces = _cut_pieces(batch, decoding, window)
+            stretches.append(_stretch_of(batch, row, window))
+    pieces = _split_pieces(batch, decoding, window)
     owners = torch.cat([group.owners for group in pieces]) if pieces else torch.empty(0, dtype=torch.int64)
     rows = torch.tensor([batch.starts[row] for row in decoding], dtype=torch.int64)
-    return _Cut(rows, pieces, owners, stretches)
+    return _Split(rows, pieces, owners, stretches)
 
 
-def _cut_pieces(batch: Batch, decoding: list[int], window: int) -> list[_Pieces]:
+def _split_pieces(batch: Batch, decoding: list[int], window: int) -> list[_Pieces]:
     size = batch.block_size
     blocks_each = max(1, PIECE_TOKENS // size)
     found: dict[int, list[tuple[int, Tensor, int, int]]] = defaultdict(list)
@@ -249,8 +249,8 @@ def _group(pieces: list[tuple[int, Tensor, int, int]], tokens: int) -> _Pieces:
 
 
 def _gather(cache: Tensor, group: _Pieces) -> Tensor:
-    """float32 [pieces, kv_heads, tokens, d]. What a block's former owner left past the end may be NaN, which no mask
-    can hide (0 × NaN is NaN), so it is overwritten in this copy."""
+    """float32 [pieces, kv_heads, tokens, d]. Old values past a sequence's end may be NaN, which no mask can hide
+    (0 × NaN is NaN), so they are overwritten in this copy."""
     _, _, kv_heads, head_dim = cache.shape
     rows = cache.index_select(0, group.blocks).view(-1, kv_heads, head_dim)
     if group.unseen is not None:
@@ -258,13 +258,13 @@ def _gather(cache: Tensor, group: _Pieces) -> Tensor:
     return rows.view(len(group.owners), -1, kv_heads, head_dim).transpose(1, 2).float()
 
 
-def _attend_pieces(q: Tensor, k_cache: Tensor, v_cache: Tensor, cut: _Cut, scale: float) -> Tensor:
+def _attend_pieces(q: Tensor, k_cache: Tensor, v_cache: Tensor, split: _Split, scale: float) -> Tensor:
     """q [rows, heads, d], one query each → float32 of the same shape."""
     rows, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     folded = q.float().view(rows, kv_heads, heads // kv_heads, head_dim)  # the heads of a group are its queries
     outs, sizes = [], []
-    for group in cut.pieces:
+    for group in split.pieces:
         pieces = len(group.owners)
         k, v = _gather(k_cache, group), _gather(v_cache, group)
         mask = None if group.hidden is None else group.hidden.expand(-1, 1, heads // kv_heads, -1)
@@ -272,7 +272,7 @@ def _attend_pieces(q: Tensor, k_cache: Tensor, v_cache: Tensor, cut: _Cut, scale
         out, lse = _attend_with_lse(mine, k, v, 0.0, False, attn_mask=mask, scale=scale)
         outs.append(out.reshape(pieces, heads, head_dim))
         sizes.append(lse.reshape(pieces, heads))
-    return _join(torch.cat(outs), torch.cat(sizes), cut.owners, rows)
+    return _join(torch.cat(outs), torch.cat(sizes), split.owners, rows)
 
 
 def _join(outs: Tensor, sizes: Tensor, owners: Tensor, rows: int) -> Tensor:
@@ -286,7 +286,7 @@ def _join(outs: Tensor, sizes: Tensor, owners: Tensor, rows: int) -> Tensor:
     return mixed.div_(total[..., None])
 
 
-def _cut_stretch(batch: Batch, row: int, window: int) -> _Stretch:
+def _stretch_of(batch: Batch, row: int, window: int) -> _Stretch:
     first, end = batch.starts[row], batch.starts[row + 1]
     size, context, queries = batch.block_size, batch.contexts[row], end - first
     oldest = max(0, context - queries + 1 - window) if window else 0

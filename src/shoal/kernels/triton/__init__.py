@@ -1,7 +1,7 @@
-"""Kernels for NVIDIA GPUs: Triton for what is fused and for attention, cuBLAS for most matrix products.
+"""Kernels for NVIDIA GPUs: Triton for fused operations and attention, cuBLAS for most matrix products.
 
-Owns how a ragged batch is cut into the calls of attention.py, and which kernel computes what. The plain meaning of
-everything here is ref.py; what was measured is in docs/lab/gpu.md.
+Owns how a ragged batch becomes the tables that attention.py reads, and which kernel computes what. ref.py defines the
+meaning of everything here; measurements are in docs/lab/gpu.md.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from shoal.kernels.triton import draw, rows, step
 from shoal.kernels.triton.skinny import linear
 from shoal.kernels.weights import DenseWeight, Weight
 
-__all__ = ["Cut", "TritonOps", "cut_batch"]
+__all__ = ["AttentionTables", "TritonOps", "split_batch"]
 
 
 def values_of(weight: Weight) -> Tensor:
@@ -34,15 +34,17 @@ def values_of(weight: Weight) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Cut:
+class AttentionTables:
     """How attention is computed in one pass: its decodes, and the blocks of queries of its prompts."""
 
-    tables: Tensor  # int32 [rows, widest]: blocks of every row, those outside this pass included
-    decodes: Tensor  # int32 [3, n]: row, context (0: nobody), place of the query
-    blocks: (
-        Tensor  # int32 [5, m]: row (below 0: nobody), where its queries begin, how many, this block's first, context
-    )
-    long: bool = False  # a decode's past is longer than kernels.LONG
+    tables: Tensor
+    """int32 [rows, widest]: blocks of every row, those outside this pass included"""
+    decodes: Tensor
+    """int32 [3, n]: row, context (0: padding), index of the query"""
+    blocks: Tensor
+    """int32 [5, m]: row (PADDING: none), index of the row's first query, its queries, this block's first, context"""
+    long: bool = False
+    """A decode's past is longer than kernels.LONG."""
 
 
 class TritonOps:
@@ -51,7 +53,7 @@ class TritonOps:
     long_context = kernels.LONG
 
     def __init__(self) -> None:
-        self._cut: tuple[Batch, int, Cut] | None = None
+        self._last: tuple[Batch, int, AttentionTables] | None = None
         self._processors = 0
         self._arrived: Tensor | None = None
         self._old: list[Tensor | None] = []
@@ -81,8 +83,8 @@ class TritonOps:
     def queries_per_block(self, group: int, head_dim: int, kind: torch.dtype) -> int:
         return kernels.queries_per_block(group, head_dim, kind)
 
-    def prepared(self, tables: Tensor, decodes: Tensor, blocks: Tensor, long: bool) -> Cut:
-        return Cut(tables, decodes, blocks, long)
+    def prepared(self, tables: Tensor, decodes: Tensor, blocks: Tensor, long: bool) -> AttentionTables:
+        return AttentionTables(tables, decodes, blocks, long)
 
     def add_blocks(self, new: Tensor, tables: Tensor) -> None:
         step.add_blocks(new, tables)
@@ -127,39 +129,39 @@ class TritonOps:
         if batch.width:
             return padded_attention(q, k_cache, v_cache, batch, scale, window)
         kv_heads = k_cache.shape[2]
-        cut = self._cut_of(batch, kernels.queries_per_block(q.shape[1] // kv_heads, q.shape[2], q.dtype))
+        found = self._tables_of(batch, kernels.queries_per_block(q.shape[1] // kv_heads, q.shape[2], q.dtype))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        count = cut.decodes.shape[1]
+        count = found.decodes.shape[1]
         if count:
             processors, arrived = self._device(q.device, count * kv_heads)
             wide = q.dtype == torch.float32
-            shape = kernels.decode_shape(count, kv_heads, q.shape[2], wide, cut.long, processors)
-            kernels.decode(q, k_cache, v_cache, cut.tables, cut.decodes, out, arrived, scale, window, shape)
-        if cut.blocks.shape[1]:
-            kernels.prefill(q, k_cache, v_cache, cut.tables, cut.blocks, out, scale, window)
+            shape = kernels.decode_shape(count, kv_heads, q.shape[2], wide, found.long, processors)
+            kernels.decode(q, k_cache, v_cache, found.tables, found.decodes, out, arrived, scale, window, shape)
+        if found.blocks.shape[1]:
+            kernels.prefill(q, k_cache, v_cache, found.tables, found.blocks, out, scale, window)
         return out
 
     def _device(self, device: torch.device, most: int) -> tuple[int, Tensor]:
-        """(processors, a zero for every sequence and KV head whose decode may be split)."""
+        """(multiprocessors, a zero for every sequence and KV head whose decode may be split)."""
         if self._arrived is None or len(self._arrived) < most:
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-            self._old.append(self._arrived)  # a recorded launch may still use it
+            self._old.append(self._arrived)  # a CUDA graph may still use it
             self._arrived = torch.zeros(max(most, 2**15), dtype=torch.int32, device=device)
         return self._processors, self._arrived
 
-    def _cut_of(self, batch: Batch, queries: int) -> Cut:
+    def _tables_of(self, batch: Batch, queries: int) -> AttentionTables:
         """Remembered for the layers of the same pass."""
-        if isinstance(batch.prepared, Cut):
+        if isinstance(batch.prepared, AttentionTables):
             return batch.prepared
-        if self._cut is not None and self._cut[0] is batch and self._cut[1] == queries:
-            return self._cut[2]
-        cut = cut_batch(batch, queries)
-        self._cut = (batch, queries, cut)
-        return cut
+        if self._last is not None and self._last[0] is batch and self._last[1] == queries:
+            return self._last[2]
+        found = split_batch(batch, queries)
+        self._last = (batch, queries, found)
+        return found
 
 
-def cut_batch(batch: Batch, queries: int) -> Cut:
-    """Rows with one query are decodes; the others are cut into blocks of queries, the longest work first."""
+def split_batch(batch: Batch, queries: int) -> AttentionTables:
+    """Rows with one query are decodes; the others are split into blocks of queries, most work first."""
     counts = [end - first for first, end in zip(batch.starts, batch.starts[1:], strict=False)]
     decodes = [(row, batch.contexts[row], batch.starts[row]) for row, count in enumerate(counts) if count == 1]
     blocks = [
@@ -170,15 +172,15 @@ def cut_batch(batch: Batch, queries: int) -> Cut:
     ]
     blocks.sort(key=lambda block: -(block[4] - block[2] + block[3]))
 
-    def put(entries: list[tuple[int, ...]], nobody: tuple[int, ...]) -> Tensor:
-        """Columns, padded so that every line begins on a multiple of 16 bytes."""
-        entries = entries + [nobody] * (-len(entries) % 4)
-        lines = torch.tensor(entries, dtype=torch.int32).reshape(len(entries), len(nobody)).T.contiguous()
-        return lines.to(batch.block_tables.device)
+    def table(entries: list[tuple[int, ...]], padding: tuple[int, ...]) -> Tensor:
+        """A column per entry, padded so that every row begins on a multiple of 16 bytes."""
+        entries = entries + [padding] * (-len(entries) % 4)
+        columns = torch.tensor(entries, dtype=torch.int32).reshape(len(entries), len(padding)).T.contiguous()
+        return columns.to(batch.block_tables.device)
 
-    return Cut(
+    return AttentionTables(
         tables=batch.block_tables,
-        decodes=put([*decodes], (0, 0, 0)),
-        blocks=put([*blocks], (kernels.PADDING, 0, 0, 0, 0)),
+        decodes=table([*decodes], (0, 0, 0)),
+        blocks=table([*blocks], (kernels.PADDING, 0, 0, 0, 0)),
         long=any(context > kernels.LONG for _, context, _ in decodes),
     )

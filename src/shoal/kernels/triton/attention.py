@@ -4,11 +4,11 @@ Both kernels read keys and values through the block table and pack the query hea
 of one matrix product, so that every key is read once per KV head.
 
     decode    one program for (sequence, KV head, split): the group's heads against a part of the past; the program
-              that ends last merges the parts
+              that finishes last merges the parts
     prefill   one program for (block of queries, KV head): tiles wholly in the past unmasked, then the ragged border
 
-Lengths, rows and places are read from device memory, and programs without work leave at once: a launch recorded once
-serves any lengths. Scores are kept in powers of two (exp2 is the hardware's own). Knows tensors, not batches.
+Lengths, rows and query indexes are read from device memory, and programs without work exit at once: a launch in a CUDA
+graph serves any lengths. Scores are exponents of two (exp2 is a hardware instruction). Knows tensors, not batches.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from shoal.kernels.triton.launch import overlap, settle
 
 LOG2_E = 1.4426950408889634
 ROWS = 128  # of the prefill's query block: queries × heads of a group
-LONG = 8192  # tokens of a past that one program should not walk alone while the others have ended
-PADDING = -1  # the row of a block of queries that does not exist
+LONG = 8192  # tokens of a past that is too long for one program while the others have finished
+PADDING = -1  # the row of an empty block of queries
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """How decodes are cut: tokens per tile, warps, stages, most parts of one past, fewest tiles in a part."""
+    """How decodes are split: tokens per tile, warps, stages, most parts of one past, fewest tiles in a part."""
 
     tile: int
     warps: int
@@ -58,7 +58,7 @@ def _decode(
         share = tl.maximum(tl.cdiv(tiles, SPLITS), least)
     first = begin + split * share * TILE
     last = tl.minimum(first + share * TILE, context)
-    if first < last:  # else this part, or the whole sequence, does not exist
+    if first < last:  # else this part, or the whole sequence, is empty
         row = tl.load(rows + item).to(tl.int64)
         place = tl.load(places + item).to(tl.int64)
         g, d, t = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_ROOM), tl.arange(0, TILE)
@@ -98,7 +98,7 @@ def _decode(
             tl.store(sums + part, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=in_group)
             tl.debug_barrier()  # all of this program's stores come before its arrival
             before = tl.atomic_add(arrived + item * KV_HEADS + head, 1, sem="acq_rel")
-            if before == count - 1:  # the last of them: everybody's parts are there
+            if before == count - 1:  # the last one: all parts are stored
                 tl.store(arrived + item * KV_HEADS + head, 0)
                 p = tl.arange(0, SPLITS)
                 for member in tl.static_range(GROUP):
@@ -145,7 +145,7 @@ def _prefill(
         total = tl.zeros([QUERY_ROWS], tl.float32)
         mixed = tl.zeros([QUERY_ROWS, DIM_ROOM], tl.float32)
         until = tl.minimum(context, past + first_query + QUERIES)
-        border = (past + first_query + 1) // TILE * TILE  # tiles before this are seen whole by every query
+        border = (past + first_query + 1) // TILE * TILE  # every query sees all of the tiles before this
         start_at = 0
         if WINDOWED:
             start_at = tl.maximum(past + first_query + 1 - window, 0) // TILE * TILE
@@ -186,16 +186,16 @@ def _prefill(
 
 
 def queries_per_block(group: int, dim: int, dtype: torch.dtype) -> int:
-    """How many queries of a prompt one program takes."""
+    """How many queries of a prompt one program computes."""
     rows = ROWS if dim * dtype.itemsize <= 512 else ROWS // 2  # as many as shared memory holds
     return max(1, rows // group)
 
 
 def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, long: bool, processors: int) -> DecodeShape:
-    """From how many sequences there may be, and whether a past is long: lengths are known only on the device, and
+    """From the number of sequences and whether a past is long: the exact lengths are known only on the device, where
     short pasts use fewer parts.
 
-    The table in docs/lab/gpu.md says how these were found.
+    The table in docs/lab/gpu.md shows how these were found.
     """
     programs = sequences * kv_heads
     if wide or dim > 128:
@@ -228,9 +228,9 @@ def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, decodes: Tensor, out: Tensor, arrived: Tensor,
     scale: float, window: int, shape: DecodeShape,
 ) -> None:  # fmt: skip
-    """Sequences with one query each. decodes [3, n]: row of its table, context (0: nobody), place of its query.
+    """Sequences with one query each. decodes [3, n]: row of the table, context (0: padding), index of the query.
 
-    `arrived` holds a zero for every sequence and KV head, and does so again afterwards.
+    `arrived` holds a zero for every sequence and KV head, before and after.
     """
     count, heads, dim = decodes.shape[1], q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[2]
@@ -250,8 +250,8 @@ def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, blocks: Tensor, out: Tensor, scale: float, window: int,
     shape: tuple[int, int, int] | None = None,
 ) -> None:  # fmt: skip
-    """Blocks of queries. blocks [5, n]: row of the table (PADDING: none), where the row's queries begin in q, how many
-    there are, the first one of this block, and the row's context."""
+    """Blocks of queries. blocks [5, n]: row of the table (PADDING: none), index of the row's first query in q, how many
+    queries it has, the first one of this block, and the row's context."""
     group = q.shape[1] // k_cache.shape[2]
     queries = queries_per_block(group, q.shape[2], q.dtype)
     tile, warps, stages = shape or prefill_shape(q.shape[2], q.dtype == torch.float32)

@@ -1,8 +1,8 @@
-"""How kernels follow each other. From Hopper on, a kernel may be brought onto the card while the one before it ends;
-it then waits, on the card, until that one's results are there. That hides most of the gap between two small kernels.
+"""Overlapping launches. From Hopper on, a kernel may be launched while the previous one finishes; it then waits on the
+GPU until that kernel's results are visible. This hides most of the gap between two small kernels.
 
 Every kernel that is launched with overlap() must call settle() before it reads or writes anything that another kernel
-writes or reads; weights alone may be read before. Knows no kernel.
+writes or reads; only weights may be read before. Knows no kernel.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def settle(OVERLAP: tl.constexpr):
-    """Wait for the kernel before, and let the one behind come."""
+    """Wait for the previous kernel, and let the next one be launched."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -23,6 +23,6 @@ def settle(OVERLAP: tl.constexpr):
 
 @cache
 def overlap() -> dict[str, Any]:
-    """Arguments of a launch."""
-    able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9  # interpreted: there is none
+    """Keyword arguments of a launch."""
+    able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9  # interpreted: no GPU
     return {"OVERLAP": able, "launch_pdl": able}

@@ -1,4 +1,4 @@
-"""What happens row by row, in Triton: norms, the gated product, and what stands between the QKV product and attention.
+"""Row-wise operations in Triton: norms, the gated product, and everything between the QKV projection and attention.
 
 Each kernel reads and writes its rows once. Knows tensors, not models.
 """
@@ -65,7 +65,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROOM: tl.constexpr, PER: tl.constexpr,
     NORMED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """PER heads of one token, be they queries, keys or values."""
+    """PER heads of one token: queries, keys or values."""
     settle(OVERLAP)
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -111,7 +111,7 @@ def rotate_and_store(
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """Queries and keys normed and turned, keys and values into the contiguous caches → queries [T, heads, d]."""
+    """Queries and keys normed and rotated, keys and values into the contiguous caches → queries [T, heads, d]."""
     k_cache, v_cache = cache
     kv_heads, dim = k_cache.shape[2], k_cache.shape[3]
     heads = qkv.shape[1] // dim - 2 * kv_heads

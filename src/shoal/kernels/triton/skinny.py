@@ -1,7 +1,7 @@
-"""Linear layers for few rows: what counts is how fast the weights stream past, not the arithmetic.
+"""Linear layers for few rows, where the bandwidth of reading the weights counts, not the arithmetic.
 
-One program takes some output columns and all or a part of the inputs; parts are added up by the program that ends
-last, in a fixed order, so the result does not depend on who was first. Larger batches are cuBLAS's.
+One program computes some output columns from all or a part of the inputs; the program that finishes last adds up the
+parts in a fixed order, so the result does not depend on which was first. cuBLAS computes larger batches.
 Knows tensors, not models.
 """
 
@@ -22,7 +22,7 @@ MOST_GROUPS = 4096  # of columns, where their inputs are split
 
 @dataclass(frozen=True)
 class Shape:
-    """How the work is cut: rows, columns and inputs of a tile, parts of the inputs, warps, stages."""
+    """How the work is split: rows, columns and inputs of a tile, parts of the inputs, warps, stages."""
 
     rows: int
     columns: int
@@ -37,7 +37,7 @@ def _one_row(
     x, weight, bias, residual, out, size, w_row, COLUMNS: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr,
     ADDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """out[n] = Σ x[k] weight[n, k], one row of x. The next tile of weights is on its way while one is used."""
+    """out[n] = Σ x[k] weight[n, k], one row of x. The next tile of weights is loaded while one is used."""
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, TILE)
     line = weight + n.to(tl.int64)[:, None] * w_row + k[None, :]
@@ -89,7 +89,7 @@ def _few_rows(
         tl.store(parts + split * ROWS * columns + to, total)
         tl.debug_barrier()  # all of this program's stores come before its arrival
         before = tl.atomic_add(arrived + group, 1, sem="acq_rel")
-        if before == SPLITS - 1:  # the last of them: everybody's parts are there
+        if before == SPLITS - 1:  # the last one: all parts are stored
             tl.store(arrived + group, 0)
             total = tl.zeros([COLUMNS, ROWS], tl.float32)
             for part in tl.static_range(SPLITS):
@@ -114,7 +114,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
 @cache
 def _zeros(device: torch.device) -> Tensor:
-    """How many parts of each group of columns are there; every launch leaves zeros."""
+    """Counters of the stored parts of each group of columns; every launch leaves zeros."""
     return torch.zeros(MOST_GROUPS, dtype=torch.int32, device=device)
 
 

@@ -1,5 +1,5 @@
-// The chat page: sends messages, shows the answer while it comes, counts its tokens. Everything the server says is put
-// in as text, never as HTML. Knows the OpenAI chat API and nothing of the engine.
+// The chat page: sends messages, shows the answer as it streams, counts its tokens. All server output is inserted
+// as text, never as HTML. Knows the OpenAI chat API and nothing of the engine.
 "use strict";
 
 const page = {};
@@ -7,7 +7,7 @@ for (const part of document.querySelectorAll("[id]")) page[part.id] = part;
 
 const SETTINGS = ["system", "temperature", "max_tokens", "key"];
 const messages = []; // of the conversation, without the system prompt
-let running = null; // the AbortController of the answer that is coming
+let running = null; // the AbortController of the answer under way
 let follow = true; // scroll along, unless the reader has scrolled up
 
 // ---- settings
@@ -15,7 +15,7 @@ let follow = true; // scroll along, unless the reader has scrolled up
 function remember() {
   try {
     for (const name of SETTINGS) sessionStorage.setItem("shoal." + name, page[name].value);
-  } catch { /* a browser that keeps nothing: they last as long as the page */ }
+  } catch { /* no session storage: settings last as long as the page */ }
 }
 
 function recall() {
@@ -109,12 +109,12 @@ function scroll() {
 }
 
 function busy(on) {
-  page.talk.setAttribute("aria-busy", String(on)); // read aloud when it is whole, not token by token
+  page.talk.setAttribute("aria-busy", String(on)); // screen readers wait for the whole answer
   page.send.hidden = on;
   page.stop.hidden = !on;
 }
 
-// ---- an answer that is coming
+// ---- an answer under way
 
 class Answer {
   constructor(turn) {
@@ -135,7 +135,7 @@ class Answer {
     const choice = chunk.choices && chunk.choices[0];
     if (!choice) return;
     const delta = choice.delta || {};
-    if (delta.content || !(delta.role || choice.finish_reason)) { // a token, even if it shows nothing yet
+    if (delta.content || !(delta.role || choice.finish_reason)) { // a token, even if it has no text yet
       this.lastMs = performance.now();
       this.firstMs ||= this.lastMs;
       this.tokens += 1;
@@ -147,11 +147,11 @@ class Answer {
 
   draw() {
     this.drawing = 0;
-    this.figures.textContent = this.told();
+    this.figures.textContent = this.summary();
     scroll();
   }
 
-  told() {
+  summary() {
     const parts = [];
     const tokens = this.usage ? this.usage.completion_tokens : this.tokens;
     const tookMs = this.lastMs - this.firstMs;
@@ -159,7 +159,7 @@ class Answer {
     if (tokens > 1 && tookMs > 0) parts.push(((tokens - 1) * 1000 / tookMs).toFixed(1) + " tokens/s");
     if (tokens) parts.push(tokens + (tokens === 1 ? " token" : " tokens"));
     if (this.usage) parts.push(prompted(this.usage));
-    if (this.reason === "length") parts.push("cut at the limit");
+    if (this.reason === "length") parts.push("stopped at the limit");
     else if (this.reason && this.reason !== "stop") parts.push(this.reason);
     return parts.join(" · ");
   }
@@ -169,7 +169,7 @@ class Answer {
     cancelAnimationFrame(this.drawing);
     this.turn.classList.remove("live");
     this.draw();
-    page.told.textContent = "Answer ended: " + this.told();
+    page.told.textContent = "Answer ended: " + this.summary();
   }
 }
 
@@ -195,7 +195,7 @@ async function* events(body) {
       if (done) return;
     }
   } finally {
-    reader.cancel().catch(() => {}); // who stops listening closes the connection
+    reader.cancel().catch(() => {}); // closes the connection
   }
 }
 
@@ -233,7 +233,7 @@ async function stream(answer, signal) {
   if (!answer.reason) throw new Problem("The connection ended before the answer did.");
 }
 
-// ---- what people do
+// ---- user actions
 
 async function send(question) {
   const stopper = (running = new AbortController());
@@ -251,7 +251,7 @@ async function send(question) {
     reason = stopper.signal.aborted ? "stopped" : "failed";
     if (!stopper.signal.aborted) showProblem(asProblem(error));
   }
-  if (running !== stopper) return; // a new chat was begun meanwhile
+  if (running !== stopper) return; // a new chat has begun meanwhile
   answer.end(reason);
   if (answer.words.data || !reason) messages.push({ role: "assistant", content: answer.words.data });
   else takeBack(question, turns);
@@ -260,7 +260,7 @@ async function send(question) {
 }
 
 function takeBack(question, turns) {
-  // nothing was answered: the question goes back to where it can be sent again
+  // no answer: put the question back so that it can be sent again
   messages.pop();
   for (const turn of turns) turn.remove();
   page.welcome.hidden = messages.length > 0;

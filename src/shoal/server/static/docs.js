@@ -1,4 +1,4 @@
-// The API page: reads openapi.json and lays it out. Everything in it is put in as text, never as HTML. Knows OpenAPI 3
+// The API page: reads openapi.json and renders it. All of it is inserted as text, never as HTML. Knows OpenAPI 3
 // and nothing of Shoal's endpoints.
 "use strict";
 
@@ -7,7 +7,7 @@ for (const part of document.querySelectorAll("[id]")) page[part.id] = part;
 
 const METHODS = ["get", "post", "put", "patch", "delete", "head", "options"];
 const DEPTH = 4; // of fields within fields; a schema may contain itself
-const HUGE = 2 ** 31 - 1; // a limit nobody meets is not worth a word
+const HUGE = 2 ** 31 - 1; // larger limits are not shown
 let spec = {};
 
 // ---- making elements
@@ -19,7 +19,7 @@ function make(tag, name, ...parts) {
   return made;
 }
 
-// `code` in a description is shown as code, an empty line begins a paragraph; nothing else is read into it
+// `code` in a description is shown as code, an empty line begins a paragraph; no other markup
 function prose(text) {
   return String(text || "").split("`").map((part, at) => (at % 2 ? make("code", "", part) : part));
 }
@@ -38,7 +38,7 @@ function resolve(thing) {
   return thing || {};
 }
 
-// what it may be; that a field may also be null goes without saying
+// the type of a field; null is not mentioned
 function choices(schema) {
   const all = (schema.anyOf || schema.oneOf || []).map(resolve);
   const some = all.filter((one) => one.type !== "null");
@@ -64,7 +64,7 @@ function fields(given) {
   );
 }
 
-// the objects whose fields stand inside this one: its own, of its items, of its alternatives
+// the nested objects of a field: its own, those of its items and of its alternatives
 function objectsIn(given, depth = 0) {
   const schema = resolve(given);
   if (fields(schema).length) return [schema];
@@ -198,7 +198,7 @@ function curl(path, method, operation) {
 
 function curlBox(text) {
   const box = make("div", "curl", make("pre", "", make("code", "", text)));
-  if (!navigator.clipboard) return box; // only where the page came over https or from this machine
+  if (!navigator.clipboard) return box; // available only over https or from this machine
   const button = make("button", "", "Copy");
   button.type = "button";
   button.addEventListener("click", async () => {
@@ -220,7 +220,7 @@ function answers(responses) {
       "tr", "", cell("th", "row", make("code", "", status)), cell("td", "", make("span", "kind", types)),
       cell("td", "", ...paragraphs(response.description)),
     );
-    const good = status.startsWith("2"); // all errors look alike: their fields are told once, below
+    const good = status.startsWith("2"); // all errors have the same fields, which are shown once, below
     return [row, ...more(good ? objectsIn((jsonOf(response.content) || {}).schema || {}) : [], "the answer", 1)];
   });
   const bad = Object.entries(responses || {}).find(([status]) => /^[45]/.test(status));
@@ -295,8 +295,8 @@ async function load() {
   const response = await fetch("openapi.json", { headers: key ? { Authorization: "Bearer " + key } : {} });
   page.unlock.hidden = response.status !== 401;
   if (!response.ok) {
-    const told = response.status === 401 ? "This server wants an API key." : "The server answered " + response.status + ".";
-    throw new Error(told);
+    const message = response.status === 401 ? "This server requires an API key." : "The server answered " + response.status + ".";
+    throw new Error(message);
   }
   spec = await response.json();
   page.problem.hidden = true;

@@ -1,39 +1,36 @@
 """The endpoints that generate nothing: models, tokens, health, metrics, pages.
 
-Knows the front it belongs to; each handler is a few lines. Knows no engine beyond the EngineClient.
+Knows a front as a FrontView, and the engine only as an EngineClient. Each handler is a few lines.
 """
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shoal.errors import EngineDown
 from shoal.server import openapi
 from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList, TokenizeAnswer, Version
+from shoal.server.bodies import DetokenizeRequest, TokenizeRequest, read
 from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
-from shoal.server.openai import DetokenizeRequest, TokenizeRequest, read
+from shoal.server.front_view import FrontView
 from shoal.server.pages import load_pages
-from shoal.server.prepare import aside, no_model
-
-if TYPE_CHECKING:
-    from shoal.server.app import Front
+from shoal.server.prepare import no_model, off_loop
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
-class Plain:
-    """Handlers for what needs no engine, or only a word from it."""
+class InfoRoutes:
+    """Handlers that need no engine, or only its info and metrics."""
 
-    def __init__(self, front: "Front") -> None:
+    def __init__(self, front: FrontView) -> None:
         self.front = front
         self.created = int(time.time())
         self.pages = load_pages()
-        self.description = msgspec.json.encode(openapi.describe(front.settings))
+        self.description = msgspec.json.encode(openapi.describe(front.settings, front.dialects))
 
-    # ---- models ---------------------------------------------------------------------------------------------------
+    # ---- models -----------------------------------------------------------------------------------------------------
 
     def _card(self, name: str) -> ModelCard:
         return ModelCard(name, "model", self.created, "shoal", self.front.settings.model, self._max_model_len())
@@ -51,37 +48,37 @@ class Plain:
             raise no_model(name, self.front.settings)
         await exchange.reply_json(self._card(name))
 
-    # ---- tokens ---------------------------------------------------------------------------------------------------
+    # ---- tokens -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, exchange: Exchange) -> None:
-        asked = read(TokenizeRequest, await exchange.json_body())
+        body = read(TokenizeRequest, await exchange.json_body())
         preparer = self.front.preparer
-        preparer.check_model(asked.model)
-        if (asked.prompt is None) == (asked.messages is None):
+        preparer.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "give either prompt or messages")
-        if asked.messages is not None:
-            opens = asked.add_generation_prompt is not False
-            ids = await preparer.chat_ids(asked.messages, opens, asked.chat_template_kwargs)
+        if body.messages is not None:
+            opens = body.add_generation_prompt is not False
+            ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs)
         else:
-            ids = await preparer.text_ids(asked.prompt or "", asked.add_special_tokens is not False)
+            ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False)
         await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        asked = read(DetokenizeRequest, await exchange.json_body())
-        self.front.preparer.check_model(asked.model)
+        body = read(DetokenizeRequest, await exchange.json_body())
+        self.front.preparer.check_model(body.model)
         tokenizer = self.front.preparer.need_tokenizer("tokens")
-        over = max(asked.tokens, default=0)
+        over = max(body.tokens, default=0)
         if over >= 2**31 or over >= max(tokenizer.vocab_size, self._vocab_size()):
             raise BadField("tokens", f"token id {over} is not in the vocabulary")
-        skip = bool(asked.skip_special_tokens)
-        text = await aside(len(asked.tokens), lambda: tokenizer.decode(asked.tokens, skip_special=skip))
+        skip = bool(body.skip_special_tokens)
+        text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special=skip))
         await exchange.reply_json(DetokenizeAnswer(text))
 
     def _vocab_size(self) -> int:
         info = self.front.client.info
         return 0 if info is None else info.vocab_size
 
-    # ---- how it is ------------------------------------------------------------------------------------------------
+    # ---- status -----------------------------------------------------------------------------------------------------
 
     async def health(self, exchange: Exchange) -> None:
         if self.front.draining:
@@ -95,7 +92,7 @@ class Plain:
         await exchange.reply_json(Version(self.front.settings.version))
 
     async def metrics(self, exchange: Exchange) -> None:
-        engine, others = await asyncio.gather(self._engine_metrics(), self.front.siblings.ask())
+        engine, others = await asyncio.gather(self._engine_metrics(), self.front.other_fronts.ask())
         fronts = self.front.metrics.render(self.front.active, self.front.client.info, others)
         await exchange.reply(200, engine + fronts, PROMETHEUS)
 
@@ -105,7 +102,7 @@ class Plain:
         except EngineDown:
             return b""
 
-    # ---- pages ----------------------------------------------------------------------------------------------------
+    # ---- pages ------------------------------------------------------------------------------------------------------
 
     async def openapi(self, exchange: Exchange) -> None:
         await exchange.reply(200, self.description)

@@ -1,4 +1,4 @@
-"""Fronts that tell each other's numbers: over real sockets, with some that are dead, stuck or mad."""
+"""Fronts that report each other's numbers: over real sockets, with some that are dead, stuck or broken."""
 
 import asyncio
 import time
@@ -9,27 +9,27 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.obs.metrics import FrontMetrics
-from shoal.server import siblings
+from shoal.server import front_metrics
 from shoal.server.app import Front
-from shoal.server.siblings import SocketSiblings
+from shoal.server.front_metrics import SocketFronts
 from tests.server.fronts import ask_async, front, run
 
 
 @asynccontextmanager
 async def joined(folder: Path, *numbers: int) -> AsyncIterator[list[Front]]:
-    """Fronts that know their siblings in this folder."""
+    """Fronts that find each other in this folder."""
     async with AsyncExitStack() as stack:
         fronts = []
         for name in (f"front-{number}" for number in numbers):
             app = front(metrics=FrontMetrics(name))
-            app.siblings = known = SocketSiblings(folder, name, app.tell)
+            app.other_fronts = known = SocketFronts(folder, name, app.tell)
             await stack.enter_async_context(known.open())
             fronts.append(app)
         yield fronts
 
 
 async def scraped(app: Front) -> dict[str, float]:
-    """Front → /health requests that it answered, as this front tells it."""
+    """Front → /health requests that it answered, as this front reports it."""
     answer = await ask_async(app, "GET", "/metrics")
     assert answer.status_code == 200
     return {
@@ -40,7 +40,7 @@ async def scraped(app: Front) -> dict[str, float]:
     }
 
 
-def test_any_front_tells_the_numbers_of_all(tmp_path: Path) -> None:
+def test_any_front_reports_the_numbers_of_all(tmp_path: Path) -> None:
     async def work() -> None:
         async with joined(tmp_path, 0, 1, 2) as fronts:
             for number, app in enumerate(fronts):
@@ -59,7 +59,7 @@ def test_a_front_that_is_gone_is_left_out_and_one_that_comes_back_is_there_again
             async with joined(tmp_path, 1) as [gone]:
                 await ask_async(gone, "GET", "/health")
                 assert await scraped(here) == {"front-0": 1, "front-1": 1}
-            (tmp_path / "front-1.front").touch()  # what one that was killed leaves behind answers nobody
+            (tmp_path / "front-1.front").touch()  # the file of a front that was killed
             assert await scraped(here) == {"front-0": 1}
             async with joined(tmp_path, 1) as [again]:
                 await ask_async(again, "GET", "/health")
@@ -68,7 +68,7 @@ def test_a_front_that_is_gone_is_left_out_and_one_that_comes_back_is_there_again
     run(work)
 
 
-def test_a_front_that_is_stuck_or_mad_holds_no_scrape_up(tmp_path: Path) -> None:
+def test_a_front_that_is_stuck_or_broken_holds_no_scrape_up(tmp_path: Path) -> None:
     async def work() -> None:
         ended = asyncio.Event()
 
@@ -77,19 +77,19 @@ def test_a_front_that_is_stuck_or_mad_holds_no_scrape_up(tmp_path: Path) -> None
             await ended.wait()
             writer.close()
 
-        async def mad(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b" " * 2 * siblings.MOST_BYTES)
+        async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b" " * 2 * front_metrics.MOST_BYTES)
             writer.close()
 
         async with joined(tmp_path, 0) as [app]:
             await ask_async(app, "GET", "/health")
             servers = [
                 await asyncio.start_unix_server(serve, tmp_path / f"front-{number}.front")
-                for number, serve in enumerate((stuck, mad), 1)
+                for number, serve in enumerate((stuck, broken), 1)
             ]
             began_s = time.monotonic()
             assert await scraped(app) == {"front-0": 1}
-            assert time.monotonic() - began_s < siblings.WAIT_S + 1
+            assert time.monotonic() - began_s < front_metrics.WAIT_S + 1
             ended.set()
             for server in servers:
                 server.close()

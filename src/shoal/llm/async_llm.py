@@ -1,0 +1,244 @@
+"""AsyncLLM: the engine in your own program, for code with an event loop; in a notebook too.
+
+The engine runs in a thread of its own. Each call belongs to the event loop it was made on, so that several loops may
+use one AsyncLLM. Owns how results get from the engine's thread to those loops: once per pass and call.
+"""
+
+import asyncio
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from shoal.build import build
+from shoal.config.engine import EngineConfig
+from shoal.core.job import GrammarSpec
+from shoal.core.params import SamplingParams
+from shoal.engine.local import EngineThread, LocalClient, WakeClock
+from shoal.errors import EngineError
+from shoal.llm.collect import Collection
+from shoal.llm.jobs import Prompt
+from shoal.llm.llm import CLOSED, LocalModel
+from shoal.llm.records import Chunk, RequestOutput
+
+
+class AsyncLLM:
+    """A model and its engine in this process, with a thread of its own.
+
+    Example (not run here, it loads a model):
+
+        llm = await AsyncLLM.load()
+        async for chunk in llm.stream("Once upon a time", SamplingParams(max_tokens=20)):
+            print(chunk.text, end="", flush=True)
+        await llm.close()
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = False, **options: Any) -> None:
+        """Loads the model, which takes seconds and blocks; `await AsyncLLM.load(…)` does it beside the event loop."""
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        clock = WakeClock()
+        config = EngineConfig.from_mapping({"model": name, **options})
+        self._model = LocalModel(build(config, clock=clock, progress=progress))
+        self._calls: set[Collection] = set()  # that still run; only the engine's thread changes it
+        self._engine = EngineThread(self._model.client, clock, self._stopped)
+
+    @classmethod
+    async def load(
+        cls, model: str | os.PathLike[str] | None = None, *, progress: bool = False, **options: Any
+    ) -> "AsyncLLM":
+        """AsyncLLM(…), without blocking the event loop."""
+        return await asyncio.to_thread(cls, model, progress=progress, **options)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._model.built.config
+
+    @property
+    def max_model_len(self) -> int:
+        return self._model.built.limits.max_model_len
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+        grammar: GrammarSpec | None = None,
+    ) -> list[RequestOutput]:
+        """As LLM.generate. If the task is cancelled, its requests are aborted."""
+        async with AsyncStream(self, lambda: self._collect(prompts, params, cache_salt, grammar, False)) as stream:
+            return await stream.results()
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+        grammar: GrammarSpec | None = None,
+    ) -> "AsyncStream":
+        """Pieces of the samples as they come, with `async for`. The requests start with the first one asked for.
+
+        Leaving `async with` or calling aclose() aborts what still runs; so does dropping the stream.
+        """
+        return AsyncStream(self, lambda: self._collect(prompts, params, cache_salt, grammar, True))
+
+    async def close(self) -> None:
+        """Stop the engine and give its memory back. Calls that still run fail."""
+        await asyncio.to_thread(self._engine.close)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # ---- for streams ----------------------------------------------------------------------------------------------
+
+    def _collect(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        salt: str,
+        grammar: GrammarSpec | None,
+        streams: bool,
+    ) -> Collection:
+        """Tokenize and check; off the event loop, since a long prompt takes a while."""
+        if self._model.client.info is None:
+            raise EngineError(CLOSED)
+        if grammar is not None:
+            self._model.grammars.check(grammar)
+        jobs = self._model.maker.jobs(prompts, params, salt, grammar)
+        return Collection(jobs, self._model.built.tokenizer, streams)
+
+    def begin(self, collection: Collection, on_change: Callable[[], None]) -> None:
+        """Submit the jobs of a call. `on_change` is called in the engine's thread once per pass, and for an error."""
+
+        def changed() -> None:
+            if not collection.running:
+                self._calls.discard(collection)
+            on_change()
+
+        def submit(client: LocalClient) -> None:
+            self._calls.add(collection)
+            collection.on_change = changed
+            try:
+                collection.submit(client)
+            except Exception as error:
+                collection.fail(error)
+            if not collection.running:
+                changed()  # it failed, or it has no prompts
+
+        self._engine.call(submit)
+
+    def end(self, collection: Collection) -> None:
+        """Abort what still runs of a call. Safe in any thread, and while objects are collected."""
+
+        def abort(client: LocalClient) -> None:
+            self._calls.discard(collection)
+            collection.abort(client)
+
+        self._engine.call(abort)
+
+    def _stopped(self, error: Exception | None) -> None:
+        """The engine's thread ends: so do all calls."""
+        for collection in list(self._calls):
+            collection.fail(EngineError(CLOSED) if error is None else error)
+        self._calls.clear()
+
+
+class AsyncStream:
+    """An asynchronous iterator over the pieces of some samples."""
+
+    def __init__(self, llm: AsyncLLM, collect: Callable[[], Collection]) -> None:
+        self._llm = llm
+        self._collect = collect
+        self._collection: Collection | None = None
+        self._chunks: deque[Chunk] = deque()
+        self._over = False
+        self._error: Exception | None = None
+        self._closed = False
+
+    def __aiter__(self) -> "AsyncStream":
+        return self
+
+    async def __anext__(self) -> Chunk:
+        await self._start()
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self._over:
+                raise StopAsyncIteration
+            await self._next_change()
+        return self._chunks.popleft()
+
+    async def results(self) -> list[RequestOutput]:
+        """Wait until all samples have ended."""
+        await self._start()
+        while not self._over and self._error is None:
+            await self._next_change()
+        if self._error is not None:
+            raise self._error
+        assert self._collection is not None
+        return self._collection.results()
+
+    async def aclose(self) -> None:
+        """Abort what still runs."""
+        self._end()
+
+    async def __aenter__(self) -> "AsyncStream":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        if self._collection is not None and not self._over:
+            self._over = True
+            self._llm.end(self._collection)
+
+    async def _start(self) -> None:
+        if self._collection is not None or self._over or self._closed:
+            self._over = self._over or self._collection is None
+            return
+        self._loop = asyncio.get_running_loop()
+        self._change = asyncio.Event()
+        collection = await asyncio.to_thread(self._collect)
+        self._collection = collection
+        hand_over = weakref.WeakMethod(self._hand_over)  # a stream that is dropped must not be kept by the engine
+
+        def changed() -> None:
+            method = hand_over()
+            if method is not None:
+                method()
+
+        self._llm.begin(collection, changed)
+
+    async def _next_change(self) -> None:
+        self._change.clear()
+        await self._change.wait()
+
+    def _hand_over(self) -> None:
+        """In the engine's thread, once per pass: move the new chunks to the event loop."""
+        collection = self._collection
+        assert collection is not None
+        chunks = list(collection.chunks)
+        collection.chunks.clear()
+        try:
+            self._loop.call_soon_threadsafe(self._take, chunks, not collection.running, collection.error)
+        except RuntimeError:  # the event loop was closed: there is no reader any more
+            self._llm.end(collection)
+
+    def _take(self, chunks: Sequence[Chunk], over: bool, error: Exception | None) -> None:
+        self._chunks.extend(chunks)
+        self._over = self._over or over
+        self._error = self._error or error
+        self._change.set()

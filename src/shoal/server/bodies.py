@@ -1,0 +1,220 @@
+"""Request bodies: the fields that all generation requests share, chat messages, and reading JSON into them.
+
+Owns which fields are refused or ignored; a field that no body declares is refused by name. The fields of one API are in
+its dialect. The ranges of sampling parameters are declared and checked in core/params.py. Knows no engine.
+"""
+
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct
+
+from shoal.core.params import MAX_STOPS, PARAMS
+from shoal.server.errors import bad_body
+
+# Fields of OpenAI's and similar APIs that are refused, and why. A null is accepted for all of them.
+REFUSED: dict[str, str] = {
+    "suffix": "is not supported: text cannot be inserted before a suffix; remove it",
+    "tools": "is not supported yet; remove it",
+    "tool_choice": "is not supported yet; remove it or set it to 'none'",
+    "functions": "is not supported (nor is its successor tools); remove it",
+    "function_call": "is not supported (nor is its successor tool_choice); remove it",
+    "audio": "is not supported: answers are text only; remove it",
+    "modalities": "may only be ['text']; remove it",
+    "chat_template": "cannot be set per request; start the server with --chat-template",
+}
+# Accepted with any value and without effect; the answer's X-Shoal-Warning header names those that were sent.
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+)  # fmt: skip
+MOST_BIASES = 1024
+MOST_STOP_IDS = 256
+MOST_SALT = 256  # characters
+MOST_MESSAGES = 4096
+
+
+def _hint(**schema: Any) -> Meta:
+    """Limits for the API's description. They are enforced, with better messages, by core/params.py."""
+    return Meta(extra_json_schema=schema)
+
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Nothing = Annotated[None, Meta(description="Refused by name.")]
+Ignored = Annotated[Any, Meta(description="Ignored; the answer's X-Shoal-Warning header names it.")]
+
+
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
+    """A JSON schema as OpenAI wraps it."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # always treated as true
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """text: anything; json_object: any JSON object; json_schema: JSON that fits the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """What the answer must look like: exactly one of these."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | None = None
+    grammar: str | None = None  # Lark, as llguidance has it
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """include_usage: one more chunk at the end, with the usage."""
+
+    include_usage: bool | None = None
+
+
+class ModelBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What every body may name first."""
+
+    model: str | None = None
+
+
+def limits(name: str) -> Meta:
+    """The range of a sampling parameter, for the API's description."""
+    param = PARAMS[name]
+    low = param.low if param.alias is None else min(param.low, param.alias)
+    return _hint(**{"exclusiveMinimum" if param.above else "minimum": low}, maximum=param.high)
+
+
+def _type_of(name: str) -> Any:
+    """The JSON that a sampling parameter is read from."""
+    kinds: dict[str, Any] = {
+        "boolean": bool,
+        "number": Annotated[float, limits(name)],
+        "integer": Annotated[int, limits(name)],
+        "biases": Annotated[dict[TokenId, float], Meta(max_length=MOST_BIASES)],
+        "strings": str | Annotated[list[str], _hint(maxItems=MAX_STOPS)],
+        "token_ids": Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)],
+    }
+    return kinds[PARAMS[name].kind] | None
+
+
+if TYPE_CHECKING:
+
+    class SamplingBody(ModelBody, kw_only=True):
+        """The sampling parameters of core/params.py that come with a body. Only these are read by name."""
+
+        n: int | None = None
+        max_tokens: int | None = None
+else:
+    SamplingBody = msgspec.defstruct(
+        "SamplingBody",
+        [(name, _type_of(name), None) for name, param in PARAMS.items() if param.in_body],
+        bases=(ModelBody,),
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
+    """The fields that all generation requests share. None always means: the default."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    timeout: Annotated[float, Meta(gt=0, le=1e6)] | None = None  # seconds, from arrival to the last token
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower goes first
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MOST_SALT)] | None = None
+    tier: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    return_token_ids: bool | None = None
+    # without effect
+    user: Ignored = UNSET
+    metadata: Ignored = UNSET
+    store: Ignored = UNSET
+    service_tier: Ignored = UNSET
+    safety_identifier: Ignored = UNSET
+    prompt_cache_key: Ignored = UNSET
+    parallel_tool_calls: Ignored = UNSET
+
+    def job_fields(self) -> dict[str, Any]:
+        """The fields of a Job that are taken from the body alone."""
+        return {"priority": self.priority or 0, "timeout_s": self.timeout}
+
+    def ignored(self) -> list[str]:
+        """The fields that were sent and have no effect."""
+        return [name for name in IGNORED if getattr(self, name) is not UNSET]
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    """A part of a message; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message. The model's chat template decides which roles may follow each other."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None  # of an earlier answer; rendered by the template
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # fields of an earlier answer that clients send back; not passed to the template
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As text/template.py expects it."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": part.type, "text": part.text} for part in content]
+        elif content is None and self.role == "assistant" and not self.tool_calls:
+            content = ""
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        return message
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None  # for a prompt; true by default
+    add_generation_prompt: bool | None = None  # for messages; true by default
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None  # false by default: special tokens are shown
+
+
+Body = TypeVar("Body", bound=Struct)
+
+
+@cache
+def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def read(kind: type[Body], body: bytes) -> Body:
+    """Read a request's body; an invalid one is an HttpError that names the field."""
+    try:
+        read: Body = _decoder(kind).decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise bad_body(error, REFUSED) from None
+    return read

@@ -1,0 +1,109 @@
+"""What OpenAI's two dialects have in common: usage, finish reasons and the frame of a chunk.
+
+Owns the bytes around a chunk's text. They are made once per sample; per token only the text is turned into JSON.
+
+    data: {"id":…,"choices":[{"index":0,"text":   "…"   ,"logprobs":null,"finish_reason":null}]}
+    └──────────────────── head ───────────────────┘ └text┘ └────────────────── tail ───────────────┘
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from shoal.output.parser import Parsed
+from shoal.output.sample import Sample
+from shoal.server.errors import HttpError
+from shoal.server.jobs import Call
+from shoal.server.prepare import PreparedRequest
+
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.Encoder().encode
+
+FinishReason = Annotated[
+    Literal["stop", "length", "timeout", "abort"],
+    Meta(description="timeout: its `timeout` passed, and the answer is incomplete; abort: the server stopped it."),
+]
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "timeout": "timeout"}
+
+
+class PromptDetails(Struct):
+    """Of the prompt tokens, how many were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(Struct):
+    """Tokens of prompts and answers. With best_of, those of dropped samples too."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+def reason_of(sample: Sample) -> FinishReason:
+    return REASONS.get(sample.reason or "", "abort")
+
+
+def usage_of(call: Call) -> Usage:
+    outputs = call.outputs
+    prompt, output = outputs.prompt_tokens, outputs.output_tokens
+    return Usage(prompt, output, prompt + output, PromptDetails(outputs.cached_tokens))
+
+
+def shown_ids(prepared: PreparedRequest, tokens: list[int]) -> list[int] | UnsetType:
+    return tokens if prepared.token_ids else UNSET
+
+
+class ChunkStream:
+    """The beginning and the end that all chunks of one stream share."""
+
+    def __init__(self, call: Call, kind: str, id: str, created: int) -> None:
+        self.call = call
+        self.envelope = b'data: {"id":%b,"object":"%b","created":%d,"model":%b' % (
+            encode(id), kind.encode(), created, encode(call.prepared.model),
+        )  # fmt: skip
+        self.closing = b'],"usage":null}\n\n' if call.prepared.include_usage else b"]}\n\n"
+
+    def last(self, error: HttpError | None) -> bytes:
+        """An error or the usage, then [DONE]."""
+        if error is not None:
+            return b"data: %b\n\n%b" % (error.body(), DONE)
+        if self.call.prepared.include_usage:
+            return b'%b,"choices":[],"usage":%b}\n\n%b' % (self.envelope, encode(usage_of(self.call)), DONE)
+        return DONE
+
+
+class ChunkFrame:
+    """The chunks of one sample; `before` and `after` stand directly around the text."""
+
+    __slots__ = ("after", "before", "closing", "envelope", "head", "sample", "tail")
+
+    def __init__(self, stream: ChunkStream, sample: Sample, before: bytes, after: bytes) -> None:
+        self.sample = sample
+        self.envelope = stream.envelope
+        self.closing = stream.closing
+        self.before, self.after = before, after
+        self.head = self.start() + before
+        self.tail = after + b',"logprobs":null,"finish_reason":null}' + stream.closing
+
+    def start(self, more: bytes = b"") -> bytes:
+        """All up to the choice's first own field; `more` are fields of the chunk itself."""
+        return b'%b%b,"choices":[{"index":%d,' % (self.envelope, more, self.sample.index)
+
+    def delta(self, parsed: Parsed) -> bytes:
+        return self.head + encode(parsed if isinstance(parsed, str) else parsed.content) + self.tail
+
+    def full(self, text: str, logprobs: bytes = b"null", more: bytes = b"") -> bytes:
+        """A chunk with more than text; `more` are fields of the choice."""
+        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}%b' % (
+            self.head, encode(text), self.after, logprobs, more, self.closing,
+        )  # fmt: skip
+
+    def last(self, text_field: bytes, token_ids: bool) -> bytes:
+        """The chunk that says why the sample ended."""
+        sample, ids = self.sample, b',"token_ids":[]' if token_ids else b""
+        return b'%b%b,"logprobs":null,"finish_reason":"%b","stop_reason":%b%b}%b' % (
+            self.start(), text_field, reason_of(sample).encode(), encode(sample.stop_reason), ids, self.closing,
+        )  # fmt: skip

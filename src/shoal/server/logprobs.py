@@ -1,0 +1,158 @@
+"""Logprobs as clients see them: how single tokens are written, and OpenAI's two shapes.
+
+Knows a tokenizer's pieces and core's Logprobs. Does not know requests or streams.
+"""
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from shoal.core.request import Logprobs
+from shoal.text.tokenizer import Tokenizer
+
+FLOOR = -9999.0  # JSON has no infinity; OpenAI sends this for "impossible"
+
+
+class LegacyLogprobs(Struct):
+    """Logprobs of each token, as /v1/completions shows them. The first prompt token has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TopLogprob(Struct):
+    """An alternative token. `bytes` are exact, also where a token is part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(Struct):
+    """A sampled token, and the likeliest alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Logprobs of each token, as /v1/chat/completions shows them."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TokenNames:
+    """How single tokens are written; without a tokenizer, by their ids."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes | None] = {}
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes a token stands for wherever it stands; None without a tokenizer."""
+        if token not in self._bytes:
+            self._bytes[token] = self._find(token)
+        return self._bytes[token]
+
+    def _find(self, token: int) -> bytes | None:
+        if self._tokenizer is None:
+            return None
+        pieces = self._tokenizer.pieces
+        if pieces.is_byte_level:
+            return pieces.bytes_of(token)
+        name = self._tokenizer.backend.id_to_token(token) or ""
+        if pieces.is_byte_token(token):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("▁", " ").encode()  # how sentencepiece writes a space
+
+    def text_of(self, token: int) -> str:
+        """For chat: part of a character is U+FFFD, and `bytes` has the exact bytes."""
+        raw = self.bytes_of(token)
+        return f"token_id:{token}" if raw is None else raw.decode(errors="replace")
+
+    def name_of(self, token: int) -> str:
+        """For completions, which have no `bytes` and use names as keys: part of a character is escaped."""
+        raw = self.bytes_of(token)
+        if raw is None:
+            return f"token_id:{token}"
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def length_of(self, token: int, skip_special: bool) -> int:
+        """How many characters of the text begin in it; a token with only the rest of one begins none."""
+        raw = self.bytes_of(token)
+        if raw is None or (self._tokenizer and self._tokenizer.pieces.is_silent(token, skip_special)):
+            return 0
+        return sum(byte & 0xC0 != 0x80 for byte in raw)  # the bytes that begin a character in UTF-8
+
+
+def finite(logprob: float) -> float:
+    return logprob if logprob > FLOOR else FLOOR  # NaN too
+
+
+def completion_logprobs(
+    names: TokenNames,
+    tokens: Sequence[int],
+    known: Sequence[Logprobs | None],
+    top: int,
+    offset: int = 0,
+    skip_special: bool = True,
+) -> LegacyLogprobs:
+    """As /v1/completions shows them; `offset` is where in the answer's text the first token begins."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += names.length_of(token, skip_special)
+    tops: list[dict[str, float] | None] | None = None
+    if top:
+        tops = [None if one is None else _top(names, one, top) for one in known]
+    logprobs = [None if one is None else finite(one.logprob) for one in known]
+    return LegacyLogprobs([names.name_of(token) for token in tokens], logprobs, tops, offsets)
+
+
+def concatenate(first: LegacyLogprobs, then: LegacyLogprobs) -> LegacyLogprobs:
+    return LegacyLogprobs(
+        first.tokens + then.tokens,
+        first.token_logprobs + then.token_logprobs,
+        None if first.top_logprobs is None or then.top_logprobs is None else first.top_logprobs + then.top_logprobs,
+        first.text_offset + then.text_offset,
+    )
+
+
+def _top(names: TokenNames, one: Logprobs, top: int) -> dict[str, float]:
+    """The likeliest, and the chosen one even if it is not among them."""
+    found: dict[str, float] = {}
+    for token, logprob in zip(one.top_tokens[:top], one.top_logprobs[:top], strict=True):
+        found.setdefault(names.name_of(token), finite(logprob))
+    found.setdefault(names.name_of(one.token), finite(one.logprob))
+    return found
+
+
+def chat_logprobs(names: TokenNames, known: Sequence[Logprobs], top: int) -> ChatLogprobs:
+    return ChatLogprobs([_token(names, one, top) for one in known])
+
+
+def _token(names: TokenNames, one: Logprobs, top: int) -> TokenLogprob:
+    others = [
+        TopLogprob(names.text_of(token), finite(logprob), _list(names.bytes_of(token)))
+        for token, logprob in zip(one.top_tokens[:top], one.top_logprobs[:top], strict=True)
+    ]
+    raw = _list(names.bytes_of(one.token))
+    return TokenLogprob(names.text_of(one.token), finite(one.logprob), raw, others)
+
+
+def _list(raw: bytes | None) -> list[int] | None:
+    return None if raw is None else list(raw)
+
+
+def mean_logprob(known: Sequence[Logprobs]) -> float:
+    """The mean logprob per token, by which best_of ranks; an empty answer ranks last."""
+    return sum(finite(one.logprob) for one in known) / len(known) if known else -math.inf
