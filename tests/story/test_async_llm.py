@@ -232,3 +232,132 @@ def test_an_idle_engine_wakes_up_at_once(model: Path) -> None:
         return min(waits)
 
     assert run(model, work) < 0.9
+
+
+def test_a_reader_ends_when_another_task_closes_its_stream(model: Path) -> None:
+    async def work(llm: AsyncLLM) -> int:
+        stream = llm.stream(PROMPTS, SamplingParams(max_tokens=400, ignore_eos=True))
+        await anext(stream)
+
+        async def read() -> int:
+            return len([chunk async for chunk in stream])
+
+        reader = asyncio.create_task(read())
+        while not reader.done():
+            await asyncio.sleep(0)
+            if stream._change._waiters:  # it waits for the next chunk
+                await stream.aclose()
+                break
+        count = await asyncio.wait_for(reader, 30)
+        await all_free(llm)
+        return count
+
+    assert run(model, work) < 400 * len(PROMPTS)
+
+
+def test_a_closed_stream_has_no_chunks(model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        stream = llm.stream(PROMPTS, LONG)
+        await anext(stream)
+        await asyncio.sleep(0.05)  # more have come meanwhile
+        await stream.aclose()
+        assert [chunk async for chunk in stream] == []
+        with pytest.raises(EngineError, match="closed"):
+            await stream.results()
+
+    run(model, work)
+
+
+def test_a_stream_closed_while_its_prompts_are_read_never_starts(model: Path) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        gate = threading.Event()
+        before = llm._collect
+
+        def slow(*args: Any) -> Any:
+            gate.wait(30)
+            return before(*args)
+
+        llm._collect = slow  # type: ignore[method-assign]
+        stream = llm.stream(PROMPTS, LONG)
+        reader = asyncio.create_task(anext(stream, None))  # type: ignore[arg-type]
+        await asyncio.sleep(0.02)
+        await stream.aclose()
+        gate.set()
+        assert await asyncio.wait_for(reader, 30) is None
+        assert not llm._model.client.jobs
+        await all_free(llm)
+
+    run(model, work)
+
+
+def test_two_readers_of_one_stream_start_it_once(model: Path) -> None:
+    async def work(llm: AsyncLLM) -> int:
+        stream = llm.stream("x", greedy(8, ignore_eos=True))
+
+        async def read() -> int:
+            return sum([len(chunk.token_ids) async for chunk in stream])
+
+        return sum(await asyncio.wait_for(asyncio.gather(read(), read()), 30))
+
+    assert run(model, work) == 8
+
+
+def test_a_stream_is_dropped_without_a_lock(model: Path) -> None:
+    """A finalizer may run in a thread that holds any lock of the engine."""
+
+    async def work(llm: AsyncLLM) -> None:
+        stream = llm.stream(PROMPTS, LONG)
+        await anext(stream)
+        dropped = threading.Event()
+
+        def drop() -> None:
+            with llm._engine._lock, llm._engine._clock._event._cond:  # type: ignore[attr-defined]
+                stream.__del__()
+            dropped.set()
+
+        threading.Thread(target=drop, daemon=True).start()
+        assert await asyncio.to_thread(dropped.wait, 30)
+        await all_free(llm)
+
+    run(model, work)
+
+
+def test_an_engine_that_is_dropped_stops(model: Path) -> None:
+    llm = AsyncLLM(model, kv_memory="8MiB", dtype="float32")
+    thread, client = llm._engine._thread, llm._model.client
+    assert asyncio.run(llm.generate("x", greedy(2)))
+    del llm
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert client.info is None
+
+
+def test_the_event_loop_is_woken_once_per_pass(model: Path) -> None:
+    """However many prompts a call has."""
+
+    async def work(llm: AsyncLLM) -> tuple[int, int]:
+        passes = calls = 0
+        step = llm._model.client.step
+
+        def counted(until_s: float | None = None) -> None:
+            nonlocal passes
+            passes += 1
+            step(until_s)
+
+        llm._model.client.step = counted  # type: ignore[method-assign]
+        stream = llm.stream(["x"] * 16, greedy(10, ignore_eos=True))
+        take = stream._take
+
+        def taken(*args: Any) -> None:
+            nonlocal calls
+            calls += 1
+            take(*args)
+
+        stream._take = taken  # type: ignore[method-assign]
+        count = len([chunk async for chunk in stream])
+        assert count == 16 * 11
+        return calls, passes
+
+    calls, passes = run(model, work)
+    assert calls <= passes

@@ -179,7 +179,7 @@ class WakeClock(WallClock):
 
 
 class EngineThread:
-    """Steps a LocalClient in a thread of its own until close(). Its loop must have been built with `clock`."""
+    """Steps a LocalClient in a thread of its own until close(), and closes it then. Its loop must use `clock`."""
 
     def __init__(self, client: LocalClient, clock: WakeClock, on_stop: Callable[[Exception | None], None]) -> None:
         self._client = client
@@ -201,13 +201,19 @@ class EngineThread:
                 return
         work(self._client)
 
+    def call_later(self, work: Callable[[LocalClient], None]) -> None:
+        """As call(), for finalizers: takes no lock. An idle engine sees it within IDLE_S, a stopped one never."""
+        self._work.put(work)
+
+    def stop(self) -> None:
+        """Stop after the pass that is being computed, or within IDLE_S. For finalizers, too: takes no lock."""
+        self._closing = True
+
     def close(self) -> None:
-        """Stop after the pass that is being computed, and close the client."""
-        if not self._closing:
-            self._closing = True
-            self._clock.wake()
-            self._thread.join()
-            self._client.close()
+        """Stop after the pass that is being computed; returns when the client is closed."""
+        self.stop()
+        self._clock.wake()
+        self._thread.join()
 
     def _run(self) -> None:
         error: Exception | None = None
@@ -218,11 +224,13 @@ class EngineThread:
         except Exception as caught:
             log.exception("the engine stopped")
             error = caught
+            self._client.trouble = f"the engine stopped: {type(error).__name__}: {error}; make a new one"
         with self._lock:
             self._stopped = True
             self._client.info = None
         self._on_stop(error)
         self._do_work()  # work that came too late fails instead of waiting for ever
+        self._client.close()
 
     def _do_work(self) -> None:
         while not self._work.empty():

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +43,8 @@ class AsyncLLM:
         config = EngineConfig.from_mapping({"model": name, **options})
         self._model = LocalModel(build(config, clock=clock, progress=progress))
         self._calls: set[Collection] = set()  # that still run; only the engine's thread changes it
-        self._engine = EngineThread(self._model.client, clock, self._stopped)
+        self._engine = EngineThread(self._model.client, clock, partial(_fail_all, self._calls))
+        weakref.finalize(self, self._engine.stop)  # the thread does not keep an AsyncLLM that is dropped
 
     @classmethod
     async def load(
@@ -86,7 +88,7 @@ class AsyncLLM:
         return AsyncStream(self, lambda: self._collect(prompts, params, cache_salt, grammar, True))
 
     async def close(self) -> None:
-        """Stop the engine and give its memory back. Calls that still run fail."""
+        """Stop the engine and give its memory back. Calls that still run fail. Dropping the object stops it, too."""
         await asyncio.to_thread(self._engine.close)
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -106,23 +108,25 @@ class AsyncLLM:
         streams: bool,
     ) -> Collection:
         """Tokenize and check; off the event loop, since a long prompt takes a while."""
-        if self._model.client.info is None:
-            raise EngineError(CLOSED)
+        self._model.check_open()
         if grammar is not None:
             self._model.grammars.check(grammar)
         jobs = self._model.maker.jobs(prompts, params, salt, grammar)
         return Collection(jobs, self._model.built.tokenizer, streams)
 
     def begin(self, collection: Collection, on_change: Callable[[], None]) -> None:
-        """Submit the jobs of a call. `on_change` is called in the engine's thread once per pass, and for an error."""
+        """Submit the jobs of a call. `on_change` is called in the engine's thread for each job that a pass changed, and
+        for an error; when the call is over, once."""
+        calls = self._calls  # not self: the engine's thread keeps these functions
 
         def changed() -> None:
-            if not collection.running:
-                self._calls.discard(collection)
-            on_change()
+            if collection in calls:
+                if not collection.running:
+                    calls.discard(collection)
+                on_change()
 
         def submit(client: LocalClient) -> None:
-            self._calls.add(collection)
+            calls.add(collection)
             collection.on_change = changed
             try:
                 collection.submit(client)
@@ -134,19 +138,24 @@ class AsyncLLM:
         self._engine.call(submit)
 
     def end(self, collection: Collection) -> None:
-        """Abort what still runs of a call. Safe in any thread, and while objects are collected."""
+        """Abort what still runs of a call. In any thread."""
+        self._engine.call(partial(_abort, self._calls, collection))
 
-        def abort(client: LocalClient) -> None:
-            self._calls.discard(collection)
-            collection.abort(client)
+    def drop(self, collection: Collection) -> None:
+        """As end(), for finalizers, which may run in the middle of anything: takes no lock."""
+        self._engine.call_later(partial(_abort, self._calls, collection))
 
-        self._engine.call(abort)
 
-    def _stopped(self, error: Exception | None) -> None:
-        """The engine's thread ends: so do all calls."""
-        for collection in list(self._calls):
-            collection.fail(EngineError(CLOSED) if error is None else error)
-        self._calls.clear()
+def _abort(calls: set[Collection], collection: Collection, client: LocalClient) -> None:
+    calls.discard(collection)
+    collection.abort(client)
+
+
+def _fail_all(calls: set[Collection], error: Exception | None) -> None:
+    """The engine's thread ends: so do all calls."""
+    for collection in list(calls):
+        collection.fail(EngineError(CLOSED) if error is None else error)
+    calls.clear()
 
 
 class AsyncStream:
@@ -157,7 +166,9 @@ class AsyncStream:
         self._collect = collect
         self._collection: Collection | None = None
         self._chunks: deque[Chunk] = deque()
-        self._over = False
+        self._starting = asyncio.Lock()
+        self._change = asyncio.Event()
+        self._over = False  # no more chunks come
         self._error: Exception | None = None
         self._closed = False
 
@@ -181,12 +192,13 @@ class AsyncStream:
             await self._next_change()
         if self._error is not None:
             raise self._error
-        assert self._collection is not None
+        if self._collection is None or self._closed:
+            raise EngineError("the stream was closed before its end")
         return self._collection.results()
 
     async def aclose(self) -> None:
-        """Abort what still runs."""
-        self._end()
+        """Abort what still runs. No more chunks come, for a task that waits for the next one either."""
+        self._close()
 
     async def __aenter__(self) -> "AsyncStream":
         return self
@@ -194,24 +206,30 @@ class AsyncStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self._close()
 
     def __del__(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        self._closed = True
         if self._collection is not None and not self._over:
-            self._over = True
+            self._llm.drop(self._collection)  # not _close(): this may run in the middle of anything, in any thread
+
+    def _close(self) -> None:
+        if self._collection is not None and not self._over:
             self._llm.end(self._collection)
+        self._closed = self._over = True
+        self._chunks.clear()
+        self._change.set()
 
     async def _start(self) -> None:
-        if self._collection is not None or self._over or self._closed:
-            self._over = self._over or self._collection is None
-            return
+        if self._collection is None and not self._over:
+            async with self._starting:
+                if self._collection is None and not self._over:
+                    await self._submit()
+
+    async def _submit(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._change = asyncio.Event()
         collection = await asyncio.to_thread(self._collect)
+        if self._closed:
+            return  # while the prompts were tokenized
         self._collection = collection
         hand_over = weakref.WeakMethod(self._hand_over)  # a stream that is dropped must not be kept by the engine
 
@@ -227,18 +245,24 @@ class AsyncStream:
         await self._change.wait()
 
     def _hand_over(self) -> None:
-        """In the engine's thread, once per pass: move the new chunks to the event loop."""
+        """In the engine's thread, for each job that a pass changed: move the new chunks to the event loop.
+
+        The first job takes the chunks of all, so that the event loop is woken up once per pass.
+        """
         collection = self._collection
         assert collection is not None
-        chunks = list(collection.chunks)
+        chunks, over = list(collection.chunks), not collection.running
+        if not chunks and not over:
+            return
         collection.chunks.clear()
         try:
-            self._loop.call_soon_threadsafe(self._take, chunks, not collection.running, collection.error)
+            self._loop.call_soon_threadsafe(self._take, chunks, over, collection.error)
         except RuntimeError:  # the event loop was closed: there is no reader any more
             self._llm.end(collection)
 
     def _take(self, chunks: Sequence[Chunk], over: bool, error: Exception | None) -> None:
-        self._chunks.extend(chunks)
-        self._over = self._over or over
-        self._error = self._error or error
-        self._change.set()
+        if not self._closed:
+            self._chunks.extend(chunks)
+            self._over = over
+            self._error = error
+            self._change.set()

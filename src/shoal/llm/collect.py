@@ -27,7 +27,7 @@ class Collection:
         self.chunks: deque[Chunk] = deque()
         self.completions: list[list[Completion]] = [[] for _ in jobs]
         self.error: Exception | None = None  # the call failed as a whole
-        self.on_change: Callable[[], None] = lambda: None  # called once per pass that brought something
+        self.on_change: Callable[[], None] = lambda: None  # called for each job to which a pass brought something
 
     @property
     def running(self) -> int:
@@ -36,11 +36,14 @@ class Collection:
 
     def submit(self, client: LocalClient) -> None:
         """Submit all jobs or, if this raises, none."""
-        for number, job in enumerate(self.jobs):
-            client.submit(job, CollectionSink(self, number, client))
-            if self.error is not None:
-                self.abort(client)
-                raise self.error
+        try:
+            for number, job in enumerate(self.jobs):
+                client.submit(job, CollectionSink(self, number, client))
+                if self.error is not None:
+                    raise self.error
+        except BaseException:  # Ctrl-C, too
+            self.abort(client)
+            raise
 
     def abort(self, client: LocalClient) -> None:
         """End the jobs that still run; what they produced is dropped."""
@@ -133,5 +136,6 @@ class CollectionSink(Sink):
         )
 
     def _fail(self, error: Exception) -> None:
-        self.client.abort(self.job.id)
+        for job in self.collection.jobs:  # no reader asks for the others any more
+            self.client.abort(job.id)
         self.collection.fail(error)

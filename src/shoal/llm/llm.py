@@ -37,6 +37,12 @@ class LocalModel:
         self.maker = JobMaker(built)
         self._grammars: Grammars | None = None
         self.client = LocalClient(built.loop, built.info(), lambda spec, output: self.grammars.make(spec, output))
+        self.client.trouble = CLOSED
+
+    def check_open(self) -> None:
+        """Raise EngineError if the engine was closed or has stopped."""
+        if self.client.info is None:
+            raise EngineError(self.client.trouble)
 
     @property
     def grammars(self) -> Grammars:
@@ -174,8 +180,7 @@ class LLM:
         streams: bool,
     ) -> Collection:
         """Submit all prompts or none: a bad prompt raises before any of them starts."""
-        if self._client.info is None:
-            raise EngineError(CLOSED)
+        self._model.check_open()
         if grammar is not None:
             self.grammars.check(grammar)
         jobs = self._model.maker.jobs(prompts, params, salt, grammar)
@@ -185,6 +190,7 @@ class LLM:
 
     def step(self) -> None:
         """Let the engine compute until something has happened."""
+        self._model.check_open()
         while self._dropped:
             self.forget(self._dropped.popleft())
         with uninterrupted():
