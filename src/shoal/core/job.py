@@ -134,7 +134,7 @@ class EngineInfo:
 
 
 class Sink:
-    """Receives the events of one job. The engine client calls it on the event loop, in order; subclass what you need.
+    """Receives the events of one job, in order, in the thread that runs the engine client; subclass what you need.
 
     Either refused() and nothing else, or accepted(), then tokens, then ended() once for each sample. refused() may also
     come in between and ends the job, when no engine will come back. flush() follows the events of one message of the

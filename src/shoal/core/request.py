@@ -227,7 +227,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """What the model thought of one token: its logprob and rank, and the likeliest alternatives."""
+    """The logprob and rank of one token, and the likeliest alternatives."""
 
     token: int
     logprob: float
