@@ -58,14 +58,14 @@ def test_padding_is_counted_by_the_runner(folder: Path) -> None:
     with LLM(folder, dtype="float32", kv_memory="16MiB", preset="fastertransformer", group_size=4) as llm:
         batch = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in outputs]
         padded = useful = 0
-        turn = llm.loop.turn
+        step = llm.loop.step
 
         def counted(until_s: float | None = None):  # type: ignore[no-untyped-def]
             nonlocal padded, useful
-            events = turn(until_s)
+            events = step(until_s)
             padded, useful = padded + events.padded_tokens, useful + events.computed_tokens
             return events
 
-        llm.loop.turn = counted  # type: ignore[method-assign]
+        llm.loop.step = counted  # type: ignore[method-assign]
         llm.generate([[1], [2], [3], [4]], batch)
     assert (useful, useful + padded) == (110, 240)

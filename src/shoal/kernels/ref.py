@@ -19,7 +19,7 @@ from shoal.core.ports import LateMasks
 from shoal.kernels import composed
 from shoal.kernels.draw_table import KEY, PARAMETERS, ROW, SECOND_KEY, TEMPERATURE, SamplingState
 from shoal.kernels.noise import draw_keys, gumbel
-from shoal.kernels.ops import Batch
+from shoal.kernels.ops import Batch, FusedLayers, PassOps
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.weights import Weight, matrix
 
@@ -35,8 +35,9 @@ class RefOps:
         """Rows of weight, in its own type."""
         return weight.rows(ids)
 
-    def fused(self, layers: Sequence[Any]) -> None:
+    def fused(self, layers: Sequence[Any]) -> FusedLayers | None:
         """Not offered."""
+        return None
 
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
@@ -57,8 +58,9 @@ class RefOps:
         return tokens, best
 
     @property
-    def pass_ops(self) -> None:
+    def pass_ops(self) -> PassOps | None:
         """Nothing is recorded."""
+        return None
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in x's type; on a CPU, 16-bit types and types that differ are computed in float32."""

@@ -17,6 +17,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -56,33 +57,8 @@ FLAGS = {"amx_tile": "amx-tile", "amx_bf16": "amx-bf16", "amx_int8": "amx-int8"}
     name: name.replace("_", "") for name in ("avx512_bf16", "avx512_vnni")
 }
 
-_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-SIGNATURES: dict[str, list[type]] = {
-    "shoal_linear": [_P, _P, _P, _I, _I, _P, _P, _L, _L, _L, _I],
-    "shoal_linear8": [_P, _P, _P, _I, _P, _P, _I, _P, _L, _L, _L, _L, _I],
-    "shoal_attention": [_P, _P, _L, _P, _P, _I, _P, _L, _P, _P, _L, _L, _L, _L, _L, _F, _L, _I],
-    "shoal_rms_norm": [_P, _P, _P, _I, _L, _L, _F, _I],
-    "shoal_silu_mul": [_P, _P, _L, _L, _I],
-    "shoal_rotate_store": [_P, _L, _L, _L, _L, _P, _P, _I, _F, _P, _P, _L, _P, _P, _I, _P, _I],
-    "shoal_embed": [_P, _P, _I, _I, _P, _L, _L, _I],
-    "shoal_embed8": [_P, _P, _I, _P, _P, _L, _L, _L, _I],
-    "shoal_layers": [_P, _L, _P],
-    "shoal_draw": [_P, _L, _P, _I],
-    "shoal_draw_room": [_L],
-    "shoal_release_threads": [],
-    "shoal_lanes": [],
-    "shoal_has_float16": [],
-    "shoal_has_tiles": [],
-    "shoal_has_pairs": [],
-    "shoal_permitted": [],
-    "shoal_tile": [_P, _L, _L, _I],
-    "shoal_struct_size": [_L],
-}
-
-
-RETURN_INT = {"shoal_layers", "shoal_attention", "shoal_linear", "shoal_linear8", "shoal_lanes", "shoal_has_float16"}
-RETURN_INT |= {"shoal_draw_room", "shoal_has_tiles", "shoal_has_pairs", "shoal_permitted", "shoal_release_threads"}
-RETURN_INT |= {"shoal_embed", "shoal_embed8", "shoal_tile", "shoal_struct_size"}
+_EXPORTED = re.compile(r"^API (\w+) (shoal_\w+)\(([^)]*)\)", re.MULTILINE)
+_TYPES = {"void": None, "int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float}
 
 
 @dataclass(frozen=True)
@@ -292,10 +268,24 @@ def _own_folder() -> str:
     return folder
 
 
+def signatures(source: str) -> dict[str, tuple[type | None, list[type]]]:
+    """Of the functions that C source exports: name → (type of the result, types of the arguments).
+
+    >>> signatures("API int shoal_sum(const float *x, long n, int threads) {")["shoal_sum"][1][1:]
+    [<class 'ctypes.c_long'>, <class 'ctypes.c_int'>]
+    """
+    found: dict[str, tuple[type | None, list[type]]] = {}
+    for result, name, arguments in _EXPORTED.findall(source):
+        given = [] if arguments.strip() in ("", "void") else arguments.split(",")
+        kinds = [ctypes.c_void_p if "*" in one else _TYPES[one.split()[-2]] for one in given]
+        found[name] = (_TYPES[result], [kind for kind in kinds if kind is not None])
+    return found
+
+
 def _opened(path: Path) -> ctypes.CDLL:
     calls = ctypes.CDLL(str(path))
-    for name, arguments in SIGNATURES.items():
-        function = getattr(calls, name)
-        function.argtypes = arguments
-        function.restype = ctypes.c_int if name in RETURN_INT else None
+    for source in sorted(SOURCE.parent.glob("*.c")):
+        for name, (result, arguments) in signatures(source.read_text()).items():
+            function = getattr(calls, name)
+            function.argtypes, function.restype = arguments, result
     return calls

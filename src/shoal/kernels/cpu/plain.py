@@ -16,10 +16,8 @@ Several queries of one sequence (prefill, a chunk of it, a draft): one call per 
 import platform
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +25,12 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
-from shoal.kernels import composed, torch_choose
+from shoal.kernels import torch_choose
 from shoal.kernels.cpu.compiled import cpu_features
 from shoal.kernels.draw_table import SamplingState
-from shoal.kernels.ops import Batch, FusedLayers
+from shoal.kernels.ops import Batch
 from shoal.kernels.padded import padded_attention
+from shoal.kernels.ref import RefOps
 from shoal.kernels.weights import Weight, matrix
 
 PIECE_TOKENS = 64
@@ -67,23 +66,11 @@ def has_bfloat16_products() -> bool:
     return bool(wanted & (cpu_features() | {name for name, has in asked.items() if has is True}))
 
 
-class CpuOps:
-    """Ops for CPUs. Remembers how the attention of the last pass was split."""
+class CpuOps(RefOps):
+    """Ops for CPUs; an op that is not here is ref's. Remembers how the attention of the last pass was split."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Batch], dict[int, _Split]] | None = None
-
-    def prepare(self, weight: Weight) -> Weight:
-        """As it is."""
-        return weight
-
-    def embed(self, ids: Tensor, weight: Weight) -> Tensor:
-        """Rows of weight, in its own type."""
-        return weight.rows(ids)
-
-    def fused(self, layers: Sequence[Any]) -> FusedLayers | None:
-        """Not offered."""
-        return None
 
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
@@ -91,20 +78,12 @@ class CpuOps:
         """All lines at once, in torch."""
         return torch_choose.choose(scores, rows, positions, state, masks)
 
-    @property
-    def pass_ops(self) -> None:
-        """Nothing is recorded."""
-
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in x's type; computed in float32 if the types differ or this CPU multiplies them slowly."""
         values = matrix(weight, x.dtype)
         if x.dtype == values.dtype and computes_natively(values.dtype):
             return _linear(x, values, None if bias is None else bias.to(x.dtype))
         return _linear(x.float(), values.float(), None if bias is None else bias.float()).to(x.dtype)
-
-    def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """x Wᵀ + b, then the residual."""
-        return self.linear(x, weight, bias) + residual
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / √(mean of x² + eps), then times weight."""
@@ -133,17 +112,6 @@ class CpuOps:
         """One row of the flattened cache per token."""
         k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k.to(k_cache.dtype))
         v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v.to(v_cache.dtype))
-
-    def rotate_and_store(
-        self,
-        qkv: Tensor,
-        norms: tuple[Tensor, Tensor, float] | None,
-        rope: tuple[Tensor, Tensor],
-        cache: tuple[Tensor, Tensor],
-        slots: Tensor,
-    ) -> Tensor:
-        """Norm, rotate, store."""
-        return composed.rotate_and_store(self, qkv, norms, rope, cache, slots)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float, window: int) -> Tensor:
         """All decode rows together, then each stretch of several queries by itself."""

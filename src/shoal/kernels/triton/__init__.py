@@ -4,9 +4,7 @@ Owns how a ragged batch becomes the tables that attention.py reads, and which ke
 meaning of everything here; measurements are in docs/lab/gpu.md.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from shoal.kernels import torch_choose
 from shoal.kernels.draw_table import Filters, SamplingState
 from shoal.kernels.ops import Batch, PassOps
 from shoal.kernels.padded import padded_attention
+from shoal.kernels.ref import RefOps
 from shoal.kernels.triton import attention as kernels
 from shoal.kernels.triton import draw, rows, step
 from shoal.kernels.triton.skinny import linear
@@ -47,8 +46,8 @@ class AttentionTables:
     """A decode's past is longer than kernels.LONG."""
 
 
-class TritonOps:
-    """Ops and PassOps on CUDA."""
+class TritonOps(RefOps):
+    """Ops and PassOps on CUDA; an op that is not here is ref's, in torch."""
 
     long_context = kernels.LONG
 
@@ -58,16 +57,9 @@ class TritonOps:
         self._arrived: Tensor | None = None
         self._old: list[Tensor | None] = []
 
-    def prepare(self, weight: Weight) -> Weight:
-        """As it is."""
-        return weight
-
     def embed(self, ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight, in its own type."""
         return embedding(ids, values_of(weight))
-
-    def fused(self, layers: Sequence[Any]) -> None:
-        """Not offered."""
 
     def choose(
         self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
