@@ -71,7 +71,8 @@ async def one_of_many(http: aiohttp.ClientSession, url: str, i: int, dice: rando
 async def a_round(url: str, streams: int) -> list[list[int] | None]:
     dice = random.Random(0)
     timeout = aiohttp.ClientTimeout(total=240)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # a connection of its own for each stream
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         return await asyncio.gather(*(one_of_many(http, url, i, dice) for i in range(streams)))
 
 
