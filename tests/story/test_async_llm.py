@@ -271,13 +271,13 @@ def test_a_closed_stream_has_no_chunks(model: Path) -> None:
 def test_a_stream_closed_while_its_prompts_are_read_never_starts(model: Path) -> None:
     async def work(llm: AsyncLLM) -> None:
         gate = threading.Event()
-        before = llm._collect
+        before = llm._model.collect
 
-        def slow(*args: Any) -> Any:
+        def slow(*args: Any, **more: Any) -> Any:
             gate.wait(30)
-            return before(*args)
+            return before(*args, **more)
 
-        llm._collect = slow  # type: ignore[method-assign]
+        llm._model.collect = slow  # type: ignore[method-assign]
         stream = llm.stream(PROMPTS, LONG)
         reader = asyncio.create_task(anext(stream, None))  # type: ignore[arg-type]
         await asyncio.sleep(0.02)

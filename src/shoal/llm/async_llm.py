@@ -70,7 +70,8 @@ class AsyncLLM:
         grammar: GrammarSpec | None = None,
     ) -> list[RequestOutput]:
         """As LLM.generate. If the task is cancelled, its requests are aborted."""
-        async with AsyncStream(self, lambda: self._collect(prompts, params, cache_salt, grammar, False)) as stream:
+        collect = partial(self._model.collect, prompts, params, cache_salt, grammar, streams=False)
+        async with AsyncStream(self, collect) as stream:
             return await stream.results()
 
     def stream(
@@ -85,7 +86,7 @@ class AsyncLLM:
 
         Leaving `async with` or calling aclose() aborts what still runs; so does dropping the stream.
         """
-        return AsyncStream(self, lambda: self._collect(prompts, params, cache_salt, grammar, True))
+        return AsyncStream(self, partial(self._model.collect, prompts, params, cache_salt, grammar, streams=True))
 
     async def close(self) -> None:
         """Stop the engine and give its memory back. Calls that still run fail. Dropping the object stops it, too."""
@@ -98,21 +99,6 @@ class AsyncLLM:
         await self.close()
 
     # ---- for streams ----------------------------------------------------------------------------------------------
-
-    def _collect(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        salt: str,
-        grammar: GrammarSpec | None,
-        streams: bool,
-    ) -> Collection:
-        """Tokenize and check; off the event loop, since a long prompt takes a while."""
-        self._model.check_open()
-        if grammar is not None:
-            self._model.grammars.check(grammar)
-        jobs = self._model.maker.jobs(prompts, params, salt, grammar)
-        return Collection(jobs, self._model.built.tokenizer, streams)
 
     def begin(self, collection: Collection, on_change: Callable[[], None]) -> None:
         """Submit the jobs of a call. `on_change` is called in the engine's thread for each job that a pass changed, and
@@ -227,7 +213,7 @@ class AsyncStream:
 
     async def _submit(self) -> None:
         self._loop = asyncio.get_running_loop()
-        collection = await asyncio.to_thread(self._collect)
+        collection = await asyncio.to_thread(self._collect)  # a long prompt takes a while to tokenize
         if self._closed:
             return  # while the prompts were tokenized
         self._collection = collection

@@ -24,7 +24,7 @@ from shoal.errors import EngineError
 from shoal.llm.collect import Collection
 from shoal.llm.jobs import JobMaker, Prompt
 from shoal.llm.records import Chunk, RequestOutput
-from shoal.text.grammar import Grammars
+from shoal.text.grammar import Grammars, grammars_of
 
 CLOSED = "this LLM was closed; make a new one"
 
@@ -48,9 +48,22 @@ class LocalModel:
     def grammars(self) -> Grammars:
         """Compiles grammars for this model."""
         if self._grammars is None:
-            built = self.built
-            self._grammars = Grammars(need_tokenizer(built), built.spec.vocab_size, sorted(built.eos))
+            self._grammars = grammars_of(self.built.files, need_tokenizer(self.built))
         return self._grammars
+
+    def collect(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        salt: str,
+        grammar: GrammarSpec | None,
+        streams: bool,
+    ) -> Collection:
+        """Tokenize and check the prompts of one call; raises if any of them cannot be read."""
+        self.check_open()
+        if grammar is not None:
+            self.grammars.check(grammar)
+        return Collection(self.maker.jobs(prompts, params, salt, grammar), self.built.tokenizer, streams)
 
 
 class CompletionStream:
@@ -131,7 +144,7 @@ class LLM:
         Prefix-cache blocks are shared only among requests of the same `cache_salt`. Every sample follows the `grammar`;
         where the grammar ends, the sample ends, whatever `ignore_eos` and `min_tokens` are.
         """
-        collection = self._submit(prompts, params, cache_salt, grammar, streams=False)
+        collection = self._submit(self._model.collect(prompts, params, cache_salt, grammar, streams=False))
         total = collection.running
         with tqdm(total=total, unit="seq", disable=not progress) as bar:
             try:
@@ -153,7 +166,8 @@ class LLM:
         grammar: GrammarSpec | None = None,
     ) -> CompletionStream:
         """Pieces of the samples as they come. Closing or dropping the iterator aborts the requests."""
-        return CompletionStream(self, self._submit(prompts, params, cache_salt, grammar, streams=True))
+        collection = self._model.collect(prompts, params, cache_salt, grammar, streams=True)
+        return CompletionStream(self, self._submit(collection))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt in any form."""
@@ -171,20 +185,8 @@ class LLM:
 
     # ---- for streams ----------------------------------------------------------------------------------------------
 
-    def _submit(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        salt: str,
-        grammar: GrammarSpec | None,
-        streams: bool,
-    ) -> Collection:
-        """Submit all prompts or none: a bad prompt raises before any of them starts."""
-        self._model.check_open()
-        if grammar is not None:
-            self.grammars.check(grammar)
-        jobs = self._model.maker.jobs(prompts, params, salt, grammar)
-        collection = Collection(jobs, self.tokenizer, streams)
+    def _submit(self, collection: Collection) -> Collection:
+        """Submit all jobs of a call or, if this raises, none."""
         collection.submit(self._client)
         return collection
 
