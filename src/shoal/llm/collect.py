@@ -126,7 +126,7 @@ class CollectionSink(Sink):
             len(one.tokens),
             ending.cached_tokens,
             ending.preemptions,
-            None if reason == Reason.REJECTED.value else ending.queue_s,
+            None if reason == Reason.REJECTED.value and not ending.queue_s else ending.queue_s,  # None: never admitted
             self.first_token_s.get(one.number),
             self.client.now_s - self.submitted_s,
         )
