@@ -741,7 +741,7 @@ def play_timed(run: Clocked, limits: TenantLimits | None, traffic: list[Move]) -
 def check_forgotten(run: Clocked) -> None:
     """All have ended, so nothing is left of them."""
     scheduler = run.scheduler
-    assert scheduler.tables.deadlines.next_s() is None, "a deadline is remembered of somebody who has ended"
+    assert scheduler.tables.deadlines.next_s() is None, "a deadline of a request that has ended is still kept"
     assert scheduler.wake_s(run.now_s) is None
     scheduler.expire(run.now_s + 24 * 3600)
     assert len(scheduler.tables.tenants) == 0, "a tenant is remembered for ever"
