@@ -173,7 +173,7 @@ def test_killed_while_draining(tiny_model: Path, tmp_path: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
         assert asyncio.run(all_answers(server, wanted, drain_and_kill)) == undisturbed
-        assert "8 jobs wait for the next one" in server.log(10**9)
+        assert "8 jobs wait for its restart" in server.log(10**9)
         assert server.stop() == 0
 
 
