@@ -19,8 +19,7 @@ from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, EngineError
 from shoal.keys.api_key import ApiKey, digest_of
 from shoal.keys.file import MOST_KEYS, PUBLISHED, KeyBook, hashed, joined, line_of, new_key, publish, read_key_file
-from shoal.keys.limits import KeyLimits
-from shoal.sched.tenants import TenantLimits
+from shoal.keys.limits import KeyLimits, TenantLimits
 
 HASH = hashlib.sha256(b"sk-alice-key").hexdigest()
 Capture = pytest.CaptureFixture[str]
