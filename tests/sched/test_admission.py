@@ -268,6 +268,7 @@ def test_the_longest_wait_is_for_requests_that_never_started() -> None:
     assert ends(told) == [("waits", Reason.REJECTED)]
     assert told.rejected[0].message.startswith("not started after 3.0 s, and the longest wait is 3 s; try again")
     assert "raise --max-wait" in told.rejected[0].message
+    assert 1 <= (told.rejected[0].retry_after_s or 0) <= 60
     assert list(scheduler.requests) == ["runs"]
 
 
