@@ -17,19 +17,19 @@ A call is admitted if, with it,
     used + worst, as far as it is not used yet,     <=  L + DEBT_MINUTES * L    the key cannot owe too much.
 
 A running call is never cut. If it uses more than it reserved, it is in debt: the bucket runs over, and new calls are
-refused until enough has leaked out. Two exceptions, so that nothing small is refused for ever: a call that finds the
-bucket empty and no other call unfinished need not fit into the bucket, and a call of a single sample with no other call
-unfinished need not meet the second condition. A call of several samples that never can is a BadParameter.
+refused until enough has leaked out. Two exceptions, so that no single sequence is refused for ever: a call that finds
+the bucket empty and no other call unfinished need not fit into the bucket, and a call of a single sample with no other
+call unfinished need not meet the second condition. A call of several samples that never can is a BadParameter.
 
-The bound: let C be the longest single sequence that was asked for (prompt + max_tokens, at most the model's context).
-Within any m minutes a key uses at most
+The bound: let C be the longest single sequence that was asked for (prompt + max_tokens, at most the model's context, or
+a text that was to be tokenized). Within any m minutes a key uses at most
 
     m * L + L + max(DEBT_MINUTES * L, C)   tokens: what leaks out, one bucket, and one debt.
 
-Proof: used + worst grows only when a call is admitted, since a token moves from one to the other. At each admission it
-is at most L + DEBT_MINUTES * L by the second condition, or L + C by the exceptions. So there is never more in the
-bucket than L + max(DEBT_MINUTES * L, C); and what is used within m minutes has leaked out meanwhile (at most m * L) or
-is in the bucket at the end.
+Proof: the left side of the second condition grows only when a call is admitted, since a token that comes moves from
+its second term to its first. At each admission it is at most L + DEBT_MINUTES * L, or L + C by the exceptions. So there
+is never more in the bucket than L + max(DEBT_MINUTES * L, C); and what is used within m minutes has leaked out
+meanwhile (at most m * L) or is in the bucket at the end.
 
 Limits may change while calls run: what is in the bucket stays there and leaks out at the new rate. A tenant with an
 empty bucket and no call is forgotten, and with it its usual output. Knows no clock (`now_s` is an argument), no

@@ -6,7 +6,6 @@ on one event loop.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -166,9 +165,8 @@ class LedgerClient:
                 answer.set_exception(ConnectionError("the connection closed"))
 
     async def _report(self) -> None:
-        with contextlib.suppress(ConnectionError):
-            while True:
-                await asyncio.sleep(REPORT_S)
-                news = {call: used for call, one in self._open.items() if (used := one.news()) is not None}
-                if news:
-                    self._send({"charge": news})
+        while True:
+            await asyncio.sleep(REPORT_S)
+            news = {call: used for call, one in self._open.items() if (used := one.news()) is not None}
+            if news:
+                self._send({"charge": news})
