@@ -33,6 +33,22 @@ def test_more_memory_than_there_is(tmp_path: Path, tiny_model: Path, flag: str) 
     assert told.endswith(f"lower {flag}")
 
 
+def test_a_folder_for_temporary_files_that_is_too_long_for_sockets(tmp_path: Path, tiny_model: Path) -> None:
+    deep = tmp_path / ("x" * 113)
+    deep.mkdir()
+    code, said = refused(deep, tiny_model)
+    assert code == 2
+    (told,) = said.splitlines()
+    assert told.startswith("shoal: ")
+    assert "set TMPDIR to a shorter path" in told
+
+
+def test_a_hang_timeout_that_would_kill_healthy_processes(tmp_path: Path, tiny_model: Path) -> None:
+    code, said = refused(tmp_path, tiny_model, "--hang-timeout", "1")
+    assert code == 2
+    assert "hang_timeout must be 0 (never) or at least 5 seconds, not 1" in said
+
+
 def test_a_key_of_a_tier_that_there_is_not(tmp_path: Path, tiny_model: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(line_of(ApiKey(name="alice", digest=digest_of("sk-alice-0123"), tier="premum")))
