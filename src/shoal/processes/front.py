@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
+from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
 from shoal.errors import ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
@@ -47,7 +48,7 @@ def main() -> int:
 
         uvloop.run(run(config))
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        say_refused(error, Path(config["folder"]), int(config["name"].partition(".")[2]))
         return USERS_MISTAKE
     return 0
 
