@@ -94,7 +94,7 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float]:
             )
         chosen[key] = value if whole else float(value)
     try:
-        SamplingParams(**chosen)
+        SamplingParams().resolved(chosen)  # as each request does
     except BadParameter as error:
         raise ModelError(f"{files.path / 'generation_config.json'}: {error}; correct it") from error
     return chosen
