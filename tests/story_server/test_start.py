@@ -12,9 +12,10 @@ import pytest
 
 from shoal.keys.api_key import ApiKey, digest_of
 from shoal.keys.file import line_of
+from tests.files.hostile import edit
 from tests.story.hostile_models import HOSTILE
 from tests.story.models import copy
-from tests.story_server.servers import RESTARTS, SMALL, running
+from tests.story_server.servers import RESTARTS, SMALL, assert_error_shape, running
 
 
 def refused(tmp_path: Path, model: Path, *flags: str) -> tuple[int, str]:
@@ -54,6 +55,20 @@ def test_hostile_model_files(tmp_path: Path, tiny_model: Path, name: str) -> Non
     assert code == 2
     (line,) = said.splitlines()
     assert line.startswith("shoal: ")
+
+
+def test_a_tokenizer_that_panics_at_some_texts_fails_their_requests_only(tmp_path: Path, tiny_model: Path) -> None:
+    path = copy(tiny_model, tmp_path / "m")
+    split = {"type": "Split", "pattern": {"Regex": "(q+)+$"}, "behavior": "Isolated", "invert": False}
+    edit(path / "tokenizer.json", {"pre_tokenizer": split})
+    with running(tmp_path / "logs", path, *SMALL) as server:
+        (pid,) = server.front_pids()
+        for text in ("q" * 40 + "!", "q" * 40 + "!" * 5000):
+            answer = server.complete(prompt=text, max_tokens=2)
+            assert answer.status_code == 400
+            assert "tokenizer failed on this text" in assert_error_shape(answer)["message"]
+        assert server.complete(prompt="a", max_tokens=2).status_code == 200
+        assert server.front_pids() == [pid]
 
 
 def test_without_a_home_kernels_are_compiled_once_and_go_with_the_server(tmp_path: Path, tiny_model: Path) -> None:
