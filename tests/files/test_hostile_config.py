@@ -1,6 +1,9 @@
 """Every value that a model's JSON files are read for, as something absurd: a ShoalError or a model that works."""
 
 import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_default
 from shoal.models.spec import FAMILIES, MOST, MOST_LAYERS, ROPE_KINDS, spec_from_config
 from shoal.text.tokenizer import load_tokenizer
 from tests.files.hostile import ABSURD, NO_FILES, Recorder, edit, refusal, said_by
-from tests.story.models import SIZES
+from tests.story.models import SIZES, copy
 
 ROPES = [
     {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0,
@@ -171,3 +174,25 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     for name in ("\0", "a" * 5000, "~nobody-of-this-name/model", "", "a\nb", "/dev/zero", "/dev/tty", "/proc/self/mem"):
         with pytest.raises(ShoalError):
             find_model(name)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can try to read as somebody else")
+@pytest.mark.parametrize("file", [".", *FILES, "m.gguf"])
+def test_files_that_may_not_be_read(model: Path, file: str) -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+        folder = copy(model, Path(place) / "m")
+        if file == "model.safetensors.index.json":
+            (folder / "model.safetensors").unlink()
+        if file == "m.gguf":
+            shutil.rmtree(folder)
+            folder.mkdir()
+        (folder / file).touch()
+        Path(place).chmod(0o755)
+        folder.chmod(0o755)
+        (folder / file).chmod(0)
+        os.seteuid(65534)
+        try:
+            said = refusal(folder)
+        finally:
+            os.seteuid(0)
+        assert str(folder / file) in said

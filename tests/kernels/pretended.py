@@ -1,5 +1,5 @@
-"""C kernels of other CPUs, as far as this one can run them: 16-bit products that are computed in plain C, whose logic can
-be tested on any machine with a compiler, and the levels of this CPU without the features that not all such CPUs have.
+"""C kernels of other CPUs, as far as this one can run them: 16-bit products that are computed in plain C, whose logic
+can be tested on any machine with a compiler, and this CPU's levels without the features that not all such CPUs have.
 """
 
 from functools import cache
