@@ -96,13 +96,11 @@ def made(path: Path, change: Mapping[str, Pair] | None = None, kind: str = "gpt2
 
 ABSURD_PAIRS: list[Pair] = [
     *((STRING, text) for text in ("", "a", "12", b"\xff\xfe", "x" * 10**6)),
-    *((kind, number) for kind in (U32, U64) for number in (0, 1, 3, 10**6, 10**9, 2**31, 2**32 - 1)),
+    *((U32, number) for number in (0, 1, 3, 10**6, 10**9, 2**31, 2**32 - 1)),
     *((U64, number) for number in (2**63, 2**64 - 1)),
-    *((5, number) for number in (-1, -(2**31))),
     *((11, number) for number in (-1, -(2**63))),
-    *((kind, number) for kind in (F32, 12) for number in (0.0, -1.0, 2.5, 1e-30, 3e38, float("nan"), float("inf"))),
-    (12, 1e-320),
-    (12, 1.7e308),
+    *((F32, number) for number in (0.0, -1.0, 2.5, 1e-30, 3e38, float("nan"), float("inf"))),
+    *((12, number) for number in (1e-320, 1.7e308)),
     (BOOL, True),
     (BOOL, False),
     (ARRAY, (U32, [])),
