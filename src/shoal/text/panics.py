@@ -31,7 +31,7 @@ def silenced() -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryFile() as kept:
-        sys.stderr.flush()
+        _flush()
         os.dup2(kept.fileno(), 2)
         panicked = False
         try:
@@ -40,13 +40,18 @@ def silenced() -> Iterator[None]:
             panicked = not isinstance(error, Exception)
             raise
         finally:
-            sys.stderr.flush()
+            _flush()
             os.dup2(saved, 2)
             os.close(saved)
             if not panicked:
                 kept.seek(0)
                 with contextlib.suppress(OSError):
                     os.write(2, kept.read())
+
+
+def _flush() -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or closed
+        sys.stderr.flush()
 
 
 def within(limit_s: float, work: Callable[[], Result]) -> Result:
