@@ -16,7 +16,10 @@ import pytest
 
 from shoal.keys.api_key import ApiKey, digest_of
 from shoal.keys.file import line_of
-from tests.story_server.servers import RESTARTS, SMALL, running
+from tests.files.hostile import edit
+from tests.story.hostile_models import HOSTILE
+from tests.story.models import copy
+from tests.story_server.servers import RESTARTS, SMALL, assert_error_shape, running
 
 
 def refused(tmp_path: Path, model: Path, *flags: str) -> tuple[int, str]:
@@ -60,6 +63,32 @@ def test_a_key_of_a_tier_that_there_is_not(tmp_path: Path, tiny_model: Path) -> 
     assert code == 2
     assert "'alice': tier 'premum' is not known; known tiers: premium, standard, batch; change the key's tier" in said
     assert "sk-" not in said
+
+
+@pytest.mark.parametrize(
+    "name", ["layers 1e9", "eos as text", "vocabulary as text", "panic of a regex", "fifo as weights"]
+)
+def test_hostile_model_files(tmp_path: Path, tiny_model: Path, name: str) -> None:
+    """The engine and the fronts read the same files: the first that fails speaks for all."""
+    path = HOSTILE[name](copy(tiny_model, tmp_path / "m"))
+    code, said = refused(tmp_path, path, "--api-workers", "2", "--log-level", "warning")
+    assert code == 2
+    (line,) = said.splitlines()
+    assert line.startswith("shoal: ")
+
+
+def test_a_tokenizer_that_panics_at_some_texts_fails_their_requests_only(tmp_path: Path, tiny_model: Path) -> None:
+    path = copy(tiny_model, tmp_path / "m")
+    split = {"type": "Split", "pattern": {"Regex": "(q+)+$"}, "behavior": "Isolated", "invert": False}
+    edit(path / "tokenizer.json", {"pre_tokenizer": split})
+    with running(tmp_path / "logs", path, *SMALL) as server:
+        (pid,) = server.front_pids()
+        for text in ("q" * 40 + "!", "q" * 40 + "!" * 5000):
+            answer = server.complete(prompt=text, max_tokens=2)
+            assert answer.status_code == 400
+            assert "tokenizer failed on this text" in assert_error_shape(answer)["message"]
+        assert server.complete(prompt="a", max_tokens=2).status_code == 200
+        assert server.front_pids() == [pid]
 
 
 def test_without_a_home_kernels_are_compiled_once_and_go_with_the_server(tmp_path: Path, tiny_model: Path) -> None:

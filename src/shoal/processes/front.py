@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
+from shoal.engine.refusal import say_refused
 from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
 from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
@@ -50,7 +51,7 @@ def main() -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(run(config))
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        say_refused(error, Path(config["folder"]), int(config["name"].partition(".")[2]))
         return USERS_MISTAKE
     return 0
 
