@@ -59,12 +59,15 @@ async def run(config: Mapping[str, Any]) -> None:
     client = ZmqClient(Path(config["folder"]), config["name"])
     client.start()
     settings = make_settings(config, serve, files)
+    grammars = grammars_of(files, tokenizer) if tokenizer is not None else None
+    if grammars is not None:
+        await asyncio.to_thread(grammars.warm)  # the engine is starting, too; later it would delay requests
     spans = open_spans(serve.otlp_endpoint, settings.version)
     front = Front(
         settings,
         client,
         tokenizer,
-        grammars_of(files, tokenizer) if tokenizer is not None else None,
+        grammars,
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
         FrontMetrics(lasting_name(config)),
