@@ -118,7 +118,8 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
         )
     files = find_model(config.model)
     spec = spec_from_config(files.config)
-    tokenizer = load_tokenizer(files, read_template(config.chat_template))
+    in_messages = config.special_tokens_in_messages == "tokens"
+    tokenizer = load_tokenizer(files, read_template(config.chat_template), in_messages)
     if tokenizer is not None:
         check_vocabulary(tokenizer, spec.vocab_size)
         if on_tokenizer is not None:

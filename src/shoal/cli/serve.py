@@ -176,6 +176,7 @@ def make_children(
             "model": engine.model,
             "seed": engine.seed,
             "chat_template": engine.chat_template,
+            "special_tokens_in_messages": engine.special_tokens_in_messages,
             "listen_fd": listener.fileno(),
             "name": f"{name}.{life}",
         }

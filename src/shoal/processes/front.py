@@ -11,7 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
+from shoal.server.templates import TemplateWorker
 from shoal.text.grammar import grammars_of
 from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
@@ -55,7 +57,8 @@ def main() -> int:
 async def run(config: Mapping[str, Any]) -> None:
     serve = serve_config_from_json(config["serve"])
     files = find_model(config["model"])
-    tokenizer = load_tokenizer(files, read_template(config["chat_template"]))
+    in_messages = config["special_tokens_in_messages"] == "tokens"
+    tokenizer = load_tokenizer(files, read_template(config["chat_template"]), in_messages)
     client = ZmqClient(Path(config["folder"]), config["name"])
     client.start()
     settings = make_settings(config, serve, files)
@@ -74,10 +77,25 @@ async def run(config: Mapping[str, Any]) -> None:
         spans,
     )
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
-    async with others.open():
+    async with others.open(), template_worker(front):
         await answer(front, serve, config, client)
     await client.close()
     await asyncio.to_thread(spans.close)
+
+
+@asynccontextmanager
+async def template_worker(front: Front) -> AsyncIterator[None]:
+    """Render chat templates in a process of their own."""
+    tokenizer = front.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        yield
+        return
+    front.preparer.templates = worker = TemplateWorker(tokenizer.renderer, tokenizer.special)
+    worker.start()
+    try:
+        yield
+    finally:
+        await worker.close()
 
 
 async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], client: ZmqClient) -> None:

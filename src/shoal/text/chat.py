@@ -3,9 +3,9 @@
     the template as it is    <|im_start|>user⏎ Say <|im_end|> <|im_end|>       which of the last two is the user's?
     with secret names        739…1user⏎ Say <|im_end|> 739…2                   … the one without a secret name
 
-Most messages cannot hold a special token at all, and are rendered once. For the others the template is rendered a second
-time, with the special tokens it writes under secret names; a special token that appears under its plain name was written
-by a user, or is made up of template text and message text: it stays text. Knows no tokenizer and no processes.
+Most messages cannot hold a special token at all, and are rendered once. For the others the template is rendered a
+second time, with the special tokens it writes under secret names. A special token that then appears under its plain
+name was written by a user, or is made up of template text and message text: it stays text. Knows no tokenizer.
 """
 
 import re

@@ -1,17 +1,13 @@
 """Secret names for special tokens: what a template writes can be told from what a user writes.
 
-A name is a long random number. Nobody can guess it, and it passes unchanged through a template's filters (upper, tojson)
-and through a tokenizer's normalizers. Owns the names, and a tokenizer that knows the special tokens by them alone. Knows
-no templates and no messages.
+A name is a long random number. It cannot be guessed, and it passes unchanged through a template's filters (upper,
+tojson) and through a tokenizer's normalizers. Owns the names. Knows no templates, no messages and no tokenizer.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Iterable
 from typing import Any
-
-from tokenizers import Tokenizer as Backend
 
 DIGITS = 30  # of the random part
 
@@ -75,31 +71,3 @@ def either(tokens: Iterable[str]) -> "re.Pattern[str]":
     """A pattern that finds any of these, the longest one where several begin; nothing where there are none."""
     ordered = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
-
-
-def special_tokens(backend: Backend) -> list[str]:
-    """The special tokens of a tokenizer. Added tokens that are not special, such as <think>, are text to it."""
-    return [token.content for _, token in sorted(backend.get_added_tokens_decoder().items()) if token.special]
-
-
-def hiding(backend: Backend, names: SecretNames) -> Backend:
-    """The same tokenizer, which finds special tokens by their secret names alone; ids are unchanged.
-
-    They are renamed in the model's vocabulary too: some models would find their plain names there.
-    """
-    document = json.loads(backend.to_str())
-    for added in document["added_tokens"]:
-        if added["special"]:
-            added["content"] = names.hidden.get(added["content"], added["content"])
-    document["post_processor"] = None  # it adds tokens by name, and the template writes them all
-    model, hidden = document["model"], names.hidden
-    if isinstance(model.get("vocab"), dict):
-        model["vocab"] = {hidden.get(token, token): id for token, id in model["vocab"].items()}
-    else:
-        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
-    if model.get("unk_token") in hidden:
-        model["unk_token"] = hidden[model["unk_token"]]
-    if model.get("merges"):
-        pairs = (merge if isinstance(merge, list) else merge.split(" ", 1) for merge in model["merges"])
-        model["merges"] = [pair for pair in pairs if not hidden.keys() & {*pair, "".join(pair)}]
-    return Backend.from_str(json.dumps(document))

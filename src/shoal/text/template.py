@@ -73,11 +73,11 @@ class ChatTemplate:
     def compiled(self) -> Template:
         tree = self._tree
         if self._rewrite is not None:
-            for node in tree.find_all((nodes.TemplateData, nodes.Const)):
-                if isinstance(node, nodes.TemplateData):
-                    node.data = self._rewrite(node.data)
-                elif isinstance(node, nodes.Const) and isinstance(node.value, str):
-                    node.value = self._rewrite(node.value)
+            for data in tree.find_all(nodes.TemplateData):
+                data.data = self._rewrite(data.data)
+            for constant in tree.find_all(nodes.Const):
+                if isinstance(constant.value, str):
+                    constant.value = self._rewrite(constant.value)
         try:
             return _environment().from_string(tree)
         except TemplateError as error:
@@ -86,9 +86,9 @@ class ChatTemplate:
     @property
     def literals(self) -> set[str]:
         """Every text that the template itself may write."""
-        found = self._tree.find_all((nodes.TemplateData, nodes.Const))
-        values = (node.data if isinstance(node, nodes.TemplateData) else node.value for node in found)
-        return {value for value in values if isinstance(value, str)}
+        tree = self._tree
+        constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return constants | {node.data for node in tree.find_all(nodes.TemplateData)}
 
     @property
     def _tree(self) -> nodes.Template:

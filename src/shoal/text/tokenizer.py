@@ -15,8 +15,9 @@ from shoal.files.gguf import GgufFile
 from shoal.files.source import ModelFiles, eos_ids, read_json
 from shoal.text.chat import ChatRenderer, Rendered
 from shoal.text.gguf_vocab import backend_from_gguf, bos_by_default
+from shoal.text.hiding import hiding, special_tokens
 from shoal.text.pieces import Pieces
-from shoal.text.special import SecretNames, hiding, special_tokens
+from shoal.text.special import SecretNames
 from shoal.text.template import Message, check_template
 
 LONG = 4096  # characters or ids; from here on, backend calls that release the interpreter lock are used
@@ -26,8 +27,8 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 class Tokenizer:
     """A tokenizer and its chat template.
 
-    `adds_bos` says whether encode() puts the BOS token in front; None leaves that to the backend. `special_in_messages`:
-    whether messages may write special tokens; by default what looks like one there is text.
+    `adds_bos` says whether encode() puts the BOS token in front; None leaves that to the backend. With
+    `special_in_messages`, messages can write special tokens; without it, what looks like one there is text.
 
     >>> from tokenizers import Tokenizer as Backend, models
     >>> tokenizer = Tokenizer(Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])))
