@@ -30,7 +30,6 @@ PROBE = msgspec.json.encode(
     {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True, "variables": {}}
 )
 FAULT = "the model's chat template is too expensive to render; the operator can replace it with --chat-template"
-LIMITS = f"{CPU_LIMIT_S:g} s of CPU time, or too much memory"
 
 
 class Templates(Protocol):
@@ -66,8 +65,9 @@ class Rendering:
 class TemplateWorker:
     """Renders in a process. Used on one event loop; start() first, close() last."""
 
-    def __init__(self, renderer: ChatRenderer, special: Mapping[str, str]) -> None:
-        self._setup = TemplateSetup.of(renderer, special).frame()
+    def __init__(self, renderer: ChatRenderer, special: Mapping[str, str], cpu_limit_s: float = CPU_LIMIT_S) -> None:
+        self._setup = TemplateSetup.of(renderer, special, cpu_limit_s).frame()
+        self._limits = f"{cpu_limit_s:g} s of CPU time, or too much memory"
         self._waiting: deque[Rendering] = deque()  # in the order in which they were sent
         self._process: Process | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -83,7 +83,7 @@ class TemplateWorker:
         if isinstance(error, TooExpensive):
             self.fault = FAULT
             log.warning("a single short message takes the model's chat template more than %s: chats are refused; "
-                        "supply another template with --chat-template", LIMITS)  # fmt: skip
+                        "supply another template with --chat-template", self._limits)  # fmt: skip
             for chat in self._waiting:
                 if not chat.text.done():
                     chat.text.set_exception(TooExpensive())
@@ -114,7 +114,7 @@ class TemplateWorker:
                 raise HttpError(500, self.fault, type="server_error", code="bad_chat_template") from None
             raise BadField(
                 "messages",
-                f"these messages take the model's chat template more than {LIMITS}; send fewer or shorter messages, "
+                f"these messages take the model's chat template more than {self._limits}; send fewer or shorter messages, "
                 "or other chat_template_kwargs",
             ) from None
         except TimeoutError:

@@ -123,11 +123,12 @@ class ChatRenderer:
     def _composed(self) -> "re.Pattern[str]":
         """Special tokens that the template makes up of several texts, such as <|user|> of "<|", the role and "|>".
 
-        They get their secret names after rendering, so they must be masked in messages before.
+        They get their secret names after rendering, so they must be masked in messages before. (A template that writes
+        a role and also a message between "<|" and "|>" would let the message "user" pass for a role; none is known.)
         """
         assert self.names is not None
         ends, starts = self._borders
-        words = {"", *ROLES, *self.plain.literals}
+        words = {"", *self.plain.literals, *(ROLES if "role" in self.plain.source else ())}
 
         def composed(token: str) -> bool:
             for at in range(len(token)):

@@ -31,7 +31,7 @@ MEMORY_LIMIT_BYTES = 512 * 2**20  # beyond what the process needs by itself
 OUTPUT_CHARACTERS = 2**20  # that a template may add to …
 OUTPUT_FACTOR = 4  # … this many times the size of the request
 LENGTH_BYTES = 4
-TIMED_OUT = signal.SIGPROF  # ends the process where CPU_LIMIT_S is exceeded
+TIMED_OUT = signal.SIGPROF  # ends the process where the limit of CPU time is exceeded
 
 
 class Kind:
@@ -52,12 +52,13 @@ class TemplateSetup:
     special: Mapping[str, str]
     tokens: list[str] | None  # the special tokens that messages cannot write; None: they can
     nonce: str | None
+    cpu_limit_s: float
 
     @classmethod
-    def of(cls, renderer: ChatRenderer, special: Mapping[str, str]) -> "TemplateSetup":
+    def of(cls, renderer: ChatRenderer, special: Mapping[str, str], cpu_limit_s: float) -> "TemplateSetup":
         names = renderer.names
-        known = (None, None) if names is None else (names.tokens, names.nonce)
-        return cls(renderer.plain.source, dict(special), *known)
+        tokens, nonce = (None, None) if names is None else (names.tokens, names.nonce)
+        return cls(renderer.plain.source, dict(special), tokens, nonce, cpu_limit_s)
 
     def frame(self) -> bytes:
         return framed(json.dumps(asdict(self)).encode())
@@ -117,14 +118,15 @@ def main() -> None:
     first = read(pipe_in)
     if first is None:
         return
-    renderer = TemplateSetup(**json.loads(first)).renderer()
+    setup = TemplateSetup(**json.loads(first))
+    renderer = setup.renderer()
     limit_memory()
     write(pipe_out, Kind.READY, "")
     while True:
         data = read(pipe_in)
         if data is None:
             return
-        signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+        signal.setitimer(signal.ITIMER_PROF, setup.cpu_limit_s)
         kind, text = answer(renderer, data)
         write(pipe_out, kind, text)
         signal.setitimer(signal.ITIMER_PROF, 0)
