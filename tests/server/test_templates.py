@@ -22,7 +22,10 @@ from tests.server.fronts import ask_async, error_of, front, run, tokenizer
 LIMIT_S = 0.5  # of the worker's own CPU time
 HI = [{"role": "user", "content": "Hi"}]
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-LOOPS = "{% for i in range(n | default(1)) %}{% for j in range(n | default(1)) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+LOOPS = (
+    "{% set n = n | default(1) %}{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}"
+    "{{ messages[0].content }}"
+)
 
 
 @asynccontextmanager
@@ -99,7 +102,7 @@ def test_refusals_are_those_of_the_template() -> None:
 def test_a_hostile_template_is_the_servers_fault(source: str, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with worker(source) as made:
-            with pytest.raises(HttpError, match="chat template is too expensive.*--chat-template") as caught:
+            with pytest.raises(HttpError, match=r"chat template is too expensive.*--chat-template") as caught:
                 await said(made)
             assert caught.value.status == 500
             assert "--chat-template" in caplog.text

@@ -1,4 +1,4 @@
-"""Special tokens in messages stay text: with every kind of tokenizer, at every border, and for every way to compose one."""
+"""Special tokens in messages stay text: with every kind of tokenizer, at every border, however they are composed."""
 
 import doctest
 import importlib.util
@@ -24,7 +24,8 @@ from tests.text import tiny
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "[INST]", "[/INST]"]
 CHATML = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TRIMMED = (
@@ -138,6 +139,7 @@ FRAGMENTS = [
     token[start:end] for token in [*TOKENS, "<s>", "</s>"] for start in range(3) for end in (3, len(token) - 1)
 ]
 PARTS = [*TOKENS, "<s>", "</s>", *FRAGMENTS, "<", "|", ">", "<|", "|>", " ", "\n", "a", "im", "(", ")", "user", "é"]
+ordinary = st.text(st.characters(exclude_characters="<>|[]", codec="utf-8"), max_size=8)
 contents = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
 
 

@@ -114,8 +114,8 @@ class TemplateWorker:
                 raise HttpError(500, self.fault, type="server_error", code="bad_chat_template") from None
             raise BadField(
                 "messages",
-                f"these messages take the model's chat template more than {self._limits}; send fewer or shorter messages, "
-                "or other chat_template_kwargs",
+                f"these messages take the model's chat template more than {self._limits}; send fewer or shorter "
+                "messages, or other chat_template_kwargs",
             ) from None
         except TimeoutError:
             self._kill()  # it does not run: it was stopped, or the machine is out of memory
