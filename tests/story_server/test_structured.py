@@ -236,9 +236,7 @@ def test_others_are_served_while_monsters_are_compiled_and_run(tiny: Server, cli
         except BadRequestError:
             return "refused"
         except InternalServerError as error:  # not compiled in time
-            assert (error.status_code, error.code) == (503, "grammar_timeout")
-            assert int(error.response.headers["retry-after"]) >= 1
-            return "timeout"
+            return f"{error.status_code} {error.code} {error.response.headers.get('retry-after')}"
         return str(done.choices[0].finish_reason)
 
     async def run() -> tuple[list[str], list[str]]:
@@ -248,7 +246,7 @@ def test_others_are_served_while_monsters_are_compiled_and_run(tiny: Server, cli
             return await asyncio.gather(*monsters), texts
 
     ended, texts = asyncio.run(run())
-    assert set(ended) <= {"refused", "timeout", "stop", "length"}
+    assert set(ended) <= {"refused", "503 grammar_timeout 2", "stop", "length"}
     assert ended[0] == "refused"
     assert set(texts) == {client.completions.create(**free).choices[0].text}
     tiny.wait_until_idle()

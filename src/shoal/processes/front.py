@@ -62,9 +62,11 @@ async def run(config: Mapping[str, Any]) -> None:
     client = ZmqClient(Path(config["folder"]), config["name"])
     client.start()
     settings = make_settings(config, serve, files)
-    grammars = grammars_of(files, tokenizer) if tokenizer is not None else None
-    if grammars is not None:
-        await asyncio.to_thread(grammars.warm)  # the engine is starting, too; later it would delay requests
+    grammars = None
+    if tokenizer is not None:
+        grammars = grammars_of(files, tokenizer)
+        tokenizer.warm()  # both now, while the engine starts, too: later they would stop the event loop
+        grammars.warm()
     spans = open_spans(serve.otlp_endpoint, settings.version)
     front = Front(
         settings,

@@ -120,8 +120,7 @@ class Preparer:
             rendered = await templates.render(plain, add_generation_prompt, given)
         except BadChat as error:
             raise BadField("messages", str(error)) from error
-        size = len(rendered.text) + (SHORT if rendered.hidden else 0)
-        return await off_loop(size, lambda: tokenizer.encode_rendered(rendered))
+        return await off_loop(len(rendered.text), lambda: tokenizer.encode_rendered(rendered))
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -98,9 +98,14 @@ class Tokenizer:
         rest = ids if self.bos_id is None else _without_first(ids, self.bos_id)
         return ids[: min(1, len(ids) - len(rest))] + rest
 
+    def warm(self) -> None:
+        """Make now what the first message with the text of a special token would need."""
+        if self.names is not None and self.has_chat_template:
+            _ = self._hiding
+
     @cached_property
     def _hiding(self) -> Backend:
-        """As large as the backend itself, and made only when a message contains the text of a special token."""
+        """As large as the backend itself; it takes half a second for 50,000 tokens."""
         assert self.names is not None
         return hiding(self.backend, self.names)
 
