@@ -1,4 +1,4 @@
-"""The engine's process: set-up and a hook for debugging. The rest is tried with real processes in tests/story_server."""
+"""The engine's process: set-up and a debugging hook. The rest is tried with real processes in tests/story_server."""
 
 import logging
 import time
@@ -13,7 +13,8 @@ from shoal.core.ports import Executor
 from shoal.engine.host import open_socket
 from shoal.errors import BadConfig
 from shoal.processes import engine as module
-from shoal.processes.engine import WRAPPER, make_host, wrapped
+from shoal.processes.engine import make_host, wrapped
+from shoal.processes.hooks import EXECUTOR_WRAPPER
 from shoal.text.grammar import Grammars
 from tests.fakes import FakeExecutor
 from tests.story.models import save_model
@@ -37,7 +38,7 @@ def test_without_the_variable_the_executor_stays_as_it_is() -> None:
 def test_the_named_function_wraps_the_executor_and_the_log_tells_it(caplog: pytest.LogCaptureFixture) -> None:
     executor = FakeExecutor(8, 4)
     with caplog.at_level(logging.WARNING):
-        outer = wrapped(executor, {WRAPPER: f"{__name__}:wrap"})
+        outer = wrapped(executor, {EXECUTOR_WRAPPER: f"{__name__}:wrap"})
     assert isinstance(outer, Wrapper)
     assert outer.inner is executor
     assert f"{__name__}:wrap" in caplog.text
@@ -45,8 +46,8 @@ def test_the_named_function_wraps_the_executor_and_the_log_tells_it(caplog: pyte
 
 @pytest.mark.parametrize("name", ["no_such_module:f", f"{__name__}:no_such_function", "no-colon", ":f"])
 def test_a_name_that_cannot_be_imported_is_refused(name: str) -> None:
-    with pytest.raises(BadConfig, match=WRAPPER):
-        wrapped(FakeExecutor(8, 4), {WRAPPER: name})
+    with pytest.raises(BadConfig, match=EXECUTOR_WRAPPER):
+        wrapped(FakeExecutor(8, 4), {EXECUTOR_WRAPPER: name})
 
 
 def test_grammars_are_set_up_beside_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
