@@ -20,11 +20,12 @@ import msgspec
 from shoal.errors import BadChat, Draining, Rejected
 from shoal.server.errors import BadField, HttpError
 from shoal.text.chat import ChatRenderer, Rendered
-from shoal.text.worker import CPU_LIMIT_S, LENGTH_BYTES, TIMED_OUT, Kind, TemplateSetup, framed
+from shoal.text.worker import CPU_LIMIT_S, LENGTH_BYTES, TIMED_OUT, Kind, TemplateSetup
 
 log = logging.getLogger(__name__)
 
 WAIT_LIMIT_S = 60.0  # for an answer, in wall time; the worker's own limit is in CPU time
+LARGE = 64 * 2**10  # characters of all messages
 MOST_DEATHS = 2  # of workers that ended for no known reason; the chat they were rendering is then refused
 PROBE = msgspec.json.encode(
     {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True, "variables": {}}
@@ -66,12 +67,13 @@ class TemplateWorker:
     """Renders in a process. Used on one event loop; start() first, close() last."""
 
     def __init__(self, renderer: ChatRenderer, special: Mapping[str, str], cpu_limit_s: float = CPU_LIMIT_S) -> None:
-        self._setup = TemplateSetup.of(renderer, special, cpu_limit_s).frame()
+        self._setup = TemplateSetup.of(renderer, special, cpu_limit_s).encoded()
         self._limits = f"{cpu_limit_s:g} s of CPU time, or too much memory"
         self._waiting: deque[Rendering] = deque()  # in the order in which they were sent
         self._process: Process | None = None
         self._serving: asyncio.Task[None] | None = None
         self._closed = False
+        self._large = asyncio.Lock()  # large chats are sent one by one, so that few copies of them exist
         self.fault = ""  # why no chat can be rendered with this template
 
     def start(self) -> None:
@@ -105,10 +107,11 @@ class TemplateWorker:
     ) -> Rendered:
         asked = {"messages": messages, "add_generation_prompt": add_generation_prompt, "variables": variables}
         try:
-            if self.fault:
-                raise TooExpensive
-            async with asyncio.timeout(WAIT_LIMIT_S):
-                return await self._send(msgspec.json.encode(asked))
+            async with self._large if is_large(messages) else contextlib.nullcontext():
+                if self.fault:
+                    raise TooExpensive
+                async with asyncio.timeout(WAIT_LIMIT_S):
+                    return await self._send(msgspec.json.encode(asked))
         except TooExpensive:
             if self.fault:
                 raise HttpError(500, self.fault, type="server_error", code="bad_chat_template") from None
@@ -127,7 +130,7 @@ class TemplateWorker:
         chat = Rendering(data, asyncio.get_running_loop().create_future())
         self._waiting.append(chat)
         if self._process is not None:
-            self._write(self._process, framed(data))
+            self._write(self._process, data)
         elif self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve())
         return chat.text
@@ -136,7 +139,7 @@ class TemplateWorker:
     def _write(process: Process, data: bytes) -> None:
         assert process.stdin is not None
         with contextlib.suppress(OSError, RuntimeError):  # it has just ended, and its end is noticed by the reader
-            process.stdin.write(data)
+            process.stdin.writelines((len(data).to_bytes(LENGTH_BYTES, "big"), data))
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -169,7 +172,7 @@ class TemplateWorker:
         self._write(process, self._setup)
         self._waiting = deque(chat for chat in self._waiting if not chat.text.done())
         for chat in self._waiting:
-            self._write(process, framed(chat.data))
+            self._write(process, chat.data)
         self._process = process
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while not self._closed:
@@ -178,7 +181,7 @@ class TemplateWorker:
                 if answer[:1] == Kind.READY:
                     was_ready = True
                 else:
-                    self._answered(self._waiting.popleft(), answer[:1], answer[1:].decode())
+                    self._answered(self._waiting.popleft(), answer[:1], str(memoryview(answer)[1:], "utf-8"))
         self._kill()
         return was_ready
 
@@ -205,6 +208,15 @@ class TemplateWorker:
             chat.text.set_exception(TooExpensive())
         else:
             chat.text.set_exception(RuntimeError("the process for chat templates cannot be started"))
+
+
+def is_large(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the messages have more text than most."""
+    size = 0
+    for message in messages:
+        content = message["content"] or ""
+        size += len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    return size > LARGE
 
 
 class TooExpensive(Exception):

@@ -60,16 +60,12 @@ class TemplateSetup:
         tokens, nonce = (None, None) if names is None else (names.tokens, names.nonce)
         return cls(renderer.plain.source, dict(special), tokens, nonce, cpu_limit_s)
 
-    def frame(self) -> bytes:
-        return framed(json.dumps(asdict(self)).encode())
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
     def renderer(self) -> ChatRenderer:
         names = None if self.tokens is None else SecretNames(self.tokens, self.nonce)
         return ChatRenderer(self.source, self.special, names)
-
-
-def framed(data: bytes) -> bytes:
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
 def answer(renderer: ChatRenderer, data: bytes) -> tuple[bytes, str]:
@@ -98,7 +94,8 @@ def write(pipe: BinaryIO, kind: bytes, text: str) -> None:
         data = text.encode()
     except UnicodeEncodeError:
         kind, data = Kind.REFUSED, b"the text of the messages is not valid Unicode; send it without lone surrogates"
-    pipe.write(framed(kind + data))
+    pipe.write((1 + len(data)).to_bytes(LENGTH_BYTES, "big") + kind)
+    pipe.write(data)
     pipe.flush()
 
 
