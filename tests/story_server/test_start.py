@@ -1,13 +1,17 @@
 """Starts that fail: one line with what to change, code 2, at once; and starts where some folder cannot be written."""
 
+import contextlib
 import os
 import pty
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
 from shoal.keys.api_key import ApiKey, digest_of
@@ -31,6 +35,22 @@ def test_more_memory_than_there_is(tmp_path: Path, tiny_model: Path, flag: str) 
     assert code == 2
     (told,) = [line for line in said.splitlines() if line.startswith("shoal: ")]
     assert told.endswith(f"lower {flag}")
+
+
+def test_a_folder_for_temporary_files_that_is_too_long_for_sockets(tmp_path: Path, tiny_model: Path) -> None:
+    deep = tmp_path / ("x" * 113)
+    deep.mkdir()
+    code, said = refused(deep, tiny_model)
+    assert code == 2
+    (told,) = said.splitlines()
+    assert told.startswith("shoal: ")
+    assert "set TMPDIR to a shorter path" in told
+
+
+def test_a_hang_timeout_that_would_kill_healthy_processes(tmp_path: Path, tiny_model: Path) -> None:
+    code, said = refused(tmp_path, tiny_model, "--hang-timeout", "1")
+    assert code == 2
+    assert "hang_timeout must be 0 (never) or at least 5 seconds, not 1" in said
 
 
 def test_a_key_of_a_tier_that_there_is_not(tmp_path: Path, tiny_model: Path) -> None:
@@ -61,6 +81,26 @@ def test_without_a_home_kernels_are_compiled_once_and_go_with_the_server(tmp_pat
         assert server.complete(max_tokens=2).status_code == 200
         assert calls.read_text().splitlines().count("-O3") == 1
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.slow
+def test_a_request_that_comes_before_the_first_engine_waits(tmp_path: Path, tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        """As soon as the port is open, which is long before a model is loaded."""
+        body = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
+        while not answers:
+            with contextlib.suppress(httpx.ConnectError):
+                answers.append(httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    with running(tmp_path, tiny_model, *SMALL, "--port", str(port)):
+        asking.join(120)
+        assert [answer.status_code for answer in answers] == [200], answers[0].text
 
 
 def test_a_server_without_a_key_file_ends_with_its_terminal(tmp_path: Path, tiny_model: Path) -> None:

@@ -1,4 +1,5 @@
-"""shoal serve: an OpenAI-compatible server. This process supervises the engine and the fronts."""
+"""shoal serve: an OpenAI-compatible server. This process supervises the engine and the fronts, and keeps the ledger of
+the keys' limits, which outlives both."""
 
 import argparse
 import ipaddress
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, EngineError
 from shoal.keys.api_key import ApiKey
 from shoal.keys.file import PUBLISHED, check_tiers, hashed, joined, publish, read_key_file
+from shoal.keys.limits import KeyLimits, TenantLimits
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ def run_serve(args: argparse.Namespace) -> int:
     engine, serve = read_options(args)
     from shoal.engine.supervise import Supervisor
     from shoal.engine.wire import GIVEN_UP
+    from shoal.keys.ledger_service import LedgerService
     from shoal.obs.logs import set_up_logs
 
     set_up_logs(serve.log_level, serve.log_format)
@@ -54,9 +58,12 @@ def run_serve(args: argparse.Namespace) -> int:
     keys = load_keys(serve, tiers)
     listener = listen(serve)
     folder = PrivateFolder()
+    default = TenantLimits(serve.key_max_concurrent, serve.key_tokens_per_minute)
+    ledger = LedgerService(folder.path, KeyLimits(lambda: folder.keys, default))
     try:
         if keys:
             folder.publish(keys)
+            ledger.start()
         children = make_children(engine, serve, folder.path, listener, mend=folder.mend)
         supervisor = Supervisor(
             children[0],
@@ -68,20 +75,23 @@ def run_serve(args: argparse.Namespace) -> int:
         )
         return supervisor.run()
     finally:
+        ledger.stop()
         listener.close()
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
 class PrivateFolder:
-    """Folder that the server's processes share: the engine's socket, the current keys. Only this user can enter it."""
+    """Folder that the server's processes share: the sockets of engine and ledger, the current keys. Only this user can
+    enter it."""
 
     def __init__(self) -> None:
+        check_socket_paths(tempfile.gettempdir())
         self.path = Path(tempfile.mkdtemp(prefix="shoal-"))
-        self._keys: Sequence[ApiKey] = ()
+        self.keys: Sequence[ApiKey] = ()  # in force; replaced as a whole, since the ledger's thread reads them
 
     def publish(self, keys: Sequence[ApiKey]) -> None:
         publish(keys, self.path)
-        self._keys = keys
+        self.keys = keys
 
     def mend(self) -> None:
         """Recreate it if it was removed, for instance by a cleaner of temporary files: the next engine's socket goes
@@ -97,10 +107,22 @@ class PrivateFolder:
                 raise EngineError(
                     f"{self.path} is no longer a folder that only this user can enter; restart the server"
                 )
-            if self._keys and not (self.path / PUBLISHED).exists():
-                publish(self._keys, self.path)
+            if self.keys and not (self.path / PUBLISHED).exists():
+                publish(self.keys, self.path)
         except OSError as error:
             raise EngineError(f"the folder {self.path} cannot be recreated: {error.strerror}") from error
+
+
+def check_socket_paths(folder: str) -> None:
+    """Raise BadConfig if the sockets of a server would have longer paths below this folder than the system allows."""
+    path = os.path.join(folder, "shoal-12345678", "front-999.front")  # no socket's path is longer
+    limit = 107 if sys.platform == "linux" else 103  # bytes of sockaddr_un.sun_path, less the NUL at its end
+    if len(os.fsencode(path)) > limit:
+        raise BadConfig(
+            f"the folder for temporary files, {folder}, has too long a path for the server's sockets: they would have "
+            f"up to {len(os.fsencode(path))} bytes, and the system allows {limit}; set TMPDIR to a shorter path, such "
+            f"as /tmp"
+        )
 
 
 def load_keys(serve: ServeConfig, tiers: Tiers) -> list[ApiKey]:
@@ -177,15 +199,18 @@ def make_children(
             "seed": engine.seed,
             "chat_template": engine.chat_template,
             "special_tokens_in_messages": engine.special_tokens_in_messages,
+            "max_queue": engine.max_queue,
+            "max_wait": engine.max_wait,
             "listen_fd": listener.fileno(),
             "name": f"{name}.{life}",
         }
 
+    silence_s, port = serve.hang_timeout, [listener.fileno()]
     fronts = [
-        Child(name, "shoal.processes.front", lambda life, name=name: for_front(name, life), [listener.fileno()])  # type: ignore[misc]
+        Child(name, "shoal.processes.front", partial(for_front, name), port, silence_s=silence_s)
         for name in (f"front-{number}" for number in range(serve.api_workers))
     ]
-    return [Child("the engine", "shoal.processes.engine", for_engine, silence_s=serve.hang_timeout), *fronts]
+    return [Child("the engine", "shoal.processes.engine", for_engine, silence_s=silence_s), *fronts]
 
 
 def print_ready(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:

@@ -18,6 +18,8 @@ from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
 LEVELS = ("debug", "info", "warning", "error")
+# A healthy idle process writes a heartbeat at least every 2 s (engine/supervise.py); the rest is for busy machines.
+SHORTEST_HANG_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,12 @@ class ServeConfig(Options):
     api_key: tuple[str, ...] = option((), "key that clients must send, as NAME=KEY or KEY", group="server")
     api_keys_file: str | None = option(
         None, "YAML file with hashed API keys, their tiers and limits; reloaded on SIGHUP", group="server"
+    )
+    key_max_concurrent: int | None = option(
+        None, "most requests of one API key at once; each sample of each prompt counts", parse=int, group="server"
+    )
+    key_tokens_per_minute: int | None = option(
+        None, "most tokens of one API key per minute, prompt and output", parse=int, group="server"
     )
     api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
     allowed_origins: tuple[str, ...] = option((), "web origin that may call from a browser; * for all", group="server")
@@ -47,8 +55,14 @@ class ServeConfig(Options):
     )
     hang_timeout: float = option(
         120.0,
-        "seconds without a heartbeat after which the engine is killed and restarted; 0: never",
+        "seconds without a heartbeat after which the engine or a front is killed and restarted; 0: never",
         parse=float,
+        group="server",
+    )
+    restart_policy: str = option(
+        "wait",
+        "while the engine is restarted, new requests wait for it or are refused with 503",
+        choices=("wait", "refuse"),
         group="server",
     )
     otlp_endpoint: str | None = option(
@@ -65,10 +79,18 @@ class ServeConfig(Options):
         if not 0 <= self.port <= 65535:
             raise BadConfig(f"port must be between 0 and 65535, not {self.port}")
         self._at_least("api_workers", 1)
+        for name in ("key_max_concurrent", "key_tokens_per_minute"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
         self._at_least("max_body", 1024)
         for name in ("slow_client_timeout", "drain_timeout", "hang_timeout"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise BadConfig(f"{name} must be a number of seconds, not {getattr(self, name)}")
+        if 0 < self.hang_timeout < SHORTEST_HANG_S:
+            raise BadConfig(
+                f"hang_timeout must be 0 (never) or at least {SHORTEST_HANG_S:g} seconds, not {self.hang_timeout:g}: "
+                f"a healthy process may be silent for that long"
+            )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise BadConfig("https needs both --ssl-certfile and --ssl-keyfile")
         for name in ("ssl_certfile", "ssl_keyfile"):

@@ -18,11 +18,14 @@ from typing import Any
 
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
-from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
+from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
+from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.keys.api_key import no_keys
 from shoal.keys.file import KeyBook
+from shoal.keys.ledger_client import LedgerClient
+from shoal.keys.limits import KeyLimits, TenantLimits
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
@@ -65,15 +68,17 @@ async def run(config: Mapping[str, Any]) -> None:
     files = find_model(config["model"])
     in_messages = config["special_tokens_in_messages"] == "tokens"
     tokenizer = load_tokenizer(files, read_template(config["chat_template"]), in_messages)
-    client = ZmqClient(Path(config["folder"]), config["name"])
-    client.start()
-    settings = make_settings(config, serve, files)
     grammars = None
     if tokenizer is not None:
         grammars = grammars_of(files, tokenizer)
         tokenizer.warm()  # both now, while the engine starts, too: later they would stop the event loop
         grammars.warm()
+    client = ZmqClient(Path(config["folder"]), config["name"], restart_policy(config, serve))
+    client.start()
+    settings = make_settings(config, serve, files)
     spans = open_spans(serve.otlp_endpoint, settings.version)
+    default = TenantLimits(serve.key_max_concurrent, serve.key_tokens_per_minute)
+    limiter = LedgerClient(Path(config["folder"]), KeyLimits(settings.keys, default))
     front = Front(
         settings,
         client,
@@ -83,11 +88,13 @@ async def run(config: Mapping[str, Any]) -> None:
         dict(sampling_defaults(files)),
         FrontMetrics(lasting_name(config)),
         spans,
+        limiter,
     )
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
     async with others.open(), template_worker(front):
         await answer(front, serve, config, client)
     await client.close()
+    await limiter.close()
     await asyncio.to_thread(spans.close)
 
 
@@ -115,6 +122,7 @@ async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], cl
     serving = asyncio.create_task(server.serve([socket.socket(fileno=config["listen_fd"])]))
     say_ready(config["ready_fd"], up=False)
     watching = asyncio.create_task(say_up(client, config["ready_fd"]))
+    beating = asyncio.create_task(beat(Heartbeat(config["ready_fd"], client.clock)))
     await wait_for_first(stopping, serving)
     watching.cancel()
     await drain(front, serve.drain_timeout)
@@ -122,6 +130,7 @@ async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], cl
     await asyncio.wait({serving}, timeout=2.0)  # requests other than generations are short
     server.force_exit = True
     await serving
+    beating.cancel()
 
 
 async def say_up(client: ZmqClient, ready_fd: int) -> None:
@@ -129,6 +138,13 @@ async def say_up(client: ZmqClient, ready_fd: int) -> None:
     while client.info is None:
         await asyncio.sleep(0.02)
     say_ready(ready_fd)
+
+
+async def beat(heartbeat: Heartbeat) -> None:
+    """Show the supervisor that the event loop runs."""
+    while True:
+        heartbeat()
+        await asyncio.sleep(BEAT_S / 2)
 
 
 async def wait_for_first(stopping: asyncio.Event, serving: "asyncio.Task[None]") -> None:
@@ -148,6 +164,12 @@ async def drain(front: Front, timeout_s: float) -> None:
         log.warning("%d requests did not finish in time and are ended", front.active)
         front.end_all()
         await asyncio.sleep(0.2)  # time to send the error
+
+
+def restart_policy(config: Mapping[str, Any], serve: ServeConfig) -> RestartPolicy:
+    if serve.restart_policy == "refuse":
+        return RefuseAtOnce()
+    return WaitForEngine(config["max_queue"], config["max_wait"])
 
 
 def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFiles) -> ServerSettings:

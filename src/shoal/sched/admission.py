@@ -1,16 +1,17 @@
 """Admission: accept a request, or refuse it with the reason.
 
 What can never work is a BadRequest. What could be served, but not while so many wait, is refused as QueueFull with the
-time after which it is worth another try. (Limits of a key are in tenants.py, limits on waiting in deadlines.py.)
+time after which it is worth another try. (Limits on waiting are in deadlines.py; those of API keys are the ledger's, in
+keys/, and are met before a request comes here.)
 Knows limits and how many wait; moves nothing, so a refusal leaves no trace.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.core.request import Request
 from shoal.errors import BadParameter, BadRequest, EmptyPrompt, PromptTooLong, QueueFull
-from shoal.sched.tenants import LimitsOf, no_limits
 
 LONGEST_TIMEOUT_S = 1e8  # three years; for no limit the timeout is left out
 
@@ -31,7 +32,6 @@ class Rules:
 
     max_queue: int = 0  # requests that wait and have never run; 0: any number
     max_wait_s: float | None = None  # from arrival to the start
-    limits_of: LimitsOf = no_limits  # of a tenant
     max_preemptions: int = 8  # after so many a request starts only with every block it can need, and keeps them
 
 
@@ -78,16 +78,7 @@ class Admission:
     def check_queue(self, waiting: int, coming: int, now_s: float) -> None:
         """Raise QueueFull if so many more would be too many."""
         most = self.max_queue
-        if not most or waiting + coming <= most:
-            return
-        if coming > most:
-            raise BadParameter(f"n is {coming}, but only {most} requests may wait; lower n or raise --max-queue")
-        after_s = self.pace.wait_s(waiting + coming - most, now_s)
-        raise QueueFull(
-            f"{waiting} requests wait already, and at most {most} may; try again in {after_s:.0f} s, "
-            f"or raise --max-queue",
-            after_s,
-        )
+        check_room(most, waiting, coming, lambda: self.pace.wait_s(waiting + coming - most, now_s))
 
     def check(self, request: Request) -> int:
         """Its max_tokens. Raises BadRequest if it can never be served."""
@@ -137,6 +128,20 @@ class Admission:
             for token in ids:
                 if not 0 <= token < vocab:
                     raise BadParameter(f"{name} names token {token}; ids run from 0 to {vocab - 1}")
+
+
+def check_room(max_queue: int, waiting: int, coming: int, after_s: Callable[[], float]) -> None:
+    """Raise QueueFull if so many more would be too many to wait; 0: any number may. `after_s`: when to try again."""
+    if not max_queue or waiting + coming <= max_queue:
+        return
+    if coming > max_queue:
+        raise BadParameter(f"n is {coming}, but only {max_queue} requests may wait; lower n or raise --max-queue")
+    retry_s = after_s()
+    raise QueueFull(
+        f"{waiting} requests wait already, and at most {max_queue} may; try again in {retry_s:.0f} s, "
+        f"or raise --max-queue",
+        retry_s,
+    )
 
 
 def _check_timeout(timeout_s: float | None) -> None:

@@ -36,7 +36,7 @@ class InfoRoutes:
         return ModelCard(name, "model", self.created, "shoal", self.front.settings.model, self._max_model_len())
 
     def _max_model_len(self) -> int | None:
-        info = self.front.client.info
+        info = self.front.client.last_info
         return None if info is None else info.max_model_len
 
     async def models(self, exchange: Exchange) -> None:
@@ -51,16 +51,23 @@ class InfoRoutes:
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, exchange: Exchange) -> None:
-        body = read(TokenizeRequest, await exchange.json_body())
+        data = await exchange.json_body()
+        body = read(TokenizeRequest, data)
         preparer = self.front.preparer
         preparer.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "give either prompt or messages")
-        if body.messages is not None:
-            opens = body.add_generation_prompt is not False
-            ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs)
-        else:
-            ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False)
+        reservation = await self.front.gate.reserve_text(exchange.key, len(data))
+        used = 0
+        try:
+            if body.messages is not None:
+                opens = body.add_generation_prompt is not False
+                ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs)
+            else:
+                ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False)
+            used = len(ids)
+        finally:
+            reservation.settle(used)
         await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
 
     async def detokenize(self, exchange: Exchange) -> None:
@@ -75,7 +82,7 @@ class InfoRoutes:
         await exchange.reply_json(DetokenizeAnswer(text))
 
     def _vocab_size(self) -> int:
-        info = self.front.client.info
+        info = self.front.client.last_info
         return 0 if info is None else info.vocab_size
 
     # ---- status -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from shoal.output.parser import Parser, PlainParser
 from shoal.server.auth import salt_of
 from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
-from shoal.server.rules import check_depth, grammar_of, include_usage, tier_ignored, tier_of
+from shoal.server.rules import check_depth, check_priority, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
 from shoal.server.templates import Templates, TemplatesHere
 from shoal.text.tokenizer import Tokenizer
@@ -143,6 +143,7 @@ class Preparer:
         echo: list[str] | None = None,
     ) -> PreparedRequest:
         """The last step: jobs for the encoded prompts, and how they are to be answered."""
+        check_priority(body, key)
         grammar = await self._grammar(body, params)
         return PreparedRequest(
             jobs=self._jobs(body, id, key, prompts, params, grammar),
