@@ -11,7 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
+from shoal.server.templates import TemplateWorker
 from shoal.text.grammar import grammars_of
 from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
@@ -65,7 +67,13 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 async def run(config: Mapping[str, Any]) -> None:
     serve = serve_config_from_json(config["serve"])
     files = find_model(config["model"])
-    tokenizer = load_tokenizer(files, read_template(config["chat_template"]))
+    in_messages = config["special_tokens_in_messages"] == "tokens"
+    tokenizer = load_tokenizer(files, read_template(config["chat_template"]), in_messages)
+    grammars = None
+    if tokenizer is not None:
+        grammars = grammars_of(files, tokenizer)
+        tokenizer.warm()  # both now, while the engine starts, too: later they would stop the event loop
+        grammars.warm()
     client = ZmqClient(Path(config["folder"]), config["name"], restart_policy(config, serve))
     client.start()
     settings = make_settings(config, serve, files)
@@ -76,7 +84,7 @@ async def run(config: Mapping[str, Any]) -> None:
         settings,
         client,
         tokenizer,
-        grammars_of(files, tokenizer) if tokenizer is not None else None,
+        grammars,
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
         FrontMetrics(lasting_name(config)),
@@ -84,11 +92,26 @@ async def run(config: Mapping[str, Any]) -> None:
         limiter,
     )
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
-    async with others.open():
+    async with others.open(), template_worker(front):
         await answer(front, serve, config, client)
     await client.close()
     await limiter.close()
     await asyncio.to_thread(spans.close)
+
+
+@asynccontextmanager
+async def template_worker(front: Front) -> AsyncIterator[None]:
+    """Render chat templates in a process of their own."""
+    tokenizer = front.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        yield
+        return
+    front.preparer.templates = worker = TemplateWorker(tokenizer.renderer, tokenizer.special)
+    worker.start()
+    try:
+        yield
+    finally:
+        await worker.close()
 
 
 async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], client: ZmqClient) -> None:

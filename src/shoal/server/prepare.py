@@ -20,10 +20,10 @@ from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.rules import check_depth, check_priority, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
+from shoal.server.templates import Templates, TemplatesHere
 from shoal.text.tokenizer import Tokenizer
 
 SHORT = 4096  # texts up to this many characters are tokenized on the event loop; that takes about a millisecond
-AROUND = 16  # characters that a chat template adds to each message, roughly
 NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
 OWN_VARIABLES = frozenset(
@@ -78,6 +78,7 @@ class Preparer:
         self.settings = settings
         self.tokenizer = tokenizer
         self.grammars = grammars
+        self.templates: Templates | None = None  # set where they are rendered in another process
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
         self.info = info
@@ -114,11 +115,12 @@ class Preparer:
         for number, message in enumerate(messages):
             check_depth(message.tool_calls or [], f"messages[{number}].tool_calls")
         plain = [message.plain() for message in messages]
-        size = sum(_size(message) + AROUND for message in plain) + (SHORT if given else 0)
         try:
-            return await off_loop(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
+            templates = self.templates or TemplatesHere(tokenizer.renderer)
+            rendered = await templates.render(plain, add_generation_prompt, given)
         except BadChat as error:
             raise BadField("messages", str(error)) from error
+        return await off_loop(len(rendered.text), lambda: tokenizer.encode_rendered(rendered))
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -273,13 +275,3 @@ def no_model(name: str, settings: ServerSettings) -> HttpError:
 async def off_loop(size: int, work: Callable[[], T]) -> T:
     """Do small work at once and large work in a thread, off the event loop."""
     return work() if size <= SHORT else await asyncio.to_thread(work)
-
-
-def _size(message: Mapping[str, Any]) -> int:
-    """How many characters a message has; more than SHORT where that is not cheap to count."""
-    content = message["content"]
-    if message.keys() != {"role", "content"}:
-        return SHORT + 1
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part["text"]) for part in content or ())
