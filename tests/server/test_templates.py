@@ -116,7 +116,7 @@ def test_a_hostile_template_is_the_servers_fault(source: str, caplog: pytest.Log
 
 
 async def with_longest(work: Any) -> None:
-    assert await with_longest_turn(work()) < 0.05
+    assert await with_longest_turn(work()) < 0.5  # rendering takes seconds; starting a process some milliseconds
 
 
 def test_lipsum_is_not_there() -> None:
