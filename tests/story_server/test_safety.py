@@ -80,7 +80,7 @@ def test_the_sockets_inside_lie_in_a_folder_that_nobody_else_can_enter(safe: Ser
     assert about.st_uid == os.getuid()
     mine = sockets_of(family_of(safe.process.pid))
     listening = {row[7] for row in rows("unix") if row[6] in mine and row[3] == "00010000" and len(row) > 7}
-    expected = {str(folder / name) for name in ("engine.ipc", "front-0.front", "front-1.front")}
+    expected = {str(folder / name) for name in ("engine.ipc", "ledger", "front-0.front", "front-1.front")}
     assert listening == expected, "and no other, abstract ones least of all"
 
 
