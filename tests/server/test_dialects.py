@@ -50,7 +50,7 @@ class Shout:
         self.preparer = preparer
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
-        request = read(ShoutRequest, body)
+        request = await read(ShoutRequest, body)
         params = self.preparer.params(request, n=request.n or 1)
         ids = await self.preparer.encode([request.words])
         return await self.preparer.request(request, id, key, ids, params, model="tiny", keep=params.n, top=None)

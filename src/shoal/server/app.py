@@ -18,6 +18,7 @@ from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
 from shoal.obs.spans import NoSpans, Spans, Walk
 from shoal.server.auth import BASIC, BEARER, Keys
+from shoal.server.body_memory import BodyMemory
 from shoal.server.debug import Debug
 from shoal.server.dialects.base import Dialect
 from shoal.server.dialects.chat import Chat
@@ -25,6 +26,7 @@ from shoal.server.dialects.completions import Completions
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
 from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
+from shoal.server.hosts import Hosts
 from shoal.server.info_routes import InfoRoutes
 from shoal.server.jobs import Call, CollectSink
 from shoal.server.logprobs import TokenNames
@@ -58,7 +60,7 @@ class Endpoint:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
         if not self.open:
-            exchange.key = self.front.keys.find(exchange.headers.get(b"authorization"), self.offers)
+            self.front.identify(exchange, self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         handler = self.handlers.get(method)
         if handler is None:
@@ -96,6 +98,8 @@ class Front:
         names = TokenNames(tokenizer)
         self.dialects: Sequence[Dialect] = [dialect(self.preparer, names) for dialect in DIALECTS]
         self.keys = Keys(settings.keys)
+        self.hosts = Hosts(settings.host, settings.allowed_hosts)
+        self.body_memory = BodyMemory(settings.max_body_memory_bytes)
         self.draining = False
         self.active = 0
         self.calls: set[Call] = set()
@@ -140,7 +144,7 @@ class Front:
         await self._entry(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self.settings)
+        exchange = Exchange(scope, receive, send, self.settings, self.body_memory)
         scope["shoal.exchange"] = exchange
         try:
             await self.router(scope, receive, send)
@@ -155,16 +159,21 @@ class Front:
                 raise
             await exchange.reply_error(answer)
         finally:
+            exchange.release_body()
             exchange.status = exchange.status or GONE
             self.metrics.count(exchange.route, exchange.status)
             exchange.write_log()
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
-        exchange.key = self.keys.find(
-            exchange.headers.get(b"authorization")
-        )  # without a key, not even a 404 is revealed
+        self.identify(exchange)  # without a key, not even a 404 is revealed
         raise HttpError(404, "no such path; /docs lists the API", code="not_found")
+
+    def identify(self, exchange: Exchange, offers: bytes = BEARER) -> None:
+        """Find the key of a request. Without keys anyone may ask, but not a page of another site (see hosts.py)."""
+        exchange.key = self.keys.find(exchange.headers.get(b"authorization"), offers)
+        if exchange.key is None:
+            self.hosts.check(exchange.headers.get(b"host"))
 
     def tell(self) -> bytes:
         """This front's metrics, for another front."""
@@ -185,6 +194,8 @@ class Front:
         call: Call | None = None
         try:
             prepared = await dialect.prepare(body, exchange.uid, exchange.key)
+            del body
+            exchange.release_body()
             if watcher.gone:
                 return
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos)

@@ -16,7 +16,8 @@ from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
 from shoal.server.pages import load_pages
-from shoal.server.prepare import no_model, off_loop
+from shoal.server.prepare import no_model
+from shoal.server.workers import off_loop
 
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -51,7 +52,7 @@ class InfoRoutes:
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, exchange: Exchange) -> None:
-        body = read(TokenizeRequest, await exchange.json_body())
+        body = await read(TokenizeRequest, await exchange.json_body())
         preparer = self.front.preparer
         preparer.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -64,7 +65,7 @@ class InfoRoutes:
         await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        body = read(DetokenizeRequest, await exchange.json_body())
+        body = await read(DetokenizeRequest, await exchange.json_body())
         self.front.preparer.check_model(body.model)
         tokenizer = self.front.preparer.need_tokenizer("tokens")
         over = max(body.tokens, default=0)

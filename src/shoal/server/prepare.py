@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
 from shoal.core.params import PARAMS, SamplingParams
@@ -20,16 +20,15 @@ from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.rules import check_depth, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
+from shoal.server.workers import SHORT, off_loop
 from shoal.text.tokenizer import Tokenizer
 
-SHORT = 4096  # texts up to this many characters are tokenized on the event loop; that takes about a millisecond
 AROUND = 16  # characters that a chat template adds to each message, roughly
 NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
 OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "self"}
 )  # variables of a chat template that the server sets
-T = TypeVar("T")
 
 
 class GrammarChecker(Protocol):
@@ -267,11 +266,6 @@ class Preparer:
 def no_model(name: str, settings: ServerSettings) -> HttpError:
     text = f"no model named {shorten(name)!r}; available: {', '.join(map(repr, settings.models))}"
     return HttpError(404, text, param="model", code="model_not_found")
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Do small work at once and large work in a thread, off the event loop."""
-    return work() if size <= SHORT else await asyncio.to_thread(work)
 
 
 def _size(message: Mapping[str, Any]) -> int:

@@ -160,7 +160,7 @@ class Chat:
         self.names = names
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
-        request, preparer = read(ChatRequest, body), self.preparer
+        request, preparer = await read(ChatRequest, body), self.preparer
         model = preparer.check_model(request.model)
         top = top_logprobs_of(request)
         limit = max_tokens_of(request)

@@ -147,7 +147,7 @@ class Completions:
         self.names = names
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
-        request, preparer = read(CompletionRequest, body), self.preparer
+        request, preparer = await read(CompletionRequest, body), self.preparer
         model = preparer.check_model(request.model)
         prompts = request.prompts()
         if prompts is None:
