@@ -1,7 +1,7 @@
 """The last step before the socket: uvicorn's HTTP protocol, with limits it does not have, and the server that runs it.
 
-Owns connections: limits on the size and duration of a request's head and on the write buffer, disconnecting clients that
-do not read, and telling clients that have only finished sending from those that are gone. Knows no routes and no
+Owns connections: limits on the size and duration of a request's head and on the write buffer, disconnecting clients
+that do not read, and telling clients that have only finished sending from those that are gone. Knows no routes and no
 requests.
 """
 
