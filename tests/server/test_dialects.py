@@ -1,7 +1,7 @@
 """Dialects: another API is one class; streams, whole answers, errors and the API's description need to know no more."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -55,8 +55,8 @@ class Shout:
         ids = await self.preparer.encode([request.words])
         return await self.preparer.request(request, id, key, ids, params, model="tiny", keep=params.n, top=None)
 
-    def whole(self, call: Call, id: str, created: int) -> ShoutAnswer:
-        return ShoutAnswer(id, [content_of(one.parsed).upper() for one in call.outputs.samples[0]])
+    def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
+        yield encode(ShoutAnswer(id, [content_of(one.parsed).upper() for one in call.outputs.samples[0]]))
 
     def stream(self, call: Call, id: str, created: int) -> "Shout":
         return self

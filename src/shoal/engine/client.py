@@ -10,6 +10,7 @@ import json
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import zmq
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 PING_S = 1.0
 ANSWER_S = 5.0  # longest wait for an answer to a question
 FRESH_S = 1.0  # longest wait for fresh metrics: a pass may take long, and old ones are better than none
+TURN_S = 0.01  # longest time that the events of one message have the event loop at once
 MOST_RESUMES = 10  # a job is not submitted again once it has seen so many restarts
 RETRY_S = 5.0
 STARTING = "the engine is starting or being restarted; try again in a few seconds"
@@ -52,6 +54,24 @@ class Question:
     """A question that has been sent."""
 
     answer: "asyncio.Future[bytes]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class TurnTaker:
+    """Gives others a turn on the event loop when a piece of work has had it for TURN_S."""
+
+    def __init__(self) -> None:
+        self._until_s = monotonic() + TURN_S
+
+    def is_long(self) -> bool:
+        return monotonic() > self._until_s
+
+    async def turn(self) -> None:
+        await asyncio.sleep(0)
+        self._until_s = monotonic() + TURN_S
+
+    async def if_long(self) -> None:
+        if self.is_long():
+            await self.turn()
 
 
 class ZmqClient:
@@ -218,7 +238,7 @@ class ZmqClient:
             try:
                 message = wire.read_engine(data)
                 if isinstance(message, wire.Pass):
-                    self._take(message)
+                    await self._take(message)
                 elif isinstance(message, wire.Ready):
                     self._ready(message)
                 else:
@@ -252,19 +272,17 @@ class ZmqClient:
 
     # ---- events of jobs -------------------------------------------------------------------------------------------
 
-    def _take(self, message: wire.Pass) -> None:
-        """Pass everything on to the sinks."""
+    async def _take(self, message: wire.Pass) -> None:
+        """Pass everything on to the sinks, in order; a long message lets others have the event loop in between."""
         if self._info is None or message.epoch != self._info.epoch:
             return  # from an engine that is gone
         touched: dict[int, LiveJob] = {}
+        pause = TurnTaker()
         for part in message.prompt_logprobs:
-            live = self._live.get(part.key // wire.SAMPLES)
-            if live is not None:
-                fresh = part.values[live.prompt_logprobs + 1 - part.first :]  # a restarted engine repeats some of them
-                live.prompt_logprobs += len(fresh)
-                live.sink.prompt_logprobs(list(fresh))
-        self._take_tokens(message, touched)
+            await self._take_prompt_logprobs(part, pause)
+        await self._take_tokens(message, touched, pause)
         for key, ending in message.ended:
+            await pause.if_long()
             number, sample = divmod(key, wire.SAMPLES)
             live = self._live.get(number)
             if live is not None and live.outputs.pop(sample, None) is not None:
@@ -279,7 +297,17 @@ class ZmqClient:
         for live in touched.values():
             self._flush_or_forget(live)
 
-    def _take_tokens(self, message: wire.Pass, touched: dict[int, LiveJob]) -> None:
+    async def _take_prompt_logprobs(self, part: wire.PromptLogprobs, pause: TurnTaker) -> None:
+        live = self._live.get(part.key // wire.SAMPLES)
+        if live is None:
+            return
+        fresh = part.values[live.prompt_logprobs + 1 - part.first :]  # a restarted engine repeats some of them
+        live.prompt_logprobs += len(fresh)
+        for packed in fresh:
+            live.sink.prompt_logprobs([wire.read_logprobs(packed)])
+            await pause.if_long()
+
+    async def _take_tokens(self, message: wire.Pass, touched: dict[int, LiveJob], pause: TurnTaker) -> None:
         """Hot: runs once per token."""
         logprobs = message.logprobs
         for at, (key, token, index) in enumerate(zip(message.keys, message.tokens, message.indexes, strict=True)):
@@ -293,8 +321,11 @@ class ZmqClient:
             output.append(token)
             if not live.accepted:
                 self._accept(live)
-            live.sink.token(sample, token, logprobs.get(at) if logprobs else None)
+            packed = logprobs.get(at) if logprobs else None
+            live.sink.token(sample, token, None if packed is None else wire.read_logprobs(packed))
             touched[number] = live
+            if pause.is_long():
+                await pause.turn()
 
     def _accept(self, live: LiveJob) -> None:
         if not live.accepted:

@@ -336,7 +336,8 @@ class Host:
         for id, (first, values) in events.prompt_logprobs.items():
             owner = self.owners.get(id)
             if owner:
-                self._news(owner.front).prompt_logprobs.append(wire.PromptLogprobs(owner.key, first, values))
+                packed = tuple(map(wire.pack_logprobs, values))
+                self._news(owner.front).prompt_logprobs.append(wire.PromptLogprobs(owner.key, first, packed))
         self._sort_tokens(events)
         for rejected in events.rejected:
             owner = self._let_go(rejected.id)
@@ -363,7 +364,7 @@ class Host:
             if owner.front is not front or news is None:
                 news, front = self._news(owner.front), owner.front
             if logprobs and (id, index) in logprobs:
-                news.logprobs[len(news.keys)] = logprobs[id, index]
+                news.logprobs[len(news.keys)] = wire.pack_logprobs(logprobs[id, index])
             news.keys.append(owner.key)
             news.tokens.append(token)
             news.indexes.append(index)

@@ -17,6 +17,7 @@ from starlette.routing import Route, Router
 from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
 from shoal.obs.spans import NoSpans, Spans, Walk
+from shoal.server.answer_memory import AnswerMemory
 from shoal.server.auth import BASIC, BEARER, Keys
 from shoal.server.body_memory import BodyMemory
 from shoal.server.debug import Debug
@@ -34,6 +35,7 @@ from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.settings import ServerSettings
 from shoal.server.stream import EventStream
+from shoal.server.whole import send_whole
 from shoal.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class Front:
         names = TokenNames(tokenizer)
         self.dialects: Sequence[Dialect] = [dialect(self.preparer, names) for dialect in DIALECTS]
         self.keys = Keys(settings.keys)
+        self.answer_memory = AnswerMemory(settings.max_answer_logprobs)
         self.hosts = Hosts(settings.host, settings.allowed_hosts)
         self.body_memory = BodyMemory(settings.max_body_memory_bytes)
         self.draining = False
@@ -213,15 +216,19 @@ class Front:
                 self.spans.record(walk_of(exchange, call))
 
     async def _collect(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
-        call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
-        while not call.over:
-            await call.change()
-        if call.gone:
-            return
-        if call.error is not None:
-            raise call.error
-        answer = dialect.whole(call, dialect.id_prefix + exchange.uid, int(time.time()))
-        await exchange.reply_json(answer, headers=warning(call.prepared))
+        self.answer_memory.open(call)
+        try:
+            call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
+            while not call.over:
+                await call.change()
+            if call.gone:
+                return
+            if call.error is not None:
+                raise call.error
+            pieces = dialect.whole(call, dialect.id_prefix + exchange.uid, int(time.time()))
+            await send_whole(exchange, call, pieces, warning(call.prepared))
+        finally:
+            self.answer_memory.close(call)
 
     async def _stream(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
         writer = dialect.stream(call, dialect.id_prefix + exchange.uid, int(time.time()))

@@ -7,7 +7,7 @@ tokens, text and logprobs are in output/. Everything here happens on the event l
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.core.job import Ending, Refusal, Sink
 from shoal.core.ports import EngineClient
@@ -35,6 +35,7 @@ class Call:
         self.gone = False  # the client disconnected
         self.error: Exception | None = None
         self.undecided = len(prepared.jobs)  # jobs neither accepted nor refused
+        self.on_logprobs: Callable[[int], None] = lambda entries: None  # called as more of them are kept
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- called by the HTTP side ------------------------------------------------------------------------------------
@@ -126,7 +127,8 @@ class CollectSink(Sink):
         self.call.accepted()
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.call.outputs.prompt_logprobs[self.number] += values
+        self.call.outputs.prompt_logprobs[self.number].extend(values)
+        self.call.on_logprobs(sum(1 + len(one.top_tokens) for one in values))
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
         one = self.samples[sample]
@@ -139,6 +141,8 @@ class CollectSink(Sink):
         except Exception as error:  # must not reach the engine client, which serves other jobs too
             self.call.fail(error)
             return
+        if logprobs is not None:
+            self.call.on_logprobs(1 + len(logprobs.top_tokens))
         if one.stopped:
             self.call.client.finish_at(self.job_id, sample, len(one.tokens))
 

@@ -15,6 +15,7 @@ from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
 from shoal.output.parser import Parser, PlainParser
+from shoal.server.answer_size import check_logprobs
 from shoal.server.auth import salt_of
 from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
@@ -140,6 +141,9 @@ class Preparer:
         echo: list[str] | None = None,
     ) -> PreparedRequest:
         """The last step: jobs for the encoded prompts, and how they are to be answered."""
+        info, lengths = self.info(), [len(prompt) for prompt in prompts]
+        context = None if info is None else info.max_model_len
+        check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream))
         grammar = await self._grammar(body, params)
         return PreparedRequest(
             jobs=self._jobs(body, id, key, prompts, params, grammar),

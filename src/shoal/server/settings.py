@@ -36,6 +36,7 @@ class ServerSettings:
     max_head_bytes: int = 64 * 2**10  # of the request line and headers
     max_headers: int = 128
     max_choices: int = 1024  # prompts times samples of one HTTP request
+    max_answer_logprobs: int = 2**22  # kept by all whole answers together; about 16 bytes each
     slow_client_timeout_s: float = 30.0  # for a client that does not read, or does not finish sending
     keep_alive_s: float = 75.0  # how long an idle connection is kept
     drain_timeout_s: float = 30.0

@@ -120,7 +120,7 @@ class StreamSink(Sink):
         self.call.accepted()
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.call.outputs.prompt_logprobs[self.number] += values
+        self.call.outputs.prompt_logprobs[self.number].extend(values)
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
         one, call = self.samples[sample], self.call
@@ -132,12 +132,14 @@ class StreamSink(Sink):
             if not self.opened[sample]:
                 self._open(sample)
             before = len(one.tokens)
-            parsed = one.parser.push(one.take(token, logprobs))
+            parsed = one.parser.push(one.take(token, None))  # logprobs are sent at once and not kept
             if not self.shows_tokens:
                 if parsed:
                     self.stream.add(self.choices[sample].delta(parsed))
             elif parsed or len(one.tokens) > before:
-                self.stream.add(self.choices[sample].full_delta(parsed, one.tokens[before:], one.logprobs[before:]))
+                tokens = one.tokens[before:]
+                shown = [logprobs] if tokens and logprobs is not None else []
+                self.stream.add(self.choices[sample].full_delta(parsed, tokens, shown))
         except Exception as error:  # must not reach the engine client, which serves other jobs too
             call.fail(error)
             return
