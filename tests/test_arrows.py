@@ -36,8 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "build": {"config", "core", "kv", "sched", "engine", "files", "text", "kernels", "models", "runner", "workload"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
-    "processes.engine": {"build", "config", "keys", "core", "engine", "sched", "text", "obs"},
-    "processes.front": {"config", "keys", "core", "engine", "files", "text", "obs", "server"},
+    "processes.engine": {"processes", "build", "config", "keys", "core", "engine", "sched", "text", "obs"},
+    "processes.front": {"processes", "config", "keys", "core", "engine", "files", "text", "obs", "server"},
     "processes": set(),
     "cli": {
         "build",

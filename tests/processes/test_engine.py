@@ -6,7 +6,8 @@ import pytest
 
 from shoal.core.ports import Executor
 from shoal.errors import BadConfig
-from shoal.processes.engine import WRAPPER, wrapped
+from shoal.processes.engine import wrapped
+from shoal.processes.hooks import EXECUTOR_WRAPPER
 from tests.fakes import FakeExecutor
 
 
@@ -28,7 +29,7 @@ def test_without_the_variable_the_executor_stays_as_it_is() -> None:
 def test_the_named_function_wraps_the_executor_and_the_log_tells_it(caplog: pytest.LogCaptureFixture) -> None:
     executor = FakeExecutor(8, 4)
     with caplog.at_level(logging.WARNING):
-        outer = wrapped(executor, {WRAPPER: f"{__name__}:wrap"})
+        outer = wrapped(executor, {EXECUTOR_WRAPPER: f"{__name__}:wrap"})
     assert isinstance(outer, Wrapper)
     assert outer.inner is executor
     assert f"{__name__}:wrap" in caplog.text
@@ -36,5 +37,5 @@ def test_the_named_function_wraps_the_executor_and_the_log_tells_it(caplog: pyte
 
 @pytest.mark.parametrize("name", ["no_such_module:f", f"{__name__}:no_such_function", "no-colon", ":f"])
 def test_a_name_that_cannot_be_imported_is_refused(name: str) -> None:
-    with pytest.raises(BadConfig, match=WRAPPER):
-        wrapped(FakeExecutor(8, 4), {WRAPPER: name})
+    with pytest.raises(BadConfig, match=EXECUTOR_WRAPPER):
+        wrapped(FakeExecutor(8, 4), {EXECUTOR_WRAPPER: name})

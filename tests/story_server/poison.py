@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.ports import Executor, LateMasks
-from shoal.processes.engine import WRAPPER
+from shoal.processes.hooks import EXECUTOR_WRAPPER
 
 VARIABLE = "_TEST_POISON"
 
@@ -57,7 +57,7 @@ def poisoned(executor: Executor) -> Executor:
 def poison_env(token: int, how: str) -> dict[str, str]:
     """Environment variables for a server whose engine breaks when this token is in a prompt: raise, crash or hang."""
     return {
-        WRAPPER: f"{__name__}:{poisoned.__name__}",
+        EXECUTOR_WRAPPER: f"{__name__}:{poisoned.__name__}",
         VARIABLE: f"{token}:{how}",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }

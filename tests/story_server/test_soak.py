@@ -1,4 +1,5 @@
-"""Soak: random traffic over HTTP for a long time, with cancellations, slow readers, bad requests and killed engines.
+"""Soak: random traffic over HTTP for a long time, with cancellations, slow readers, bad and hostile requests and killed
+engines.
 
 Twenty minutes, or SOAK_S seconds. In the end nothing is held, nothing has grown, and every answer is accounted for:
 finished, refused with a reason, or given up by its client.
@@ -11,16 +12,19 @@ import random
 import signal
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from shoal.bench.hostile_bodies import Attack, attacks
 from tests.story_server.servers import RESTARTS, SMALL, Server, async_lines_of, family_of, resident_bytes, running
 
 SOAK_S = float(os.environ.get("SOAK_S", "1200"))
 USERS = 40
+KINDS = {"plain": 8, "stream": 8, "leave": 4, "slow": 2, "bad": 4, "schema": 2, "hostile": 1}
 BAD: list[dict[str, Any]] = [
     {"prompt": []},
     {"prompt": [5], "max_tokens": -1},
@@ -31,6 +35,14 @@ BAD: list[dict[str, Any]] = [
     {"prompt": [5], "no_such_field": 1},
     {"model": "nobody", "prompt": [5]},
 ]
+
+# those with an answer of their own that comes soon; templates and unfinished bodies have their tests in test_hostile.py
+HOSTILE = [one for one in attacks() if one.finished and not one.name.startswith(("template", "the same, streamed"))]
+
+
+@cache
+def body_of(attack: Attack) -> bytes:
+    return attack.body()
 
 
 class Soak:
@@ -47,7 +59,7 @@ class Soak:
         async with httpx.AsyncClient(timeout=120) as client:
             while time.monotonic() < self.until_s:
                 self.counts["asked"] += 1
-                kind = chance.choices(["plain", "stream", "leave", "slow", "bad", "schema"], [4, 4, 2, 1, 2, 1])[0]
+                kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
                 try:
                     self.counts[await getattr(self, f"_{kind}")(client, chance)] += 1
                 except (TimeoutError, httpx.TransportError) as error:
@@ -82,6 +94,14 @@ class Soak:
         if got.status_code not in (400, 404, 413, 503) or "error" not in got.json():
             self.wrong.append(f"{body} was answered with {got.status_code}: {got.text[:200]}")
         return "refused"
+
+    async def _hostile(self, client: httpx.AsyncClient, chance: random.Random) -> str:
+        attack = chance.choice(HOSTILE)
+        headers = {"Content-Type": "application/json"}
+        got = await client.post(f"{self.server.url}{attack.path}", content=body_of(attack), headers=headers)
+        if got.status_code not in (200, 400, 413, 429, 503):
+            self.wrong.append(f"{attack.name} was answered with {got.status_code}: {got.text[:200]}")
+        return "finished" if got.status_code == 200 else "refused"
 
     async def _stream(
         self, client: httpx.AsyncClient, chance: random.Random, slow_s: float = 0.0, most: int = 10**9

@@ -14,6 +14,7 @@ from shoal.cli.accuracy import add_accuracy
 from shoal.cli.common import check_writable, new_command
 from shoal.cli.compare import add_model, load_once, make_folder
 from shoal.cli.frontend import add_frontend
+from shoal.cli.hostile import add_hostile
 from shoal.cli.latency import add_latency
 from shoal.cli.policies import add_policies
 from shoal.cli.scheduler import add_scheduler
@@ -64,6 +65,7 @@ def add_bench(commands: Any) -> None:
     add_giant(kinds)
     add_serve(kinds, new_command)
     add_frontend(kinds)
+    add_hostile(kinds)
     add_scheduler(kinds)
     add_policies(kinds)
     add_accuracy(kinds)

@@ -4,7 +4,6 @@ Builds the engine, opens its socket in the private folder and serves fronts unti
 config cannot be served; the reason is on standard error. main() and serve() are for other engine programs, too.
 """
 
-import importlib
 import json
 import logging
 import os
@@ -19,17 +18,16 @@ from shoal.core.ports import Executor
 from shoal.engine import blackbox, wire
 from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
-from shoal.errors import BadConfig, ShoalError
+from shoal.errors import ShoalError
 from shoal.keys.file import KeyBook
 from shoal.keys.limits import KeyLimits
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
+from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
 from shoal.sched.make import default_limits
 from shoal.text.grammar import grammars_of
 
 log = logging.getLogger("shoal.processes.engine")
-
-WRAPPER = "_SHOAL_EXECUTOR_WRAPPER"  # a hook for debugging, in docs/operations.md
 
 
 def main(run: Callable[[Mapping[str, Any]], None]) -> int:
@@ -112,17 +110,9 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
 
 
 def wrapped(executor: Executor, environ: Mapping[str, str]) -> Executor:
-    """The executor inside the one that WRAPPER=MODULE:FUNCTION makes of it; itself where the variable is not set."""
-    name = environ.get(WRAPPER)
-    if not name:
-        return executor
-    module, _, function = name.partition(":")
-    try:
-        wrap: Callable[[Executor], Executor] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadConfig(f"{WRAPPER} must name an importable MODULE:FUNCTION, not {name!r}: {error}") from error
-    log.warning("debugging: the executor is wrapped by %s", name)
-    return wrap(executor)
+    """The executor inside the one that the debugging hook makes of it; itself without the hook."""
+    wrap = hook(EXECUTOR_WRAPPER, environ)
+    return executor if wrap is None else wrap(executor)
 
 
 if __name__ == "__main__":

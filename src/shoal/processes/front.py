@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shoal.keys.file import KeyBook
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
+from shoal.processes.hooks import LOOP_FACTORY, hook
 from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
@@ -43,13 +44,18 @@ def main() -> int:
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
     try:
-        import uvloop
-
-        uvloop.run(run(config))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(run(config))
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return USERS_MISTAKE
     return 0
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    return hook(LOOP_FACTORY, os.environ) or uvloop.new_event_loop
 
 
 async def run(config: Mapping[str, Any]) -> None:

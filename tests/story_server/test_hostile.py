@@ -1,0 +1,67 @@
+"""Hostile requests: whatever a body holds, the front's event loop stays free and its memory bounded.
+
+CPU time of the loop's own thread is measured, not wall time, so that a slow or busy machine does not matter.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from shoal.bench.hostile import CLOSED, OPEN, forget_peak, peak_mb, send_all
+from shoal.bench.hostile_bodies import Attack, attacks, template
+from tests.story_server.loop_probe import long_callbacks, probe_env
+from tests.story_server.servers import SMALL, Server, running
+
+MOST_CPU_S = 0.05  # of one callback
+MOST_MB = 300
+LIMIT_S = 120.0  # until all answers are there; a streamed one may be cut
+ATTACKS = attacks()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server whose front writes its long callbacks to a file."""
+
+    server: Server
+    callbacks: Path
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "template.jinja").write_text(template())
+    flags = ("--max-num-seqs", "32", "--max-model-len", "2048", "--chat-template", str(folder / "template.jinja"))
+    with running(folder, tiny_model, *SMALL, *flags, env=probe_env(folder / "callbacks")) as server:
+        assert server.post("/v1/completions", {"prompt": "warm", "max_tokens": 1}).status_code == 200
+        yield Target(server, folder / "callbacks")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
+def test_the_loop_stays_free_and_memory_bounded(target: Target, attack: Attack) -> None:
+    where = urlsplit(target.server.url)
+    (front,) = target.server.front_pids()
+    forget_peak(front)
+    began_s = time.monotonic()
+    limit_s = 5.0 if not attack.finished else LIMIT_S
+    answers = asyncio.run(send_all(where.hostname or "", where.port or 0, attack, limit_s))
+    assert not [status for status in answers if status.startswith("5") and status != "503"], answers
+    assert CLOSED not in answers
+    assert attack.finished is False or OPEN not in answers
+    slow = [one for one in long_callbacks(target.callbacks, began_s) if one.cpu_s > MOST_CPU_S]
+    assert not slow, slow[:3]
+    assert peak_mb(front) < MOST_MB
+    assert target.server.front_pids() == [front], "the front was restarted"
+    assert target.server.complete(max_tokens=2).status_code == 200
+
+
+def test_the_probe_notices_a_long_callback(tmp_path: Path, tiny_model: Path) -> None:
+    """The start of a front takes far longer than a request may; the probe must have seen it."""
+    with running(tmp_path, tiny_model, *SMALL, env=probe_env(tmp_path / "callbacks")):
+        assert long_callbacks(tmp_path / "callbacks", 0.0)
