@@ -8,10 +8,13 @@ import httpx
 import pytest
 
 from shoal.core.job import EngineInfo
+from shoal.server import workers
 from shoal.server.bodies import read
 from shoal.server.body_memory import SMALL, BodyMemory
 from shoal.server.dialects.completions import CompletionRequest
+from shoal.server.info_routes import MOST_TOKENIZED
 from shoal.server.json_size import MOST_IDS, MOST_VALUES
+from shoal.text.tokenizer import Tokenizer
 from tests.server.fake_client import FakeClient, until
 from tests.server.fronts import ask, error_of, front, listening, raw_request, run
 
@@ -120,3 +123,37 @@ def test_unfinished_bodies_are_refused_beyond_the_memory_for_them_and_small_ones
             await until(lambda: app.body_memory.used == 0)
 
     run(work)
+
+
+# ---- texts that are too long -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("letter", ["a", " ", "Ж"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any, **more: Any) -> Any:
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", never)
+    text = letter * 1_900_000
+    for path, body in (
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": ["", text]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        error = error_of(post(path, json.dumps(body, ensure_ascii=False).encode()), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "at least" in error["message"]
+        assert "512" in error["message"]
+
+
+def test_tokenizing_has_a_limit_of_its_own() -> None:
+    assert post("/tokenize", json.dumps({"prompt": "a b" * 10_000}).encode()).status_code == 200  # beyond the context
+    error = error_of(post("/tokenize", json.dumps({"prompt": "\x04" * 600_000}).encode()), 400)
+    assert str(MOST_TOKENIZED) in error["message"]
+    ids = json.dumps({"tokens": [7] * (MOST_TOKENIZED + 1)}).encode()
+    assert str(MOST_TOKENIZED) in error_of(post("/detokenize", ids), 400)["message"]
+
+
+def test_few_texts_are_tokenized_at_a_time() -> None:
+    assert workers.TOKENIZE._max_workers <= 2
+    assert workers.PYTHON._max_workers == 1

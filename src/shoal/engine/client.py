@@ -233,12 +233,14 @@ class ZmqClient:
             live.sink.flush()
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        pause = TurnTaker()
         while True:
+            await pause.if_long()  # recv() does not wait while there are messages
             data = await socket.recv()
             try:
                 message = wire.read_engine(data)
                 if isinstance(message, wire.Pass):
-                    await self._take(message)
+                    await self._take(message, pause)
                 elif isinstance(message, wire.Ready):
                     self._ready(message)
                 else:
@@ -272,12 +274,11 @@ class ZmqClient:
 
     # ---- events of jobs -------------------------------------------------------------------------------------------
 
-    async def _take(self, message: wire.Pass) -> None:
+    async def _take(self, message: wire.Pass, pause: TurnTaker) -> None:
         """Pass everything on to the sinks, in order; a long message lets others have the event loop in between."""
         if self._info is None or message.epoch != self._info.epoch:
             return  # from an engine that is gone
         touched: dict[int, LiveJob] = {}
-        pause = TurnTaker()
         for part in message.prompt_logprobs:
             await self._take_prompt_logprobs(part, pause)
         await self._take_tokens(message, touched, pause)

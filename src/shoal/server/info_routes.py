@@ -19,6 +19,7 @@ from shoal.server.pages import load_pages
 from shoal.server.prepare import no_model
 from shoal.server.workers import off_loop
 
+MOST_TOKENIZED = 2**18  # tokens of one /tokenize or /detokenize, where the context is not longer
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -57,17 +58,20 @@ class InfoRoutes:
         preparer.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "give either prompt or messages")
+        most = max(MOST_TOKENIZED, self._max_model_len() or 0)
         if body.messages is not None:
             opens = body.add_generation_prompt is not False
-            ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs)
+            ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs, most)
         else:
-            ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False)
+            ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False, most)
         await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
 
     async def detokenize(self, exchange: Exchange) -> None:
         body = await read(DetokenizeRequest, await exchange.json_body())
         self.front.preparer.check_model(body.model)
         tokenizer = self.front.preparer.need_tokenizer("tokens")
+        if len(body.tokens) > MOST_TOKENIZED:
+            raise BadField("tokens", f"tokens has {len(body.tokens)} ids, limit {MOST_TOKENIZED}; send fewer")
         over = max(body.tokens, default=0)
         if over >= 2**31 or over >= max(tokenizer.vocab_size, self._vocab_size()):
             raise BadField("tokens", f"token id {over} is not in the vocabulary")

@@ -59,6 +59,7 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes | None] = {}
+        self._names: dict[int, str] = {}
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes a token stands for wherever it stands; None without a tokenizer."""
@@ -84,6 +85,12 @@ class TokenNames:
 
     def name_of(self, token: int) -> str:
         """For completions, which have no `bytes` and use names as keys: part of a character is escaped."""
+        name = self._names.get(token)
+        if name is None:
+            name = self._names[token] = self._find_name(token)
+        return name
+
+    def _find_name(self, token: int) -> str:
         raw = self.bytes_of(token)
         if raw is None:
             return f"token_id:{token}"

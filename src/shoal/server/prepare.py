@@ -22,6 +22,7 @@ from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.rules import check_depth, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
 from shoal.server.workers import SHORT, off_loop
+from shoal.text.length import LeastTokens
 from shoal.text.tokenizer import Tokenizer
 
 AROUND = 16  # characters that a chat template adds to each message, roughly
@@ -77,6 +78,7 @@ class Preparer:
     ) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
+        self.least = None if tokenizer is None else LeastTokens(tokenizer)
         self.grammars = grammars
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
@@ -96,12 +98,25 @@ class Preparer:
             raise no_model(name, self.settings)
         return name
 
-    async def text_ids(self, text: str, add_special: bool = True) -> list[int]:
+    async def text_ids(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
+        """`most`: refuse a text of more tokens than this, before tokenizing it if that can be told then."""
         tokenizer = self.need_tokenizer("prompt")
-        return await off_loop(len(text), lambda: tokenizer.encode(text, add_special))
+
+        def encode() -> list[int]:
+            self.check_length(text, "prompt", most)
+            return tokenizer.encode(text, add_special)
+
+        ids = await off_loop(len(text), encode)
+        if most is not None and len(ids) > most:
+            raise PromptTooLong(f"prompt has {len(ids)} tokens; the limit is {most}; shorten it")
+        return ids
 
     async def chat_ids(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool, variables: Mapping[str, Any] | None
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+        most: int | None = None,
     ) -> list[int]:
         tokenizer = self.need_tokenizer("messages")
         given = dict(variables or {})
@@ -115,8 +130,14 @@ class Preparer:
             check_depth(message.tool_calls or [], f"messages[{number}].tool_calls")
         plain = [message.plain() for message in messages]
         size = sum(_size(message) + AROUND for message in plain) + (SHORT if given else 0)
+
+        def encode() -> list[int]:
+            text = tokenizer.render(plain, add_generation_prompt, **given)
+            self.check_length(text, "messages", most)
+            return tokenizer.encode(text, add_special=False)
+
         try:
-            return await off_loop(size, lambda: tokenizer.chat(plain, add_generation_prompt, **given))
+            return await off_loop(size, encode)
         except BadChat as error:
             raise BadField("messages", str(error)) from error
 
@@ -180,12 +201,32 @@ class Preparer:
         encoded: list[list[int]] = []
         if texts:
             tokenizer = self.need_tokenizer("prompt")
-            encoded = await off_loop(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
+
+            def encode_all() -> list[list[int]]:
+                for number, text in enumerate(texts):
+                    self.check_length(text, f"prompt {number}" if len(prompts) > 1 else "prompt")
+                return [tokenizer.encode(text) for text in texts]
+
+            encoded = await off_loop(sum(map(len, texts)), encode_all)
         of_texts = iter(encoded)
         ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
         for number, one in enumerate(ids):
             self.check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
         return ids
+
+    def check_length(self, text: str, where: str, most: int | None = None) -> None:
+        """Refuse a text that is certainly too long, before it is tokenized: that takes long and much memory."""
+        info = self.info()
+        if most is None and info is not None:
+            most = info.max_model_len - 1
+        if most is None or len(text) <= most or self.least is None:
+            return
+        tokens = self.least.above(text, most)
+        if tokens is not None:
+            limit = f"the limit is {most}"
+            if info is not None and most == info.max_model_len - 1:
+                limit = f"the limit is {info.max_model_len} for prompt and output together"
+            raise PromptTooLong(f"{where} has at least {tokens} tokens; {limit}; shorten it to at most {most}")
 
     def check_ids(self, ids: list[int], where: str) -> None:
         """Checks that the engine makes too, here made before a large message is sent to it."""
