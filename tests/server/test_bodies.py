@@ -51,6 +51,19 @@ def test_a_body_of_a_million_values_is_refused_by_its_field(field: str) -> None:
     assert str(MOST_IDS if field in ("prompt", "tokens") else MOST_VALUES) in error["message"]
 
 
+def test_many_unknown_fields_are_no_fault_of_the_prompt() -> None:
+    body = {"prompt": "x", **{f"field{number}": 0 for number in range(100_000)}}
+    error = error_of(post("/v1/completions", json.dumps(body).encode()), 400)
+    assert error["param"] is None
+    assert str(MOST_VALUES) in error["message"]
+
+
+def test_a_number_of_a_million_digits_is_refused_before_it_is_read() -> None:
+    for text in ("9" * 10**6, "0." + "9" * 10**6):
+        body = json.dumps({"prompt": "1" * 20_000, "temperature": 0}).encode().replace(b"0}", text.encode() + b"}")
+        assert "digits" in error_of(post("/v1/completions", body), 400)["message"]
+
+
 def test_a_long_prompt_of_token_ids_is_taken() -> None:
     client = FakeClient(lambda job, sample: [5])
     client._info = LARGE

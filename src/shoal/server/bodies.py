@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shoal.core.params import MAX_STOPS, PARAMS
 from shoal.server.errors import HttpError, bad_body
-from shoal.server.json_size import MOST_IDS, MOST_VALUES, field_at, measure
+from shoal.server.json_size import MOST_DIGITS, MOST_IDS, MOST_VALUES, field_at, measure
 from shoal.server.workers import PYTHON, off_loop
 
 # Fields of OpenAI's and similar APIs that are refused, and why. A null is accepted for all of them.
@@ -235,6 +235,8 @@ def _read(kind: type[Body], body: bytes) -> Body:
 def _check_size(kind: type[Struct], body: bytes) -> None:
     """Refuse more values than any real request has, before they become objects; token ids have a limit of their own."""
     size = measure(body, MOST_VALUES + MOST_IDS, MOST_VALUES)
+    if size.long_number:
+        raise HttpError(400, f"a number has {MOST_DIGITS} digits or more; send a shorter one", code="bad_value")
     if size.values <= MOST_VALUES:
         return
     where = field_at(body, measure(body, MOST_VALUES, MOST_VALUES).end, kind.__struct_fields__)
