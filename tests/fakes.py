@@ -32,7 +32,6 @@ from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.slo import Slo
 from shoal.sched.steptime import CopyTimes, StepModel
-from shoal.sched.tenants import TenantLimits, no_limits
 
 VOCAB = 50
 MASK = 2**61 - 1
@@ -348,7 +347,6 @@ def make_scheduler(
     headroom_tokens: int = 0,
     max_queue: int = 0,
     max_wait_s: float | None = None,
-    key_limits: TenantLimits | None = None,
     drafts: int = 0,
     wrong_drafts: int = 3,
     kind: type[Scheduler] = Scheduler,
@@ -387,7 +385,7 @@ def make_scheduler(
         copies,
         FakeDrafter(drafts, wrong_drafts) if drafts else NoDrafter(),
     )
-    rules = Rules(max_queue, max_wait_s, (lambda tenant: key_limits) if key_limits else no_limits, max_preemptions)
+    rules = Rules(max_queue, max_wait_s, max_preemptions)
     return kind(limits, KVManager(blocks, block_size, keep, host_blocks), policies, rules)
 
 

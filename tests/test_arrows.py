@@ -19,7 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "core": set(),
     "config": {"core"},
-    "keys": {"sched", "core"},
+    "keys": {"core"},
     "kv": {"core"},
     "sched": {"kv", "config", "core"},
     "engine": {"sched", "core"},
@@ -36,7 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "build": {"config", "core", "kv", "sched", "engine", "files", "text", "kernels", "models", "runner", "workload"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
-    "processes.engine": {"processes", "build", "config", "keys", "core", "engine", "sched", "text", "obs"},
+    "processes.engine": {"processes", "build", "config", "core", "engine", "sched", "text", "obs"},
     "processes.front": {"processes", "config", "keys", "core", "engine", "files", "text", "obs", "server"},
     "processes": set(),
     "cli": {

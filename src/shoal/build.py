@@ -34,7 +34,6 @@ from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import choose_threads, release_threads
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
-from shoal.sched.tenants import LimitsOf
 from shoal.text.template import read_template
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -86,18 +85,17 @@ def build(
     config: EngineConfig,
     clock: Clock | None = None,
     progress: bool = False,
-    limits_of: LimitsOf | None = None,
     in_idle_moments: bool = False,
     spare_folder: Path | None = None,
 ) -> Built:
     """Everything that serves one model in this process.
 
-    `limits_of`: the limits of each API key; by default all keys have those of the config. `in_idle_moments`: record a
-    GPU's graphs while the loop is idle, not now. `spare_folder`: for compiled kernels, if the home folder is read-only.
+    `in_idle_moments`: record a GPU's graphs while the loop is idle, not now. `spare_folder`: for compiled kernels, if
+    the home folder is read-only.
     """
     if spare_folder is not None:
         keep_in(spare_folder)
-    return assemble(load(config, progress), config, clock, limits_of, progress, in_idle_moments)
+    return assemble(load(config, progress), config, clock, progress, in_idle_moments)
 
 
 def load(config: EngineConfig, progress: bool = False) -> Loaded:
@@ -127,7 +125,6 @@ def assemble(
     loaded: Loaded,
     config: EngineConfig,
     clock: Clock | None = None,
-    limits_of: LimitsOf | None = None,
     progress: bool = False,
     in_idle_moments: bool = False,
 ) -> Built:
@@ -141,7 +138,7 @@ def assemble(
     limits = make_limits(config, spec, blocks * config.block_size)
     host = host_blocks(config, spec, dtype, blocks)
     store = KVStore(spec, blocks, config.block_size, dtype, device, host)  # raises if it does not fit
-    scheduler = make_scheduler(config, limits, blocks, host, limits_of)
+    scheduler = make_scheduler(config, limits, blocks, host)
     runner = Runner(loaded.model, store, scheduler.tables.rows.count, limits.max_model_len, device)
     # with depth 2 each answer costs one pass too many; on a CPU that is more than planning ahead gains
     depth = config.depth or (2 if device == "cuda" else 1)

@@ -14,7 +14,8 @@ ShoalError
 │   ├── PromiseBroken       its tier's promise (SLO) can no longer be kept
 │   ├── Evicted             KV memory ran out, and it was not resumed
 │   ├── Draining            the server is shutting down
-│   └── EngineDown          the engine is starting or has stopped
+│   ├── EngineDown          the engine is starting or has stopped
+│   └── LedgerDown          the limits of its API key cannot be checked now
 ├── BadConfig             the engine cannot be built as configured
 │   ├── UnknownName         no such policy, option or file key; the known ones are listed
 │   └── ImpossiblePair      two choices that cannot work together
@@ -81,6 +82,10 @@ class Draining(Rejected):
 
 class EngineDown(Rejected):
     """The engine is starting or has stopped."""
+
+
+class LedgerDown(Rejected):
+    """The limits of the request's API key cannot be checked at the moment."""
 
 
 class DeadlinePassed(Rejected):

@@ -104,6 +104,8 @@ def test_a_bad_variable_is_refused_by_name(environ: dict[str, str], reason: str)
     [
         ({"port": 70000}, "port must be between"),
         ({"api_key": ("short",)}, "at least 8 characters"),
+        ({"key_max_concurrent": 0}, "key_max_concurrent must be at least 1"),
+        ({"key_tokens_per_minute": 0}, "key_tokens_per_minute must be at least 1"),
         ({"api_key": ("a=sk-123456789", "b=sk-123456789")}, "each must be unique"),
         ({"api_key": ("a=sk-123456789", "a=sk-987654321")}, "each must be unique"),
         ({"ssl_certfile": "x.pem"}, "needs both"),

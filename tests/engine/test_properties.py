@@ -18,7 +18,7 @@ from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Group, Reason, Request, State
-from shoal.errors import BadRequest, PromptTooLong, QueueFull, RateLimited, Rejected
+from shoal.errors import BadRequest, PromptTooLong, QueueFull, Rejected
 from shoal.sched.memory import Reserve
 from shoal.sched.ordering import Fcfs
 from shoal.sched.pass_builder import PassBuilder
@@ -26,7 +26,6 @@ from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.steady import Steady
-from shoal.sched.tenants import TenantLimits
 from tests.fakes import FakeExecutor, FakeGrammar, make_request, make_scheduler, oracle
 
 
@@ -592,7 +591,6 @@ class Clocked(Run):
 
     pass_s: float = 0.0  # how long a pass takes
     time_s: float = 1000.0
-    accepted: list[tuple[float, str, int]] = field(default_factory=list)  # (when, tenant, prompt tokens)
     refused: list[str] = field(default_factory=list)  # what for
 
     @property
@@ -625,9 +623,8 @@ class Clocked(Run):
     def tables(self) -> object:
         """Everything a refusal must leave alone."""
         scheduler = self.scheduler
-        alive = {tenant: scheduler.tables.tenants.alive(tenant) for tenant in ("", "a", "b")}
         lines = [list(scheduler.requests), list(scheduler.waiting), list(scheduler.running)]
-        return lines, alive, len(scheduler.tables.tenants), scheduler.tables.deadlines.next_s(), scheduler.kv.pool.held
+        return lines, scheduler.tables.deadlines.next_s(), scheduler.kv.pool.held
 
     def offer(self, requests: list[Request]) -> None:
         """Submit a job; a refusal must have its reason, and leave no trace."""
@@ -637,43 +634,20 @@ class Clocked(Run):
         except (BadRequest, Rejected) as error:
             refusal = error
         if refusal is None:
-            self.accepted.append((self.now_s, requests[0].tenant, requests[0].prompt_len))
             most = self.scheduler.tables.admission.max_queue
             assert not most or self.scheduler.waiting.newcomers <= most, "too many wait"
             return
         self.refused.append(type(refusal).__name__)
         assert self.tables() == before
         assert {request.order for request in requests} == {-1}
-        self.check_refusal(refusal, len(requests), requests[0].tenant)
+        self.check_refusal(refusal, len(requests))
 
-    def check_refusal(self, refusal: Exception, n: int, tenant: str) -> None:
+    def check_refusal(self, refusal: Exception, n: int) -> None:
         if isinstance(refusal, QueueFull):
             assert self.scheduler.waiting.newcomers + n > self.scheduler.tables.admission.max_queue > 0
             assert 1 <= (refusal.retry_after_s or 0) <= 60
-        elif isinstance(refusal, RateLimited):
-            assert tenant
-            assert (refusal.retry_after_s or 0) > 0
         elif not isinstance(refusal, PromptTooLong):
             assert n > 1, "one request was refused for its n"
-
-
-def check_tenants(run: Clocked, limits: TenantLimits | None) -> None:
-    if limits is None or limits.max_concurrent is None:
-        return
-    for tenant in ("a", "b"):
-        alive = sum(request.tenant == tenant for request in run.scheduler.requests.values())
-        assert alive <= limits.max_concurrent, f"tenant {tenant} has {alive} requests alive"
-
-
-def check_windows(run: Clocked, limits: TenantLimits | None) -> None:
-    """In any 60 s a tenant's accepted prompts are at most what leaks out, and what the bucket holds at the end."""
-    if limits is None or limits.tokens_per_minute is None:
-        return
-    for tenant in ("a", "b"):
-        mine = [(at_s, tokens) for at_s, who, tokens in run.accepted if who == tenant]
-        bound = limits.tokens_per_minute + max(limits.tokens_per_minute, *(tokens for _, tokens in mine), 0)
-        for begin_s, _ in mine:
-            assert sum(tokens for at_s, tokens in mine if begin_s <= at_s <= begin_s + 60) <= bound
 
 
 timed_arrival = st.tuples(
@@ -699,9 +673,6 @@ rules = st.fixed_dictionaries(
     {
         "max_queue": st.sampled_from([0, 1, 2, 5]),
         "max_wait_s": st.sampled_from([None, None, 1.0, 4.0]),
-        "key_limits": st.sampled_from(
-            [None, TenantLimits(2, None), TenantLimits(None, 30), TenantLimits(3, 60), TenantLimits(1, 5)]
-        ),
     }
 )
 
@@ -712,7 +683,7 @@ def timed_job(number: int, prompt: list[int], max_tokens: int, n: int, tenant: s
     return [make_request(f"r{number}.{one}", prompt, max_tokens, sample=one, **more) for one in range(n)]
 
 
-def play_timed(run: Clocked, limits: TenantLimits | None, traffic: list[Move]) -> None:
+def play_timed(run: Clocked, traffic: list[Move]) -> None:
     for number, (what, *how) in enumerate(traffic):
         if what == "arrive":
             run.offer(timed_job(number, *how))  # type: ignore[arg-type]
@@ -731,10 +702,8 @@ def play_timed(run: Clocked, limits: TenantLimits | None, traffic: list[Move]) -
         else:
             end_one(run, "abort", int(how[0]))  # type: ignore[call-overload]
         run.scheduler.check()
-        check_tenants(run, limits)
     run.drain()
     run.verify()
-    check_windows(run, limits)
     check_forgotten(run)
 
 
@@ -744,7 +713,6 @@ def check_forgotten(run: Clocked) -> None:
     assert scheduler.tables.deadlines.next_s() is None, "a deadline of a request that has ended is still kept"
     assert scheduler.wake_s(run.now_s) is None
     scheduler.expire(run.now_s + 24 * 3600)
-    assert len(scheduler.tables.tenants) == 0, "a tenant is remembered for ever"
     assert not scheduler.news
 
 
@@ -760,7 +728,7 @@ def test_random_traffic_keeps_deadlines_and_limits(
     config: dict[str, object], rule: dict[str, object], depth: int, pass_s: float, traffic: list[Move]
 ) -> None:
     run = Clocked(make_scheduler(**config, **rule), depth, pass_s=pass_s)  # type: ignore[arg-type]
-    play_timed(run, rule["key_limits"], traffic)  # type: ignore[arg-type]
+    play_timed(run, traffic)
 
 
 @pytest.mark.parametrize("batching", ["continuous", "static"])
@@ -772,21 +740,18 @@ def test_a_rush_hour_has_endings_and_refusals_of_all_kinds(depth: int, batching:
     for _ in range(400):
         for _ in range(chance.choice([1, 1, 2, 6])):
             prompt = [chance.randrange(4) for _ in range(chance.randrange(1, 20))]
-            n, tenant = chance.choice([1, 1, 1, 2, 3, 4]), chance.choice(["", "a", "b"])
+            n, tenant = chance.choice([1, 1, 1, 2, 3, 7]), chance.choice(["", "a", "b"])
             timeout_s = chance.choice([None, None, 1.0, 2.0, 5.0, 20.0])
             traffic.append(("arrive", prompt, chance.randrange(1, 25), n, tenant, timeout_s))
         traffic.append(("finish", chance.randrange(1, 9)))
         if chance.random() < 0.2:
             traffic += [("abort", chance.randrange(30)), ("begin",), ("tick", chance.choice([1.0, 5.0])), ("expire",)]
-    limits = TenantLimits(3, 400)
-    scheduler = make_scheduler(
-        blocks=14, max_num_seqs=4, batching=batching, max_queue=6, max_wait_s=4.0, key_limits=limits
-    )
+    scheduler = make_scheduler(blocks=14, max_num_seqs=4, batching=batching, max_queue=6, max_wait_s=4.0)
     run = Clocked(scheduler, depth, pass_s=0.2)
-    play_timed(run, limits, traffic)
+    play_timed(run, traffic)
     ends = Counter(run.ended.values())
     assert min(ends[reason] for reason in (Reason.LENGTH, Reason.ABORT, Reason.TIMEOUT, Reason.REJECTED)) >= 10
-    assert min(Counter(run.refused)[kind] for kind in ("QueueFull", "RateLimited", "BadParameter")) >= 10
+    assert min(Counter(run.refused)[kind] for kind in ("QueueFull", "BadParameter")) >= 10
     late = [run.requests[id] for id, reason in run.ended.items() if reason is Reason.REJECTED]
     assert any(request.last_step >= 0 for request in late), "nobody was late with its first token on the way"
     assert any(request.last_step < 0 for request in late), "nobody was late in the line"
@@ -804,7 +769,7 @@ def test_a_request_resumed_on_a_fresh_engine_generates_what_it_would_have(
     """The first engine dies at a random moment; what its requests were told is all that is left of them."""
     first = Run(make_scheduler(**config), depth)  # type: ignore[arg-type]
     play(first, [*traffic, *[("finish",)] * passes], drain=False)
-    second = Run(make_scheduler(**other, max_queue=1, key_limits=TenantLimits(1, 1)), depth)  # type: ignore[arg-type]
+    second = Run(make_scheduler(**other, max_queue=1), depth)  # type: ignore[arg-type]
     groups: dict[str, Group] = {}
     for id, old in first.requests.items():
         if id in first.ended:

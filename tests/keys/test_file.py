@@ -19,8 +19,7 @@ from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, EngineError
 from shoal.keys.api_key import ApiKey, digest_of
 from shoal.keys.file import MOST_KEYS, PUBLISHED, KeyBook, hashed, joined, line_of, new_key, publish, read_key_file
-from shoal.keys.limits import KeyLimits
-from shoal.sched.tenants import TenantLimits
+from shoal.keys.limits import KeyLimits, TenantLimits
 
 HASH = hashlib.sha256(b"sk-alice-key").hexdigest()
 Capture = pytest.CaptureFixture[str]
@@ -38,11 +37,17 @@ def test_a_key_has_a_name_a_hash_and_what_it_may_do(tmp_path: Path) -> None:
   tier: gold
   max_concurrent: 8
   tokens_per_minute: 100000
+  may_set_priority: true
 - {{name: ops, sha256: {"ab" * 32}, admin: true, max_concurrent: 0}}
 """
     assert read(tmp_path, text) == [
         ApiKey(
-            name="alice", digest=digest_of("sk-alice-key"), tier="gold", max_concurrent=8, tokens_per_minute=100_000
+            name="alice",
+            digest=digest_of("sk-alice-key"),
+            tier="gold",
+            max_concurrent=8,
+            tokens_per_minute=100_000,
+            may_set_priority=True,
         ),
         ApiKey(name="ops", digest=bytes.fromhex("ab" * 32), admin=True, max_concurrent=0),
     ]
@@ -67,6 +72,7 @@ def test_a_key_has_a_name_a_hash_and_what_it_may_do(tmp_path: Path) -> None:
         (f"- {{name: a, sha256: {HASH}, teir: x}}", "did you mean 'tier'"),
         (f"- {{name: a, sha256: {HASH}, tier: [x]}}", "tier must be a name"),
         (f"- {{name: a, sha256: {HASH}, admin: 1}}", "admin must be true or false"),
+        (f"- {{name: a, sha256: {HASH}, may_set_priority: 5}}", "may_set_priority must be true or false"),
         (f"- {{name: a, sha256: {HASH}, max_concurrent: -1}}", "max_concurrent must be a whole number"),
         (f"- {{name: a, sha256: {HASH}, tokens_per_minute: true}}", "tokens_per_minute must be a whole number"),
         (f"- {{name: a, sha256: {HASH}, tokens_per_minute: lots}}", "tokens_per_minute must be a whole number"),
@@ -98,13 +104,14 @@ def test_two_keys_that_are_the_same_are_refused() -> None:
 
 
 def test_the_printed_line_and_key_belong_together(tmp_path: Path, capsys: Capture) -> None:
-    flags = ["--tier", "gold", "--max-concurrent", "3", "--tokens-per-minute", "500", "--admin"]
+    flags = ["--tier", "gold", "--max-concurrent", "3", "--tokens-per-minute", "500", "--admin", "--may-set-priority"]
     assert main(["key", "alice", *flags]) == 0
     printed = capsys.readouterr()
     key = printed.err.split()[-1]
     assert len(key) > 40
     assert key not in printed.out
-    want = ApiKey(name="alice", digest=digest_of(key), tier="gold", max_concurrent=3, tokens_per_minute=500, admin=True)
+    limits = {"max_concurrent": 3, "tokens_per_minute": 500}
+    want = ApiKey(name="alice", digest=digest_of(key), tier="gold", **limits, admin=True, may_set_priority=True)
     assert read(tmp_path, printed.out) == [want]
 
 

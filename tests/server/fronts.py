@@ -43,6 +43,7 @@ def front(
     defaults: Mapping[str, Any] | None = None,
     metrics: Any = None,
     spans: Any = None,
+    limiter: Any = None,
     api_keys: Sequence[ApiKey | tuple[str, str]] = (),
     **settings: Any,
 ) -> Front:
@@ -56,6 +57,7 @@ def front(
         defaults or {},
         metrics,
         spans,
+        limiter,
     )
 
 

@@ -11,7 +11,7 @@ from shoal.server.errors import as_http, internal
 EXPECTED = {
     "BadRequest": 400, "EmptyPrompt": 400, "PromptTooLong": 400, "BadParameter": 400, "BadGrammar": 400, "BadChat": 400,
     "QueueFull": 429, "RateLimited": 429, "Rejected": 503, "DeadlinePassed": 503, "Draining": 503, "EngineDown": 503,
-    "PromiseBroken": 503, "Evicted": 503,
+    "PromiseBroken": 503, "Evicted": 503, "LedgerDown": 503,
 }  # fmt: skip
 KINDS = [name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.ShoalError)]
 
@@ -41,7 +41,9 @@ def test_a_refusal_of_an_unknown_kind_is_an_internal_error() -> None:
         (Refusal("RateLimited", "x", 0.0), b"1"),
         (Refusal("QueueFull", "x"), b"1"),
         (Refusal("EngineDown", "x"), b"5"),
-        (Refusal("DeadlinePassed", "x"), None),
+        (Refusal("DeadlinePassed", "x"), b"1"),
+        (Refusal("LedgerDown", "x"), b"5"),
+        (Refusal("BadParameter", "x"), None),
     ],
 )
 def test_retry_after_is_in_whole_seconds(refusal: Refusal, seconds: bytes | None) -> None:

@@ -143,7 +143,7 @@ def test_the_file_is_read_again_on_sighup(keyed: Server, file: Path) -> None:
         hang_up(keyed, "was reloaded")
         assert get(keyed, "/v1/models", BOB).status_code == 401
         assert get(keyed, "/v1/models", CAROL).status_code == 200
-        assert keyed.complete(n=2, max_tokens=1, key=CAROL).status_code == 400, "her limit has reached the engine"
+        assert keyed.complete(n=2, max_tokens=1, key=CAROL).status_code == 400, "her limit has reached the ledger"
         for _ in range(20):
             assert next(events)["choices"], "who was let in may finish"
     file.write_text("- {name: carol, key: sk-carol-0123}")
@@ -160,7 +160,6 @@ def test_new_limits_count_at_once_also_for_a_key_that_has_requests_running(keyed
     with long_stream(keyed, key=BOB):
         write(file, FILE[0], replace(FILE[1], tokens_per_minute=30), FILE[2])
         hang_up(keyed, "was reloaded")
-        assert keyed.complete(prompt=[5] * 40, max_tokens=1, key=BOB).status_code == 200, "the bucket was empty"
         refused = keyed.complete(max_tokens=1, key=BOB)
         assert refused.status_code == 429
         assert "30 tokens per minute" in assert_error_shape(refused)["message"]

@@ -164,6 +164,7 @@ def test_a_deadline_that_passes_in_the_queue_is_a_503(narrow: Server) -> None:
     with long_stream(narrow) as events:
         answer = narrow.complete(max_tokens=1, timeout=0.3)
         assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
         assert_error_shape(answer)
         goes_on(events)
         assert narrow.metrics().get(WAITING) == 0
@@ -190,6 +191,7 @@ def test_waiting_longer_than_max_wait_is_a_503(narrow: Server) -> None:
     with long_stream(narrow):
         answer = narrow.complete(max_tokens=1)
         assert answer.status_code == 503
+        assert 1 <= int(answer.headers["retry-after"]) <= 60
         assert_error_shape(answer)
     narrow.wait_until_idle()
 

@@ -24,6 +24,7 @@ def add_key(commands: Any) -> None:
     parser.add_argument("--max-concurrent", type=int, metavar="N", help="most requests at once; 0: no limit")
     parser.add_argument("--tokens-per-minute", type=int, metavar="N", help="most tokens per minute; 0: no limit")
     parser.add_argument("--admin", action="store_true", help="may see all requests, at /debug/requests")
+    parser.add_argument("--may-set-priority", action="store_true", help="may set the priority of its requests")
     parser.add_argument(
         "--stdin", action="store_true", help="read an existing key from standard input instead of creating one"
     )
@@ -46,6 +47,7 @@ def run_key(args: argparse.Namespace) -> int:
             max_concurrent=args.max_concurrent,
             tokens_per_minute=args.tokens_per_minute,
             admin=args.admin,
+            may_set_priority=args.may_set_priority,
         )
     )
     if args.json:

@@ -1,4 +1,5 @@
-"""shoal serve: an OpenAI-compatible server. This process supervises the engine and the fronts."""
+"""shoal serve: an OpenAI-compatible server. This process supervises the engine and the fronts, and keeps the ledger of
+the keys' limits, which outlives both."""
 
 import argparse
 import ipaddress
@@ -23,6 +24,7 @@ from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, EngineError
 from shoal.keys.api_key import ApiKey
 from shoal.keys.file import PUBLISHED, check_tiers, hashed, joined, publish, read_key_file
+from shoal.keys.limits import KeyLimits, TenantLimits
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ def run_serve(args: argparse.Namespace) -> int:
     engine, serve = read_options(args)
     from shoal.engine.supervise import Supervisor
     from shoal.engine.wire import GIVEN_UP
+    from shoal.keys.ledger_service import LedgerService
     from shoal.obs.logs import set_up_logs
 
     set_up_logs(serve.log_level, serve.log_format)
@@ -54,9 +57,12 @@ def run_serve(args: argparse.Namespace) -> int:
     keys = load_keys(serve, tiers)
     listener = listen(serve)
     folder = PrivateFolder()
+    default = TenantLimits(serve.key_max_concurrent, serve.key_tokens_per_minute)
+    ledger = LedgerService(folder.path, KeyLimits(lambda: folder.keys, default))
     try:
         if keys:
             folder.publish(keys)
+            ledger.start()
         children = make_children(engine, serve, folder.path, listener, mend=folder.mend)
         supervisor = Supervisor(
             children[0],
@@ -68,20 +74,22 @@ def run_serve(args: argparse.Namespace) -> int:
         )
         return supervisor.run()
     finally:
+        ledger.stop()
         listener.close()
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
 class PrivateFolder:
-    """Folder that the server's processes share: the engine's socket, the current keys. Only this user can enter it."""
+    """Folder that the server's processes share: the sockets of engine and ledger, the current keys. Only this user can
+    enter it."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="shoal-"))
-        self._keys: Sequence[ApiKey] = ()
+        self.keys: Sequence[ApiKey] = ()  # in force; replaced as a whole, since the ledger's thread reads them
 
     def publish(self, keys: Sequence[ApiKey]) -> None:
         publish(keys, self.path)
-        self._keys = keys
+        self.keys = keys
 
     def mend(self) -> None:
         """Recreate it if it was removed, for instance by a cleaner of temporary files: the next engine's socket goes
@@ -97,8 +105,8 @@ class PrivateFolder:
                 raise EngineError(
                     f"{self.path} is no longer a folder that only this user can enter; restart the server"
                 )
-            if self._keys and not (self.path / PUBLISHED).exists():
-                publish(self._keys, self.path)
+            if self.keys and not (self.path / PUBLISHED).exists():
+                publish(self.keys, self.path)
         except OSError as error:
             raise EngineError(f"the folder {self.path} cannot be recreated: {error.strerror}") from error
 

@@ -266,12 +266,6 @@ class EngineConfig(Options):
     max_wait: float | None = option(
         None, "most seconds a request may wait before it starts; default: no limit", parse=float, group="admission"
     )
-    key_max_concurrent: int | None = option(
-        None, "most requests of one API key at once; each of n samples counts", parse=int, group="admission"
-    )
-    key_tokens_per_minute: int | None = option(
-        None, "most tokens of one API key per minute, prompt and output", parse=int, group="admission"
-    )
     check: bool = option(False, "check every invariant after every pass (slow)")
 
     def __post_init__(self) -> None:
@@ -279,9 +273,6 @@ class EngineConfig(Options):
         for name in ("block_size", "max_preemptions"):
             self._at_least(name, 1)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "threads", "depth"):
-            if getattr(self, name) is not None:
-                self._at_least(name, 1)
-        for name in ("key_max_concurrent", "key_tokens_per_minute"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         for name in ("chunk_tokens", "lane_tokens", "headroom_tokens"):

@@ -31,6 +31,12 @@ class ServeConfig(Options):
     api_keys_file: str | None = option(
         None, "YAML file with hashed API keys, their tiers and limits; reloaded on SIGHUP", group="server"
     )
+    key_max_concurrent: int | None = option(
+        None, "most requests of one API key at once; each sample of each prompt counts", parse=int, group="server"
+    )
+    key_tokens_per_minute: int | None = option(
+        None, "most tokens of one API key per minute, prompt and output", parse=int, group="server"
+    )
     api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
     allowed_hosts: tuple[str, ...] = option(
         (), "host name that a server without keys answers to, beside its own; * for all", group="server"
@@ -71,6 +77,9 @@ class ServeConfig(Options):
         if not 0 <= self.port <= 65535:
             raise BadConfig(f"port must be between 0 and 65535, not {self.port}")
         self._at_least("api_workers", 1)
+        for name in ("key_max_concurrent", "key_tokens_per_minute"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
         self._at_least("max_body", 1024)
         if self.max_body_memory < 2 * self.max_body:
             raise BadConfig(

@@ -40,7 +40,7 @@ class Job:
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()  # ids that end a sample
-    tenant: str = ""  # the key whose limits it counts against
+    tenant: str = ""  # the key that it came with
     salt: str = ""  # prefix-cache blocks are shared only among jobs of the same salt
     priority: int = 0  # lower goes first, if the order policy uses it
     tier: str = ""  # the name of its promise; "": the default tier

@@ -26,6 +26,7 @@ class ApiKey:
     max_concurrent: int | None = None  # unfinished requests; None: the server's default, 0: no limit
     tokens_per_minute: int | None = None  # None and 0 as above
     admin: bool = False  # may see the requests of all keys
+    may_set_priority: bool = False  # of its own requests
 
 
 KeySource: TypeAlias = Callable[[], Sequence[ApiKey]]  # the keys in force now; empty: no key is needed

@@ -1,10 +1,10 @@
 """The key file: reading it, checking it, and handing the keys to the processes that need them.
 
 Owns the file's format and its error messages. Only the supervisor reads the file; it writes the valid keys into the
-private folder, where fronts and the engine read them. So a broken file changes nothing, and a process that starts later
-has the same keys as the others. Knows no HTTP, and not what limits mean.
+private folder, where fronts read them. So a broken file changes nothing, and a front that starts later has the same
+keys as the others. Knows no HTTP, and not what limits mean.
 
-    keys.yaml ──► `shoal serve` (at the start, and on SIGHUP) ──► keys.json in the private folder ──► fronts, engine
+    keys.yaml ──► `shoal serve` (at the start, and on SIGHUP) ──► keys.json in the private folder ──► fronts
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from shoal.keys.api_key import NAME, ApiKey, digest_of
 PUBLISHED = "keys.json"  # its name in the private folder
 SHORTEST = 8  # characters of a key
 MOST_KEYS = 4096  # each request's key is compared with all of them
-FIELDS = ("name", "sha256", "tier", "max_concurrent", "tokens_per_minute", "admin")
+RIGHTS = ("admin", "may_set_priority")
+FIELDS = ("name", "sha256", "tier", "max_concurrent", "tokens_per_minute", *RIGHTS)
 HOW = "run `shoal key NAME --stdin`, type the key, and put the line that it prints into the file"
 
 # ---- the file -------------------------------------------------------------------------------------------------------
@@ -63,16 +64,17 @@ def _read_entry(entry: Any, where: str) -> ApiKey:
     tier = entry.get("tier") or ""
     if tier and not (isinstance(tier, str) and NAME.fullmatch(tier)):
         raise BadConfig(f"{where}: tier must be a name of at most 64 letters, digits and any of _.-")
-    admin = entry.get("admin", False)
-    if not isinstance(admin, bool):
-        raise BadConfig(f"{where}: admin must be true or false, not {admin!r}")
+    rights = {right: entry.get(right, False) for right in RIGHTS}
+    for right, value in rights.items():
+        if not isinstance(value, bool):
+            raise BadConfig(f"{where}: {right} must be true or false, not {value!r}")
     return ApiKey(
         name=name,
         digest=_read_hash(entry.get("sha256"), where),
         tier=tier,
         max_concurrent=_read_limit(entry, "max_concurrent", where),
         tokens_per_minute=_read_limit(entry, "tokens_per_minute", where),
-        admin=admin,
+        **rights,
     )
 
 
@@ -143,7 +145,7 @@ def line_of(key: ApiKey) -> str:
 def _as_mapping(key: ApiKey) -> dict[str, Any]:
     """Only what differs from the defaults."""
     found: dict[str, Any] = {"name": key.name, "sha256": key.digest.hex()}
-    for field in ("tier", "max_concurrent", "tokens_per_minute", "admin"):
+    for field in FIELDS[2:]:
         value = getattr(key, field)
         if value is not None and value != "" and value is not False:
             found[field] = value
@@ -187,5 +189,6 @@ class KeyBook:
 
 
 def hashed(pairs: Sequence[tuple[str, str]]) -> list[ApiKey]:
-    """Keys that were given in plain text, as (name, key), by a flag or a variable."""
+    """Keys that were given in plain text, as (name, key), by a flag or a variable. They have no rights and no limits
+    of their own."""
     return [ApiKey(name=name, digest=digest_of(key)) for name, key in pairs]

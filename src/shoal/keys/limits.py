@@ -1,16 +1,36 @@
-"""The limits of each API key, in the form that the scheduler's tenants take.
+"""The limits of each API key.
 
-Owns the choice: a key's own limit, else the server's. Knows no files; it is given the source of the keys in force.
+Owns their meaning (None is no limit) and the choice: a key's own limit, else the server's. Knows no files; it is given
+the source of the keys in force.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
 from shoal.keys.api_key import ApiKey, KeySource
-from shoal.sched.tenants import TenantLimits
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may have; None is no limit."""
+
+    max_concurrent: int | None = None  # samples that have not ended
+    tokens_per_minute: int | None = None  # prompt and output
+
+    def __bool__(self) -> bool:
+        """Whether there is any limit."""
+        return self.max_concurrent is not None or self.tokens_per_minute is not None
+
+
+LimitsOf: TypeAlias = Callable[[str], TenantLimits]
 
 
 class KeyLimits:
-    """Limits by the name of a key. Every tenant has some, so that it is counted even before its key has limits.
+    """Limits by the name of a key. A key that was removed has the server's: its running requests may finish.
 
-    A key that was removed has the server's limits: its running requests may finish.
+    >>> KeyLimits(lambda: (), TenantLimits(max_concurrent=2))("alice").max_concurrent
+    2
     """
 
     def __init__(self, source: KeySource, default: TenantLimits) -> None:

@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from shoal.core.events import Finished, PassEvents
 from shoal.core.job import EngineInfo
 from shoal.core.request import Reason
-from shoal.errors import BadRequest, Rejected
+from shoal.errors import BadParameter, BadRequest, LedgerDown, RateLimited, Rejected
 
 OTHER = "other"
 
@@ -88,11 +88,21 @@ LABELLED = {
 }
 ANSWERED = frozenset({Reason.STOP, Reason.LENGTH, Reason.TIMEOUT})
 # all kinds, so that every series exists from the start and their number is bounded
-KINDS = (*sorted(kind.__name__ for base in (BadRequest, Rejected) for kind in base.__subclasses__()), OTHER)
+OF_FRONTS = (BadParameter.__name__, LedgerDown.__name__, RateLimited.__name__)  # because of a key's limits
+KINDS = (
+    *sorted(
+        kind.__name__
+        for base in (BadRequest, Rejected)
+        for kind in base.__subclasses__()
+        if kind not in (LedgerDown, RateLimited)  # the engine knows no limits of keys
+    ),
+    OTHER,
+)
 
-HTTP, ACTIVE = "shoal_http_requests", "shoal_http_active_requests"
+HTTP, ACTIVE, LIMITED = "shoal_http_requests", "shoal_http_active_requests", "shoal_limit_rejections"
 FRONT = {
     HTTP: "HTTP requests answered, by route and status",
+    LIMITED: "Requests refused because of their key's limits, by the name of the error",
     ACTIVE: "Unfinished generation requests of this front",
     "shoal_engine_up": "1 while the engine answers, else 0",
     "shoal_engine_restarts": "Restarts of the engine",
@@ -286,6 +296,7 @@ class FrontNumbers:
     active: int
     restarts: int  # of the engine, as seen by this front
     answers: list[tuple[str, str, int]]  # route, status, how many
+    refusals: list[tuple[str, int]]  # kind of error, how many
 
 
 class FrontMetrics(Collector):
@@ -300,6 +311,7 @@ class FrontMetrics(Collector):
         self.answers: Counter[tuple[str, str]] = Counter()  # (route, status) → answers
         for route in ("/v1/chat/completions", "/v1/completions"):
             self.answers[route, "500"] = 0  # exists from the start, so that rate() sees the first one
+        self.refusals = dict.fromkeys(OF_FRONTS, 0)
         self._up = False
         self._restarts = 0
         self._fronts: list[FrontNumbers] = []  # shown by collect()
@@ -310,11 +322,16 @@ class FrontMetrics(Collector):
         """Count one answer. The route may be a request's path; a path without a route counts as "other"."""
         self.answers[route_of(route), str(status)] += 1
 
+    def count_refusal(self, kind: str) -> None:
+        """Count one request that its key's limits refused."""
+        if kind in self.refusals:
+            self.refusals[kind] += 1
+
     def numbers(self, active: int, info: EngineInfo | None) -> FrontNumbers:
         if info is not None:
             self._restarts = max(self._restarts, info.epoch)  # the last known number while the engine is down
         answers = [(route, status, times) for (route, status), times in self.answers.items()]
-        return FrontNumbers(self.name, active, self._restarts, answers)
+        return FrontNumbers(self.name, active, self._restarts, answers, list(self.refusals.items()))
 
     def tell(self, active: int, info: EngineInfo | None) -> bytes:
         """This front's numbers as JSON, for another front."""
@@ -334,6 +351,10 @@ class FrontMetrics(Collector):
         for front in self._fronts:
             answers |= {(front.name, route, status): times for route, status, times in front.answers}
         yield _by_label(HTTP, FRONT[HTTP], ["front", "route", "status"], answers)
+        refusals: dict[tuple[str, ...], int] = {}
+        for front in self._fronts:
+            refusals |= {(front.name, kind): times for kind, times in front.refusals}
+        yield _by_label(LIMITED, FRONT[LIMITED], ["front", "kind"], refusals)
         active = GaugeMetricFamily(ACTIVE, FRONT[ACTIVE], labels=["front"])
         for front in self._fronts:
             active.add_metric([front.name], front.active)
@@ -345,14 +366,15 @@ class FrontMetrics(Collector):
 def read_numbers(data: bytes) -> FrontNumbers | None:
     """The numbers of another front; None if they cannot be read, as from a front that died while it sent them.
 
-    >>> read_numbers(b'{"name": "front-1", "active": 2, "restarts": 0, "answers": [["/health", "200", 5]]}')
-    FrontNumbers(name='front-1', active=2, restarts=0, answers=[('/health', '200', 5)])
+    >>> read_numbers(b'{"name": "f", "active": 2, "restarts": 0, "answers": [["/", "200", 5]], "refusals": []}')
+    FrontNumbers(name='f', active=2, restarts=0, answers=[('/', '200', 5)], refusals=[])
     >>> read_numbers(b'{"name": "front-1", "act')
     """
     try:
         read = json.loads(data)
         answers = [(str(route), str(status), int(times)) for route, status, times in read["answers"]]
-        return FrontNumbers(str(read["name"]), int(read["active"]), int(read["restarts"]), answers)
+        refusals = [(str(kind), int(times)) for kind, times in read["refusals"]]
+        return FrontNumbers(str(read["name"]), int(read["active"]), int(read["restarts"]), answers, refusals)
     except (ValueError, KeyError, TypeError):
         return None
 

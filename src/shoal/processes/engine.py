@@ -19,12 +19,9 @@ from shoal.engine import blackbox, wire
 from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
-from shoal.keys.file import KeyBook
-from shoal.keys.limits import KeyLimits
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
-from shoal.sched.make import default_limits
 from shoal.text.grammar import grammars_of
 
 log = logging.getLogger("shoal.processes.engine")
@@ -87,12 +84,10 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
 
     engine = EngineConfig(**config["engine"])
     folder = Path(config["folder"])
-    limits_of = KeyLimits(KeyBook(folder), default_limits(engine)) if config.get("keys") else None
     built = build(
         engine,
         InboxClock(socket),
         progress=sys.stderr.isatty(),
-        limits_of=limits_of,
         in_idle_moments=True,
         spare_folder=folder / "kernels",  # the next engine finds it there
     )

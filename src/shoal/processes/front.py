@@ -22,6 +22,8 @@ from shoal.errors import ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.keys.api_key import no_keys
 from shoal.keys.file import KeyBook
+from shoal.keys.ledger_client import LedgerClient
+from shoal.keys.limits import KeyLimits, TenantLimits
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
@@ -66,6 +68,8 @@ async def run(config: Mapping[str, Any]) -> None:
     client.start()
     settings = make_settings(config, serve, files)
     spans = open_spans(serve.otlp_endpoint, settings.version)
+    default = TenantLimits(serve.key_max_concurrent, serve.key_tokens_per_minute)
+    limiter = LedgerClient(Path(config["folder"]), KeyLimits(settings.keys, default))
     front = Front(
         settings,
         client,
@@ -75,11 +79,13 @@ async def run(config: Mapping[str, Any]) -> None:
         dict(sampling_defaults(files)),
         FrontMetrics(lasting_name(config)),
         spans,
+        limiter,
     )
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
     async with others.open():
         await answer(front, serve, config, client)
     await client.close()
+    await limiter.close()
     await asyncio.to_thread(spans.close)
 
 

@@ -1,7 +1,8 @@
 """Admission: accept a request, or refuse it with the reason.
 
 What can never work is a BadRequest. What could be served, but not while so many wait, is refused as QueueFull with the
-time after which it is worth another try. (Limits of a key are in tenants.py, limits on waiting in deadlines.py.)
+time after which it is worth another try. (Limits on waiting are in deadlines.py; those of API keys are the ledger's, in
+keys/, and are met before a request comes here.)
 Knows limits and how many wait; moves nothing, so a refusal leaves no trace.
 """
 
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 
 from shoal.core.request import Request
 from shoal.errors import BadParameter, BadRequest, EmptyPrompt, PromptTooLong, QueueFull
-from shoal.sched.tenants import LimitsOf, no_limits
 
 LONGEST_TIMEOUT_S = 1e8  # three years; for no limit the timeout is left out
 
@@ -31,7 +31,6 @@ class Rules:
 
     max_queue: int = 0  # requests that wait and have never run; 0: any number
     max_wait_s: float | None = None  # from arrival to the start
-    limits_of: LimitsOf = no_limits  # of a tenant
     max_preemptions: int = 8  # after so many a request starts only with every block it can need, and keeps them
 
 

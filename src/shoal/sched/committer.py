@@ -54,8 +54,6 @@ class Committer:
             drawing = [request for request, draws in zip(flight.requests, flight.draws, strict=True) if draws]
             for request, accepted in zip(drawing, result.accepted.tolist(), strict=True):
                 policies.order.generated(request, accepted)
-        if tables.tenants:  # some tenant has a limit
-            tables.tenants.charge(flight.requests, now_s)
         tables.rows.committed(flight.plan.step)
         if tables.suspects:
             tables.suspects.clear()

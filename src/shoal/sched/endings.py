@@ -66,7 +66,6 @@ class Endings:
         tables.groups.leave(request)
         tables.suspects.forget(request)
         tables.deadlines.drop(request)
-        tables.tenants.leave(request, tables.now_s)
         by_itself = request.reason in (Reason.STOP, Reason.LENGTH)
         if by_itself:
             policies.memory.learn(request)
@@ -80,11 +79,9 @@ class Endings:
             return
         deadlines = tables.deadlines
         message = deadlines.why(request, now_s)
-        if deadlines.lost_promise(request, now_s):
-            after_s = tables.admission.pace.wait_s(len(tables.waiting), now_s)
-            self._reject(request, Rejection(request.id, PromiseBroken.__name__, message, after_s))
-        else:
-            self._reject(request, Rejection(request.id, DeadlinePassed.__name__, message))
+        kind = PromiseBroken if deadlines.lost_promise(request, now_s) else DeadlinePassed
+        after_s = tables.admission.pace.wait_s(len(tables.waiting), now_s)
+        self._reject(request, Rejection(request.id, kind.__name__, message, after_s))
 
     def evict(self, request: Request) -> None:
         """End a request that is preempted for good: with an error if it has output, else as rejected."""

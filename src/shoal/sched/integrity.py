@@ -16,7 +16,6 @@ def check(tables: SharedTables) -> None:
     tables.waiting.check()
     assert all(request in known for request in tables.suspects), "a request that has ended is suspected"
     tables.deadlines.check(tables.requests.values())
-    tables.tenants.check(tables.requests.values())
     under_way: dict[Request, int] = {}
     for flight in tables.flights:
         for request, draws in zip(flight.requests, flight.draws, strict=True):

@@ -15,7 +15,6 @@ from shoal.sched.preempt import PREEMPT
 from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.setup import Setup
-from shoal.sched.tenants import LimitsOf, TenantLimits, no_limits
 
 
 def make_policies(setup: Setup) -> Policies:
@@ -37,22 +36,8 @@ def make_policies(setup: Setup) -> Policies:
     )
 
 
-def default_limits(config: EngineConfig) -> TenantLimits:
-    """Limits of keys that have none of their own."""
-    return TenantLimits(config.key_max_concurrent, config.key_tokens_per_minute)
-
-
-def make_rules(config: EngineConfig, limits_of: LimitsOf | None = None) -> Rules:
-    """Every key has the default limits, unless `limits_of` is given."""
-    if limits_of is None:
-        limits = default_limits(config)
-        limits_of = no_limits if limits == TenantLimits() else lambda tenant: limits
-    return Rules(config.max_queue, config.max_wait, limits_of, config.max_preemptions)
-
-
-def make_scheduler(
-    config: EngineConfig, limits: Limits, blocks: int, host: int = 0, limits_of: LimitsOf | None = None
-) -> Scheduler:
+def make_scheduler(config: EngineConfig, limits: Limits, blocks: int, host: int = 0) -> Scheduler:
     """A scheduler over so many KV blocks on the device and in host memory."""
+    rules = Rules(config.max_queue, config.max_wait, config.max_preemptions)
     kv = KVManager(blocks, config.block_size, config.prefix_caching, host)
-    return Scheduler(limits, kv, make_policies(Setup(config, config.read_tiers())), make_rules(config, limits_of))
+    return Scheduler(limits, kv, make_policies(Setup(config, config.read_tiers())), rules)

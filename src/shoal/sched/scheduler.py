@@ -71,7 +71,6 @@ class Scheduler:
             if not resumed:
                 if requests:
                     self._check_promise(requests[0])
-                tables.tenants.allow(requests, now_s)
                 tables.admission.check_queue(tables.waiting.newcomers, len(requests), now_s)
         except (BadRequest, Rejected) as error:
             kind, after_s = type(error).__name__, error.retry_after_s if isinstance(error, Rejected) else None
@@ -81,7 +80,6 @@ class Scheduler:
         for request, most in zip(requests, max_tokens, strict=True):
             request.allow(most)
             self._enqueue(request, now_s)
-        tables.tenants.enter(requests, now_s, resumed)
 
     def _check_ids(self, ids: list[str]) -> None:
         for request_id in ids:
@@ -133,7 +131,6 @@ class Scheduler:
         self.tables.advance(now_s)
         for request in self.tables.deadlines.due(now_s):
             self._endings.expire(request, now_s)
-        self.tables.tenants.forget(now_s)
 
     def finish(self, request_id: str, reason: Reason, at_output: int | None = None, error: str = "") -> bool:
         """End a request from outside, cut after `at_output` tokens if given. False if it has ended already."""

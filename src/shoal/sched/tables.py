@@ -23,7 +23,6 @@ from shoal.sched.policies import Policies
 from shoal.sched.rows import RowTable
 from shoal.sched.steady import Steady
 from shoal.sched.suspects import Suspects
-from shoal.sched.tenants import Tenants
 
 
 class Blocks(Enum):
@@ -44,7 +43,6 @@ class SharedTables:
         self.max_preemptions = rules.max_preemptions
         self.admission = Admission(limits, kv.pool.total * kv.block_size, rules.max_queue)
         self.deadlines = Deadlines(rules.max_wait_s)
-        self.tenants = Tenants(rules.limits_of)
         self.suspects = Suspects()
         self.groups = policies.batching.groups()
         # twice as many rows as slots, so that a row which a late pass still reads delays no request

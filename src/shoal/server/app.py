@@ -16,6 +16,7 @@ from starlette.routing import Route, Router
 
 from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
+from shoal.keys.ledger_client import Limiter, NoLimiter
 from shoal.obs.spans import NoSpans, Spans, Walk
 from shoal.server.answer_memory import AnswerMemory
 from shoal.server.auth import BASIC, BEARER, Keys
@@ -30,6 +31,7 @@ from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts,
 from shoal.server.hosts import Hosts
 from shoal.server.info_routes import InfoRoutes
 from shoal.server.jobs import Call, CollectSink
+from shoal.server.limits import KeyGate
 from shoal.server.logprobs import TokenNames
 from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
@@ -89,6 +91,7 @@ class Front:
         sampling_defaults: Mapping[str, Any],
         metrics: FrontCounters | None = None,
         spans: Spans | None = None,
+        limiter: Limiter | None = None,
     ) -> None:
         self.settings = settings
         self.client = client
@@ -97,6 +100,7 @@ class Front:
         self.other_fronts: OtherFronts = NoOtherFronts()  # set where there are several fronts
         self.spans: Spans = spans or NoSpans()
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
+        self.gate = KeyGate(limiter or NoLimiter(), self.metrics, lambda: client.info)
         names = TokenNames(tokenizer)
         self.dialects: Sequence[Dialect] = [dialect(self.preparer, names) for dialect in DIALECTS]
         self.keys = Keys(settings.keys)
@@ -199,9 +203,11 @@ class Front:
             prepared = await dialect.prepare(body, exchange.uid, exchange.key)
             del body
             exchange.release_body()
+            reservation = await self.gate.reserve_jobs(exchange.key, prepared.jobs)
             if watcher.gone:
+                reservation.settle(0)
                 return
-            call = Call(self.client, prepared, self.tokenizer, self.preparer.eos)
+            call = Call(self.client, prepared, self.tokenizer, self.preparer.eos, reservation)
             watcher.on_disconnect = call.disconnected
             self.calls.add(call)
             await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
@@ -212,6 +218,7 @@ class Front:
                 self.calls.discard(call)
                 if not call.over:
                     call.abort()
+                call.settle()
                 log_usage(exchange, call)
                 self.spans.record(walk_of(exchange, call))
 

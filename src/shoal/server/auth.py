@@ -1,7 +1,7 @@
 """Authentication: API keys, and the salt that keeps the cached prefixes of tenants apart.
 
-Owns the comparison of keys; knows only their hashes. Knows no routes. A key's limits are enforced in the engine, by the
-key's name, and access to admin pages where they are served.
+Owns the comparison of keys; knows only their hashes. Knows no routes. A key's limits are enforced by the ledger
+(limits.py), its right to set priorities in rules.py, and access to admin pages where they are served.
 """
 
 import base64

@@ -17,6 +17,7 @@ from shoal.errors import (
     EngineDown,
     EngineError,
     Evicted,
+    LedgerDown,
     PromiseBroken,
     PromptTooLong,
     QueueFull,
@@ -36,14 +37,18 @@ TABLE: tuple[tuple[type[ShoalError], int, str, str | None], ...] = (
     (Evicted, 503, "service_unavailable_error", "evicted"),
     (Draining, 503, "service_unavailable_error", "draining"),
     (EngineDown, 503, "service_unavailable_error", "engine_down"),
+    (LedgerDown, 503, "service_unavailable_error", "ledger_down"),
     (Rejected, 503, "service_unavailable_error", None),
 )
 # used where the engine gives none, so that clients do not retry at once
 RETRY_S: dict[type[ShoalError], float] = {
     QueueFull: 1.0,
     RateLimited: 1.0,
+    DeadlinePassed: 1.0,
+    PromiseBroken: 1.0,
     Draining: 5.0,
     EngineDown: 5.0,
+    LedgerDown: 5.0,
     Evicted: 1.0,
 }
 INTERNAL = "an internal error occurred; the server's log has details under this request's id"

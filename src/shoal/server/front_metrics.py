@@ -26,6 +26,9 @@ class FrontCounters(Protocol):
 
     def count(self, route: str, status: int) -> None: ...
 
+    def count_refusal(self, kind: str) -> None:
+        """A request was refused because of its key's limits; `kind` is the name of the error."""
+
     def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
         """As Prometheus text, together with the numbers of the other fronts."""
 
@@ -37,6 +40,8 @@ class NoCounters:
     """Counts nothing."""
 
     def count(self, route: str, status: int) -> None: ...
+
+    def count_refusal(self, kind: str) -> None: ...
 
     def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
         return b""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from shoal.core.ports import EngineClient
 from shoal.server.dialects.base import Dialect
 from shoal.server.front_metrics import FrontCounters, OtherFronts
+from shoal.server.limits import KeyGate
 from shoal.server.prepare import Preparer
 from shoal.server.settings import ServerSettings
 
@@ -19,6 +20,7 @@ class FrontView(Protocol):
     settings: ServerSettings
     client: EngineClient
     preparer: Preparer
+    gate: KeyGate
     metrics: FrontCounters
     other_fronts: OtherFronts
     draining: bool

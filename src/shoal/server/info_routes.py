@@ -53,17 +53,24 @@ class InfoRoutes:
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, exchange: Exchange) -> None:
-        body = await read(TokenizeRequest, await exchange.json_body())
+        data = await exchange.json_body()
+        body = await read(TokenizeRequest, data)
         preparer = self.front.preparer
         preparer.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "give either prompt or messages")
         most = max(MOST_TOKENIZED, self._max_model_len() or 0)
-        if body.messages is not None:
-            opens = body.add_generation_prompt is not False
-            ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs, most)
-        else:
-            ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False, most)
+        reservation = await self.front.gate.reserve_text(exchange.key, len(data))
+        used = 0
+        try:
+            if body.messages is not None:
+                opens = body.add_generation_prompt is not False
+                ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs, most)
+            else:
+                ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False, most)
+            used = len(ids)
+        finally:
+            reservation.settle(used)
         await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
 
     async def detokenize(self, exchange: Exchange) -> None:

@@ -13,6 +13,7 @@ from shoal.core.job import Ending, Refusal, Sink
 from shoal.core.ports import EngineClient
 from shoal.core.request import Logprobs, Reason
 from shoal.errors import DeadlinePassed, EngineError
+from shoal.keys.ledger_client import Reservation
 from shoal.output.outputs import Outputs
 from shoal.output.sample import Sample
 from shoal.server.prepare import PreparedRequest
@@ -25,7 +26,12 @@ class Call:
     """All jobs of one HTTP request: submitted together, aborted together."""
 
     def __init__(
-        self, client: EngineClient, prepared: PreparedRequest, tokenizer: Tokenizer | None, eos: frozenset[int]
+        self,
+        client: EngineClient,
+        prepared: PreparedRequest,
+        tokenizer: Tokenizer | None,
+        eos: frozenset[int],
+        reservation: Reservation | None = None,
     ) -> None:
         self.client = client
         self.prepared = prepared
@@ -36,6 +42,8 @@ class Call:
         self.error: Exception | None = None
         self.undecided = len(prepared.jobs)  # jobs neither accepted nor refused
         self.on_logprobs: Callable[[int], None] = lambda entries: None  # called as more of them are kept
+        self.reservation = reservation or Reservation()  # of its key's limits
+        self.reservation.follow(self._used)
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- called by the HTTP side ------------------------------------------------------------------------------------
@@ -47,6 +55,7 @@ class Call:
                 self.client.submit(job, sink)
         except BaseException:
             self.abort()
+            self.reservation.settle(0)
             raise
 
     def abort(self) -> None:
@@ -59,6 +68,7 @@ class Call:
         if not self.gone:
             self.gone = True
             self.abort()
+            self.settle()
             self.wake()
 
     def fail(self, error: Exception) -> None:
@@ -66,7 +76,25 @@ class Call:
         if self.error is None:
             self.error = error
             self.abort()
+            self.settle()
             self.wake()
+
+    def settle(self) -> None:
+        """It has ended: its key is charged for what it used. Before the client can know, which may ask again at once.
+
+        What was refused costs nothing. A client that disconnects pays for its prompt, even if it still waited.
+        """
+        refused = self.error is not None and not self._begun
+        self.reservation.settle(0 if refused else self.outputs.prompt_tokens + self.outputs.output_tokens)
+
+    @property
+    def _begun(self) -> bool:
+        """Whether a job was accepted: its first token has come."""
+        return self.undecided < len(self.prepared.jobs)
+
+    def _used(self) -> int:
+        """Tokens so far, for the key's limits."""
+        return self.outputs.prompt_tokens + self.outputs.output_tokens if self._begun else 0
 
     @property
     def over(self) -> bool:
@@ -105,6 +133,8 @@ class Call:
             self.fail(EngineError(ending.error or "the engine failed on this request"))
             return ""
         rest = self.outputs.end(sample, ending)
+        if self.outputs.running == 0:
+            self.settle()
         late = ending.reason in (Reason.TIMEOUT.value, Reason.REJECTED.value)
         if late and self.outputs.running == 0 and not self.outputs.output_tokens:
             self.fail(DeadlinePassed("the request timed out before its first token; raise timeout or retry later"))

@@ -20,6 +20,7 @@ PLACE = "#/components/schemas/{name}"
 ERRORS = {
     400: "An invalid value; `param` names it. For a prompt that is too long the code is context_length_exceeded.",
     401: "The API key is missing or unknown.",
+    403: "The API key may not do this: `priority` needs a key with that right.",
     404: "No such model, or no such path.",
     405: "The path does not support this method.",
     408: "The body took too long to arrive.",
@@ -139,6 +140,8 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
             TokenizeRequest,
             answers.TokenizeAnswer,
             {"model": settings.model, "prompt": "Once upon a time"},
+            429,
+            503,
         ),
         "/detokenize": _post(
             "The text of token ids",
@@ -172,7 +175,7 @@ def _errors(*statuses: int) -> Json:
 def _generation(operation: Operation, settings: ServerSettings) -> Json:
     """A path that generates: it can stream, and it can be refused for load."""
     example = {"model": settings.model, **operation.example}
-    path = _post(operation.summary, operation.request, operation.answer, example, 429, 503)
+    path = _post(operation.summary, operation.request, operation.answer, example, 403, 429, 503)
     good, chunk = path["post"]["responses"]["200"], operation.chunk.__name__
     good["description"] += "; with stream, one event per token, then `data: [DONE]`"
     about = f"Events `data: {{…}}` with a {chunk} each; an error after the start is also sent as an event."

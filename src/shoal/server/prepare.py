@@ -19,7 +19,7 @@ from shoal.server.answer_size import check_logprobs
 from shoal.server.auth import salt_of
 from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
-from shoal.server.rules import check_depth, grammar_of, include_usage, tier_ignored, tier_of
+from shoal.server.rules import check_depth, check_priority, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
 from shoal.server.workers import SHORT, off_loop
 from shoal.text.length import LeastTokens
@@ -165,6 +165,7 @@ class Preparer:
         info, lengths = self.info(), [len(prompt) for prompt in prompts]
         context = None if info is None else info.max_model_len
         check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream))
+        check_priority(body, key)
         grammar = await self._grammar(body, params)
         return PreparedRequest(
             jobs=self._jobs(body, id, key, prompts, params, grammar),

@@ -10,7 +10,7 @@ import msgspec
 from shoal.core.job import GrammarSpec
 from shoal.keys.api_key import ApiKey
 from shoal.server.bodies import GenerationBody
-from shoal.server.errors import BadField
+from shoal.server.errors import BadField, HttpError
 
 NESTED = (dict, list)
 MOST_DEPTH = 64  # of free-form values: schemas, tool calls, template variables
@@ -56,6 +56,19 @@ def tier_of(body: GenerationBody, key: ApiKey | None) -> str:
 def tier_ignored(body: GenerationBody, key: ApiKey | None) -> list[str]:
     """["tier"] where the requested tier is not the key's."""
     return ["tier"] if key is not None and body.tier is not None and body.tier != key.tier else []
+
+
+def check_priority(body: GenerationBody, key: ApiKey | None) -> None:
+    """Refuse a priority that the key may not set. A server without keys takes any."""
+    if body.priority and key is not None and not key.may_set_priority:
+        raise HttpError(
+            403,
+            "priority cannot be set with this API key; leave it out, or use a key with 'may_set_priority: true' in the "
+            "key file",
+            type="permission_error",
+            param="priority",
+            code="priority_not_allowed",
+        )
 
 
 def check_depth(value: dict[str, Any] | list[Any], param: str) -> None:
