@@ -474,7 +474,7 @@ def test_noise_on_the_socket_is_dropped(tmp_path: Path) -> None:
     ):
         stranger.send(noise)
     stranger.send_multipart([b"a", b"b", b"c"])
-    stranger.send(wire.pack(wire.Abort(99)))
+    stranger.send(wire.pack(wire.Abort([99])))
     stranger.send(wire.pack(wire.FinishAt(99, 1)))
 
     async def story() -> None:

@@ -10,7 +10,6 @@ import json
 import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import zmq
@@ -20,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from shoal.core.clock import Clock, WallClock
 from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink
 from shoal.core.request import Reason
+from shoal.core.turns import TurnTaker
 from shoal.engine import wire
 from shoal.errors import EngineDown
 
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 PING_S = 1.0
 ANSWER_S = 5.0  # longest wait for an answer to a question
 FRESH_S = 1.0  # longest wait for fresh metrics: a pass may take long, and old ones are better than none
-TURN_S = 0.01  # longest time that the events of one message have the event loop at once
 MOST_RESUMES = 10  # a job is not submitted again once it has seen so many restarts
 RETRY_S = 5.0
 STARTING = "the engine is starting or being restarted; try again in a few seconds"
@@ -56,24 +55,6 @@ class Question:
     answer: "asyncio.Future[bytes]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class TurnTaker:
-    """Gives others a turn on the event loop when a piece of work has had it for TURN_S."""
-
-    def __init__(self) -> None:
-        self._until_s = monotonic() + TURN_S
-
-    def is_long(self) -> bool:
-        return monotonic() > self._until_s
-
-    async def turn(self) -> None:
-        await asyncio.sleep(0)
-        self._until_s = monotonic() + TURN_S
-
-    async def if_long(self) -> None:
-        if self.is_long():
-            await self.turn()
-
-
 class ZmqClient:
     """An EngineClient over ZMQ. Made, started, used and closed on one event loop."""
 
@@ -86,6 +67,7 @@ class ZmqClient:
         self._live: dict[int, LiveJob] = {}  # by number
         self._numbers: dict[str, int] = {}  # by job id
         self._count = 0
+        self._aborts: list[int] = []  # numbers to be sent
         self._questions: dict[int, Question] = {}
         self._metrics: str | None = None  # of the engine, as of its last answer
         self._tasks: list[asyncio.Task[None]] = []
@@ -130,6 +112,7 @@ class ZmqClient:
         """Abort the jobs that still run, and disconnect."""
         for live in list(self._live.values()):
             self.abort(live.job.id)
+        self._send_aborts()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -156,7 +139,14 @@ class ZmqClient:
         number = self._numbers.get(job_id)
         if number is not None:
             self._forget(self._live[number])
-            self._send(wire.Abort(number))
+            if not self._aborts:  # a request may have a thousand jobs: their numbers go out in one message
+                asyncio.get_running_loop().call_soon(self._send_aborts)
+            self._aborts.append(number)
+
+    def _send_aborts(self) -> None:
+        if self._aborts:
+            self._send(wire.Abort(self._aborts))
+            self._aborts = []
 
     def finish_at(self, job_id: str, sample: int, outputs: int) -> None:
         number = self._numbers.get(job_id)
@@ -337,7 +327,7 @@ class ZmqClient:
         """Before its first token the whole job is refused; later only a sample whose time is over."""
         if not live.accepted:
             live.sink.refused(refusal)
-            self._send(wire.Abort(live.number))
+            self._send(wire.Abort([live.number]))
             live.outputs.clear()
         elif refusal.kind in ("DeadlinePassed", "PromiseBroken"):
             live.outputs.pop(sample, None)

@@ -129,7 +129,7 @@ class Host:
             wire.Hello: self._hello,
             wire.Ping: lambda front, message: None,
             wire.Submit: self._submit,
-            wire.Abort: lambda front, message: self._abort(front, message.number),
+            wire.Abort: self._abort_all,
             wire.FinishAt: self._finish_at,
             wire.Ask: self._ask,
         }
@@ -273,6 +273,10 @@ class Host:
     def _refuse(self, front: bytes, number: int, error: ShoalError) -> None:
         self.fronts[front].jobs.pop(number, None)
         self._news(front).refused.append((number * wire.SAMPLES, Refusal.of(error)))
+
+    def _abort_all(self, front: bytes, message: wire.Abort) -> None:
+        for number in message.numbers:
+            self._abort(front, number)
 
     def _abort(self, front: bytes, number: int) -> None:
         for request_id in self.fronts[front].jobs.pop(number, ()):

@@ -67,9 +67,9 @@ class Submit(Message):
 
 
 class Abort(Message):
-    """The result of this job is no longer needed."""
+    """The results of these jobs are no longer needed."""
 
-    number: int
+    numbers: list[int]
 
 
 class FinishAt(Message):

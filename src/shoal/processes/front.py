@@ -5,6 +5,7 @@ share one port. SIGTERM drains: new requests are refused, running ones may finis
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ from shoal.text.grammar import grammars_of
 from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
 
+GC_THRESHOLDS = (20_000, 50, 100)  # far apart: a full collection takes tens of milliseconds with many requests
 log = logging.getLogger("shoal.processes.front")
 
 
@@ -82,6 +84,9 @@ async def run(config: Mapping[str, Any]) -> None:
         limiter,
     )
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
+    gc.collect()
+    gc.freeze()  # what exists now stays: going through it again and again would hold up the event loop
+    gc.set_threshold(*GC_THRESHOLDS)
     async with others.open():
         await answer(front, serve, config, client)
     await client.close()

@@ -22,14 +22,9 @@ def check_logprobs(
     if params.logprobs is None:
         return
     each = 1 + params.logprobs
+    if stream and echo:
+        _check_echo(prompt_lengths, each)
     if stream:
-        longest = max(prompt_lengths) if echo else 0
-        if longest * each > MOST_EVENT_ENTRIES:
-            raise BadField(
-                "echo",
-                f"echo with logprobs asks for {longest} prompt tokens x {each} logprobs in one event, limit "
-                f"{MOST_EVENT_ENTRIES}; lower logprobs, shorten the prompt, or do not stream",
-            )
         return
     entries = sum(params.n * _tokens(length, params, context, echo) for length in prompt_lengths) * each
     if entries > MOST_ENTRIES:
@@ -40,6 +35,20 @@ def check_logprobs(
             f"the answer may have {entries} logprobs ({prompts}{params.n} samples x {params.max_tokens} tokens{echoed} "
             f"x {each}), limit {MOST_ENTRIES}; {HOW}, or stream it",
         )
+
+
+def _check_echo(prompt_lengths: Sequence[int], each: int) -> None:
+    """The logprobs of an echoed prompt are one event of a stream."""
+    for tokens, most, where in (
+        (max(prompt_lengths), MOST_EVENT_ENTRIES, "one event"),
+        (sum(prompt_lengths), MOST_EVENT_ENTRIES * 8, "one stream"),
+    ):
+        if tokens * each > most:
+            raise BadField(
+                "echo",
+                f"echo with logprobs asks for {tokens} prompt tokens x {each} logprobs in {where}, limit {most}; "
+                "lower logprobs, send less, or do not stream",
+            )
 
 
 def _tokens(prompt: int, params: SamplingParams, context: int | None, echo: bool) -> int:

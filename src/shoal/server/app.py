@@ -4,6 +4,7 @@ Owns the requests that are being answered. Knows no engine: it is given an Engin
 one event loop.
 """
 
+import asyncio
 import logging
 import sys
 import time
@@ -207,6 +208,7 @@ class Front:
             if watcher.gone:
                 reservation.settle(0)
                 return
+            await asyncio.sleep(0)  # preparing many jobs has taken a while, and so does what follows
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos, reservation)
             watcher.on_disconnect = call.disconnected
             self.calls.add(call)
@@ -225,7 +227,7 @@ class Front:
     async def _collect(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
         self.answer_memory.open(call)
         try:
-            call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
+            await call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
             while not call.over:
                 await call.change()
             if call.gone:
@@ -241,7 +243,7 @@ class Front:
         writer = dialect.stream(call, dialect.id_prefix + exchange.uid, int(time.time()))
         stream = EventStream(call, writer, self.settings.max_unsent_bytes)
         stream.transport = (exchange.scope.get("extensions") or {}).get(TRANSPORT)
-        call.submit(stream.sinks)
+        await call.submit(stream.sinks)
         while not call.decided:  # the status of the answer depends on it
             await call.change()
         if call.gone:

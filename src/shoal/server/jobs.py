@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from shoal.core.job import Ending, Refusal, Sink
 from shoal.core.ports import EngineClient
 from shoal.core.request import Logprobs, Reason
+from shoal.core.turns import TurnTaker
 from shoal.errors import DeadlinePassed, EngineError
 from shoal.keys.ledger_client import Reservation
 from shoal.output.outputs import Outputs
@@ -48,11 +49,16 @@ class Call:
 
     # ---- called by the HTTP side ------------------------------------------------------------------------------------
 
-    def submit(self, sinks: Sequence[Sink]) -> None:
+    async def submit(self, sinks: Sequence[Sink]) -> None:
         """Submit all jobs; raises what the engine client raises, and then none of them runs."""
+        pause = TurnTaker()
+        await pause.turn()  # there may be a thousand of them, and preparing them has taken a while
         try:
             for job, sink in zip(self.prepared.jobs, sinks, strict=True):
+                if self.gone or self.error is not None:
+                    return
                 self.client.submit(job, sink)
+                await pause.if_long()
         except BaseException:
             self.abort()
             self.reservation.settle(0)

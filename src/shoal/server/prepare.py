@@ -21,10 +21,12 @@ from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.rules import check_depth, check_priority, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
-from shoal.server.workers import SHORT, off_loop
+from shoal.server.workers import PYTHON, SHORT, off_loop
+from shoal.text.detok import prepare_stops
 from shoal.text.length import LeastTokens
 from shoal.text.tokenizer import Tokenizer
 
+CALL = 32  # characters whose tokenizing takes as long as a call of the tokenizer
 AROUND = 16  # characters that a chat template adds to each message, roughly
 NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
@@ -166,6 +168,7 @@ class Preparer:
         context = None if info is None else info.max_model_len
         check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream))
         check_priority(body, key)
+        await off_loop(sum(map(len, params.stop)), lambda: prepare_stops(tuple(params.stop)), PYTHON)
         grammar = await self._grammar(body, params)
         return PreparedRequest(
             jobs=self._jobs(body, id, key, prompts, params, grammar),
@@ -208,7 +211,7 @@ class Preparer:
                     self.check_length(text, f"prompt {number}" if len(prompts) > 1 else "prompt")
                 return [tokenizer.encode(text) for text in texts]
 
-            encoded = await off_loop(sum(map(len, texts)), encode_all)
+            encoded = await off_loop(sum(len(text) + CALL for text in texts), encode_all)
         of_texts = iter(encoded)
         ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
         for number, one in enumerate(ids):

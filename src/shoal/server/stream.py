@@ -18,6 +18,7 @@ from shoal.server.jobs import Call
 log = logging.getLogger(__name__)
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+SEND_BYTES = 256 * 2**10  # from so many on, pending events go out in several writes
 # Unicode line ends that JSON does not escape: many clients split a stream at them and get half an event
 LINE_ENDS = ("\u0085", "\u2028", "\u2029")
 
@@ -69,7 +70,7 @@ class EventStream:
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     async def write(self, send: Send) -> None:
-        """Send events as they come, until the call is over. All pending events go out in one write."""
+        """Send events as they come, until the call is over. All that are pending go out in one write, up to a limit."""
         call, pending = self.call, self.pending
         while not call.gone:
             if pending:
@@ -85,15 +86,28 @@ class EventStream:
             await self._send(send, more=False)
 
     async def _send(self, send: Send, more: bool) -> None:
-        pending = self.pending
-        body = pending[0] if len(pending) == 1 else b"".join(pending)
-        pending.clear()
+        body = self._take_pending()
         if not body.isascii():
             body = on_one_line(body)
         self.budget = self.max_unsent_bytes
         self.sending = True
         await send({"type": "http.response.body", "body": body, "more_body": more})
         self.sending = False
+
+    def _take_pending(self) -> bytes:
+        """All pending events; of very many, the first."""
+        pending = self.pending
+        if len(pending) == 1:
+            return pending.pop()
+        size, count = 0, 0
+        for event in pending:
+            size += len(event)
+            count += 1
+            if size > SEND_BYTES:
+                break
+        body = b"".join(pending[:count])
+        del pending[:count]
+        return body
 
 
 class StreamSink(Sink):
