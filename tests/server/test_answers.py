@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from shoal.core import turns
 from shoal.core.job import EngineInfo
 from shoal.server import answer_memory, logprobs, whole
 from shoal.server.answer_memory import AnswerMemory
@@ -144,6 +145,45 @@ def test_a_stream_keeps_no_logprobs() -> None:
         assert [len(call.outputs.samples[0][0].logprobs) for call in app.calls] == [0]
         shown = [event["choices"][0]["logprobs"] for event in events(await asking)]
         assert sum(len(one["tokens"]) for one in shown if one) == 50
+
+    run(work)
+
+
+# ---- many jobs -------------------------------------------------------------------------------------------------------
+
+
+def test_many_jobs_are_submitted_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_S", -1.0)  # every step is long
+
+    async def work() -> None:
+        client, seen = FakeClient(tick_s=None), list[int]()
+        app = front(client)
+        asking = asyncio.create_task(ask_async(app, "POST", "/v1/completions", json={"prompt": ["x"] * 200}))
+        while len(client.submitted) < 200:
+            seen.append(len(client.submitted))
+            await asyncio.sleep(0)
+        assert set(range(200)) <= set(seen), "others had a turn after each of them"
+        app.end_all()
+        error_of(await asking, 503)
+        assert len(client.aborted) == 200
+
+    run(work)
+
+
+def test_a_client_that_leaves_while_its_jobs_are_submitted_ends_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_S", -1.0)
+
+    async def work() -> None:
+        client = FakeClient(tick_s=None)
+        app = front(client)
+        asking = asyncio.create_task(ask_async(app, "POST", "/v1/completions", json={"prompt": ["x"] * 200}))
+        while len(client.submitted) < 20:
+            await asyncio.sleep(0)
+        for call in app.calls:
+            call.disconnected()
+        await asyncio.gather(asking, return_exceptions=True)  # there is no answer
+        assert len(client.submitted) < 200
+        assert not client.running
 
     run(work)
 

@@ -68,17 +68,17 @@ class Exchange:
         declared = self.headers.get(b"content-length", b"0")
         if not declared.isdigit() or int(declared[:20]) > limit:
             raise too_large(limit)
-        parts: list[bytes] = []
+        body = bytearray()
         try:
             async with asyncio.timeout(self.settings.slow_client_timeout_s):
                 while True:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
                         raise Disconnected
-                    parts.append(message.get("body", b""))
-                    self._count_body(self.body_bytes + len(parts[-1]), limit)
+                    body += message.get("body", b"")
+                    self._count_body(len(body), limit)
                     if not message.get("more_body"):
-                        return b"".join(parts)
+                        return bytes(body)
         except TimeoutError:
             raise HttpError(
                 408,

@@ -17,7 +17,7 @@ from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
 from shoal.server.pages import load_pages
 from shoal.server.prepare import no_model
-from shoal.server.workers import off_loop
+from shoal.server.workers import PYTHON, off_loop
 
 MOST_TOKENIZED = 2**18  # tokens of one /tokenize or /detokenize, where the context is not longer
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
@@ -84,7 +84,8 @@ class InfoRoutes:
             raise BadField("tokens", f"token id {over} is not in the vocabulary")
         skip = bool(body.skip_special_tokens)
         text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special=skip))
-        await exchange.reply_json(DetokenizeAnswer(text))
+        answer = await off_loop(len(text), lambda: msgspec.json.encode(DetokenizeAnswer(text)), PYTHON)
+        await exchange.reply(200, answer)
 
     def _vocab_size(self) -> int:
         info = self.front.client.info

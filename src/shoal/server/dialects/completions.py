@@ -4,7 +4,7 @@ Owns the body's fields, the answer's fields and the chunks of a stream. Knows th
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -75,10 +75,10 @@ class CompletionRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
-        ids = [one for one in self.prompt if isinstance(one, int)]
-        if not ids:
-            return [one for one in self.prompt if not isinstance(one, int)]
-        return [ids] if len(ids) == len(self.prompt) else None
+        kinds = set(map(type, self.prompt))  # quick: there may be half a million ids
+        if int not in kinds:
+            return cast("list[str | list[int]]", self.prompt)
+        return [cast("list[int]", self.prompt)] if len(kinds) == 1 else None
 
 
 def samples_of(body: CompletionRequest) -> tuple[int, int]:
