@@ -26,6 +26,7 @@ from shoal.text.detok import prepare_stops
 from shoal.text.length import LeastTokens
 from shoal.text.tokenizer import Tokenizer
 
+EXACT = 2**16  # characters; of so many the exact number of tokens is told, and not only that they are too many
 CALL = 32  # characters whose tokenizing takes as long as a call of the tokenizer
 AROUND = 16  # characters that a chat template adds to each message, roughly
 NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
@@ -223,7 +224,7 @@ class Preparer:
         info = self.info()
         if most is None and info is not None:
             most = info.max_model_len - 1
-        if most is None or len(text) <= most or self.least is None:
+        if most is None or len(text) <= max(most, EXACT) or self.least is None:
             return
         tokens = self.least.above(text, most)
         if tokens is not None:
