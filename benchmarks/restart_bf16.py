@@ -35,11 +35,11 @@ READY_S, RESTART_S = 120.0, 120.0
 
 
 class Server:
-    """A `shoal serve` of the default model."""
+    """A `shoal serve` with these arguments."""
 
-    def __init__(self, dtype: str, streams: int, more: list[str]) -> None:
-        flags = ["--port", "0", "--json", "--dtype", dtype, "--max-num-seqs", str(streams), "--log-level", "warning"]
-        self.process = subprocess.Popen([sys.executable, "-m", "shoal", "serve", *flags, *more], stdout=subprocess.PIPE)
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "shoal", "serve", "--port", "0", "--json", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -174,7 +174,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("flags", nargs="*", help="further flags for shoal serve, after --")
     args = parser.parse_args()
-    server = Server(args.dtype, args.streams, args.flags)
+    flags = ["--dtype", args.dtype, "--max-num-seqs", str(args.streams), "--log-level", "warning", *args.flags]
+    server = Server(*flags)
     parts: dict[str, list[dict[str, Any]]] = {"undisturbed": [], "killed": []}
     try:
         run(server, args.streams, args.tokens)

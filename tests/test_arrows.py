@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "server": {"output", "text", "obs", "keys", "core"},
     "kernels": {"core"},
     "models": {"kernels", "core"},
-    "runner": {"models", "kernels", "core"},
+    "runner": {"models", "kernels", "files", "core"},
     "workload": {"core"},
     "bench": {"engine", "sched", "workload", "models", "kernels", "config", "core"},
     "build": {"config", "core", "kv", "sched", "engine", "files", "text", "kernels", "models", "runner", "workload"},

@@ -28,7 +28,15 @@ from shoal.kernels.cpu import keep_in
 from shoal.models import Model, make_model
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner.kvstore import KVStore, bytes_per_block
-from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype, to_int8
+from shoal.runner.loader import (
+    ArrayReader,
+    SafetensorsReader,
+    dummy_weights,
+    load_weights,
+    pick_dtype,
+    to_int8,
+    untied_if_both,
+)
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import choose_threads, release_threads
@@ -118,7 +126,7 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
         check_vocabulary(tokenizer, spec.vocab_size)
     dtype = pick_dtype(config.dtype, spec, device)
     model = load_model(config, files, spec, dtype, device, progress)
-    return Loaded(files, spec, dtype, device, model, tokenizer)
+    return Loaded(files, model.spec, dtype, device, model, tokenizer)
 
 
 def assemble(
@@ -202,9 +210,11 @@ def load_model(
 ) -> Model:
     """Weights from the files, or random ones."""
     if config.load_format == "dummy":
+        check_size(spec, dtype, device)
         params = dummy_weights(spec, dtype, device, seed=config.seed or 0)
     else:
         reader = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
+        spec = untied_if_both(reader, spec)
         params = load_weights(reader, spec, dtype, device, progress=progress)
     if config.quantization == "int8":
         params.convert(to_int8)
@@ -232,6 +242,16 @@ def whole_memory(device: str = "cpu") -> int:
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_size(spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
+    """Refuse random weights that cannot fit; those in files are compared with what the files hold."""
+    needed, whole = spec.parameters * dtype.itemsize, whole_memory(device)
+    if needed > whole:
+        raise BadConfig(
+            f"random weights of this config's sizes take {needed / 2**30:.1f} GiB, and there are {whole / 2**30:.1f} "
+            "GiB in total; choose smaller sizes in config.json"
+        )
 
 
 def check_memory(config: EngineConfig, device: str) -> None:

@@ -28,8 +28,10 @@ ShoalError
 └── EngineError           the engine failed while computing
     └── RequestFailed       … for one request alone
 
-Knows nothing of the rest of the package.
+Also how a message shows a value, and an error on a terminal. Knows nothing of the rest of the package.
 """
+
+import reprlib
 
 
 class ShoalError(Exception):
@@ -142,3 +144,29 @@ class EngineError(ShoalError):
 
 class RequestFailed(EngineError):
     """One request failed; the others in its batch did not."""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+LONGEST_LINE = 2000
+
+
+def shown(value: object) -> str:
+    """A value from outside for use in a message: its repr, cut where it is long or deep.
+
+    >>> shown("two"), shown([[[[[[[[1]]]]]]]]), len(shown("x" * 1000))
+    ("'two'", '[[[[[[[...]]]]]]]', 200)
+    """
+    text = _SHORT.repr(value)
+    return text if len(text) <= _SHORT.maxstring else f"{text[: _SHORT.maxstring]}…"
+
+
+def one_line(error: BaseException) -> str:
+    """A message for a terminal: on one line, without control characters, and not endless.
+
+    >>> one_line(BadConfig("no folder 'a\\nb';\\n  choose\\x1b[2J another"))
+    "no folder 'a b'; choose?[2J another"
+    """
+    text = " ".join(str(error)[: 2 * LONGEST_LINE].split())
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    return text if len(text) <= LONGEST_LINE else f"{text[:LONGEST_LINE]}…"

@@ -9,7 +9,9 @@ import pytest
 
 from shoal.cli import make_parser
 from shoal.config.engine import EngineConfig
-from shoal.config.serve import ServeConfig, as_json, read_options, serve_config_from_json
+from shoal.config.serve import SHORTEST_HANG_S, ServeConfig, as_json, read_options, serve_config_from_json
+from shoal.engine.host import IDLE_S
+from shoal.engine.supervise import BEAT_S
 from shoal.errors import BadConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -113,11 +115,20 @@ def test_a_bad_variable_is_refused_by_name(environ: dict[str, str], reason: str)
         ({"api_workers": 0}, "api_workers must be at least 1"),
         ({"drain_timeout": float("nan")}, "drain_timeout must be a number of seconds"),
         ({"max_body": 3}, "max_body must be at least 1024"),
+        ({"hang_timeout": 0.5}, r"hang_timeout must be 0 \(never\) or at least 5 seconds, not 0\.5"),
+        ({"hang_timeout": 4.9}, r"or at least 5 seconds, not 4\.9"),
+        ({"restart_policy": "hope"}, "restart_policy"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadConfig, match=reason):
         ServeConfig(**given)
+
+
+def test_the_shortest_hang_timeout_is_more_than_twice_what_a_healthy_idle_process_needs() -> None:
+    assert 2 * (BEAT_S + max(IDLE_S, BEAT_S / 2)) < SHORTEST_HANG_S
+    for seconds in (0.0, SHORTEST_HANG_S):
+        assert ServeConfig(hang_timeout=seconds).hang_timeout == seconds
 
 
 def test_a_missing_file_is_refused() -> None:

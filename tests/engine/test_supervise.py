@@ -210,6 +210,36 @@ def test_a_child_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_path
     assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 2
 
 
+def test_a_front_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_path: Path) -> None:
+    family = Family(tmp_path, front={"silence_s": 1.0, "beats": {"0": 3}})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    wait_for(family, "front 1 ")
+    code, errors = family.end()
+    assert code == 0
+    assert "front has given no sign of life" in errors
+    assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 1
+
+
+def test_a_pause_of_all_processes_is_no_hang(tmp_path: Path) -> None:
+    """As on a laptop that sleeps. The children go on after the supervisor, so it judges them before they can beat."""
+    family = Family(tmp_path, engine={"silence_s": 5.0}, front={"silence_s": 5.0})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    children = [family.pid("engine"), family.pid("front")]
+    before = family.lines()
+    for pid in children:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.5)  # the supervisor reads their last heartbeats
+    family.process.send_signal(signal.SIGSTOP)
+    time.sleep(6.0)
+    family.process.send_signal(signal.SIGCONT)
+    time.sleep(1.5)
+    for pid in children:
+        os.kill(pid, signal.SIGCONT)
+    time.sleep(1.5)
+    assert family.lines() == before
+    assert family.end() == (0, "")
+
+
 def test_a_crash_is_a_fault_and_a_kill_from_outside_is_not(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"crash": {"0": 2}})
     assert [family.line(), family.line()] == ["begin", "ready"]

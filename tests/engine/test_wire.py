@@ -3,8 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,30 +12,15 @@ import pytest
 import zmq
 
 from shoal.core import turns
-from shoal.core.events import PassEvents
-from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, Sink, requests_of
+from shoal.core.job import GrammarSpec, Job, requests_of
 from shoal.core.params import SamplingParams
 from shoal.core.request import Logprobs
 from shoal.engine import client as client_module
 from shoal.engine import host as host_module
 from shoal.engine import wire
-from shoal.engine.client import ZmqClient
-from shoal.engine.host import Host, InboxClock, open_socket
-from shoal.engine.loop import EngineLoop
 from shoal.errors import EngineDown
-from tests.fakes import VOCAB, FakeExecutor, make_scheduler, oracle
-
-
-class PassCount:
-    """An observer: how many records it was shown."""
-
-    def __init__(self) -> None:
-        self.records = 0
-        self.tokens = 0
-
-    def take(self, events: PassEvents) -> None:
-        self.records += 1
-        self.tokens += len(events.tokens)
+from tests.engine.hosts import EngineThread, Notes, connected, expected, make_job, run, until
+from tests.fakes import VOCAB
 
 
 class AnyText:
@@ -51,117 +34,6 @@ class AnyText:
 
     def fill(self, line: Any) -> None:
         line[:] = 2**32 - 1
-
-
-class SlowExecutor(FakeExecutor):
-    """Waits before each result, so that a test can act in the middle of a run."""
-
-    gate: threading.Semaphore | None = None
-
-    def result(self) -> Any:
-        if self.gate is not None:
-            self.gate.acquire(timeout=5)
-        return super().result()
-
-
-class EngineThread:
-    """A host on a thread: what the engine's process does, without the process."""
-
-    def __init__(self, folder: Path, epoch: int = 0, gate: threading.Semaphore | None = None, **options: Any) -> None:
-        scheduler = make_scheduler(**options)
-        executor = SlowExecutor(scheduler.kv.pool.total, scheduler.kv.block_size)
-        executor.gate = gate
-        self.gate = gate
-        self.socket = open_socket(folder)
-        info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake")
-        self.loop = EngineLoop(scheduler, executor, InboxClock(self.socket), check=True)
-        self.observers = [PassCount(), PassCount()]
-        self.host = Host(self.loop, self.socket, info, self.observers, {"metrics": lambda: b"passes 1\n"})
-        self.socket.bind(f"ipc://{folder / wire.ADDRESS}")
-        self.thread = threading.Thread(target=self.host.run, daemon=True)
-        self.thread.start()
-
-    def kill(self) -> None:
-        """As abrupt as a thread can end: no message is sent."""
-        self.host.stop()
-        if self.gate is not None:
-            self.gate.release()
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-        self.socket.close(linger=0)
-
-
-class Notes(Sink):
-    """Keeps all events."""
-
-    def __init__(self, samples: int = 1) -> None:
-        self.tokens: dict[int, list[int]] = {sample: [] for sample in range(samples)}
-        self.logprobs: list[Logprobs] = []
-        self.of_prompt: list[Logprobs] = []
-        self.endings: dict[int, Ending] = {}
-        self.refusal: Refusal | None = None
-        self.was_accepted = 0
-        self.flushes = 0
-        self.done = asyncio.Event()
-        self.grew = asyncio.Event()
-
-    def refused(self, refusal: Refusal) -> None:
-        self.refusal = refusal
-
-    def accepted(self) -> None:
-        self.was_accepted += 1
-
-    def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.of_prompt += values
-
-    def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
-        assert self.was_accepted
-        self.tokens[sample].append(token)
-        if logprobs:
-            self.logprobs.append(logprobs)
-        self.grew.set()
-
-    def ended(self, sample: int, ending: Ending) -> None:
-        assert sample not in self.endings
-        self.endings[sample] = ending
-
-    def flush(self) -> None:
-        self.flushes += 1
-        if self.refusal or len(self.endings) == len(self.tokens):
-            self.done.set()
-
-
-def make_job(id: str = "a", prompt: list[int] | None = None, **params: Any) -> Job:
-    chosen = SamplingParams(**{"max_tokens": 12, **params})
-    return Job(id=id, prompt=prompt or [1, 2, 3, 4, 5], params=chosen, seed=7, stop_ids=frozenset({3}))
-
-
-def expected(job: Job, sample: int = 0) -> list[int]:
-    assert job.params.max_tokens is not None
-    return oracle(job.prompt, job.params.max_tokens, job.stop_ids, job.seed, sample, job.params.min_tokens)
-
-
-async def until(holds: Callable[[], Any], what: str) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"never: {what}")
-
-
-@asynccontextmanager
-async def connected(folder: Path, name: str = "front") -> AsyncIterator[ZmqClient]:
-    client = ZmqClient(folder, name)
-    client.start()
-    try:
-        await until(lambda: client.info, "the engine answers")
-        yield client
-    finally:
-        await client.close()
-
-
-def run(story: Any) -> None:
-    asyncio.run(asyncio.wait_for(story, 60))
 
 
 TWELVE_JOBS = [make_job(f"job-{k}", [k + 1] * (k + 1), n=1 + k % 3) for k in range(12)]
@@ -361,8 +233,6 @@ def test_jobs_go_on_where_they_were_when_the_engine_is_started_again(tmp_path: P
             await asyncio.to_thread(first.kill)
             await until(lambda: client.info is None, "the client notices")
             with pytest.raises(EngineDown):
-                client.submit(make_job("late"), Notes())
-            with pytest.raises(EngineDown):
                 await client.ask("state")
             second = EngineThread(tmp_path, epoch=1)
             for job, note in zip(jobs, notes, strict=True):
@@ -501,16 +371,17 @@ def test_jobs_that_wait_for_an_engine_are_refused_when_none_will_come(
             client.submit(make_job("fresh", max_tokens=100, min_tokens=100), fresh)
             await asyncio.to_thread(engine.kill)
             await until(lambda: client.info is None, "the client notices")
-            with pytest.raises(EngineDown, match="being restarted"):
-                client.submit(make_job("late"), Notes())
+            late = Notes()
+            client.submit(make_job("late"), late)
             (tmp_path / wire.GIVEN_UP).touch()
-            for note in (begun, fresh):
+            for note in (begun, fresh, late):
                 await note.done.wait()
                 assert note.refusal is not None
                 assert note.refusal.kind == "EngineDown"
                 assert "must be restarted" in note.refusal.message
                 assert not note.endings
             assert client.jobs == 0
+            assert not client.accepting
             with pytest.raises(EngineDown, match="must be restarted"):
                 client.submit(make_job("late"), Notes())
 
@@ -566,7 +437,8 @@ def test_every_field_of_a_job_reaches_its_requests() -> None:
     """One value apart from the default per field, so that a field that requests_of() forgets is found."""
     job = Job(
         id="x", prompt=[1, 2], params=SamplingParams(n=2, max_tokens=9), seed=5, stop_ids=frozenset({4}), tenant="t",
-        salt="s", priority=-3, tier="gold", timeout_s=1.5, grammar=GrammarSpec("regex", "a"),
+        salt="s", priority=-3, tier="gold", timeout_s=1.5, waited_s=0.5,
+        grammar=GrammarSpec("regex", "a"),
     )  # fmt: skip
     defaults = {item.name: item.default for item in fields(Job)}
     assert all(getattr(job, name) != value for name, value in defaults.items()), "give the new field a value here"

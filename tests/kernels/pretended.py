@@ -1,10 +1,19 @@
-"""C kernels whose 16-bit products are computed in plain C: their logic can be tested on any machine with a compiler."""
+"""C kernels of other CPUs, as far as this one can run them: 16-bit products that are computed in plain C, whose logic
+can be tested on any machine with a compiler, and this CPU's levels without the features that not all such CPUs have.
+"""
 
 from functools import cache
 
 from shoal.kernels.cpu import Library, NativeOps, compiled
 
 FLAGS = {"tiles": "-DSHOAL_PRETEND_TILES", "pairs": "-DSHOAL_PRETEND_PAIRS"}
+HAS = compiled.cpu_features()
+
+
+def older() -> dict[str, tuple[str, ...]]:
+    """Name → flags of each level that uses more here than it needs: AVX-512 without VNNI, NEON without dot products."""
+    levels = [level for level in compiled.usable_levels(HAS) if HAS & compiled.EXTRAS.get(level, {}).keys()]
+    return {f"{level} without extras": compiled.flags_for(level, frozenset(compiled.NEEDS[level])) for level in levels}
 
 
 @cache
@@ -14,8 +23,9 @@ def pretended() -> list[tuple[str, NativeOps]]:
     if compiler is None:
         return []
     found = []
-    for name, flag in FLAGS.items():
-        path = compiled._compiled(compiler, (flag,))
-        library = Library(compiled._opened(path), f"pretended {name}", (flag,), compiler, path)
+    kinds = {f"pretended {name}": (flag,) for name, flag in FLAGS.items()} | older()
+    for name, flags in kinds.items():
+        path = compiled._compiled(compiler, flags)
+        library = Library(compiled._opened(path), name, flags, compiler, path)
         found.append((library.level, NativeOps(library)))
     return found

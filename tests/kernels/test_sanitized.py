@@ -10,8 +10,8 @@ import pytest
 from shoal.kernels.cpu import compiled
 from tests.kernels.pretended import FLAGS
 
-BEST = compiled.usable_levels(compiled.cpu_features())[0]
-KINDS = {"portable": (), BEST: compiled.flags_for(BEST, compiled.cpu_features())}
+HAS = compiled.cpu_features()
+KINDS = {level: compiled.flags_for(level, HAS) for level in compiled.usable_levels(HAS)}
 KINDS |= {f"pretended {name}": (flag,) for name, flag in FLAGS.items()}
 
 

@@ -11,12 +11,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights
+from shoal.errors import BadWeights, ModelError, ModelNotFound, UnknownName, UnsafeWeights
 from shoal.kernels import cpu, pick
 from shoal.kernels.weights import DenseWeight, Int8Weight, Parameters, Weight
 from shoal.models import make_model, model_class, spec_from_config
 from shoal.models.layout import places, shapes
-from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights, pick_dtype, to_int8
+from shoal.runner.loader import (
+    ArrayReader,
+    SafetensorsReader,
+    dummy_weights,
+    load_weights,
+    pick_dtype,
+    to_int8,
+    untied_if_both,
+)
 from tests.kernels.ragged import Tables
 
 CONFIG: dict[str, Any] = {
@@ -91,6 +99,9 @@ class Arrays:
     def tensor_names(self) -> Iterable[str]:
         return self.arrays
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.arrays[name].shape
+
     def read(self, name: str) -> "np.ndarray[Any, Any]":
         return self.arrays[name]
 
@@ -112,6 +123,40 @@ def test_harmless_extras_are_ignored_and_others_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_an_lm_head_of_its_own_is_used_though_the_config_ties_it(tmp_path: Path) -> None:
+    tensors = checkpoint()
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = SafetensorsReader(tmp_path)
+    assert untied_if_both(reader, TIED) == SPEC
+    assert untied_if_both(reader, SPEC) is SPEC
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert untied_if_both(SafetensorsReader(tmp_path), TIED) is TIED
+
+
+class Boundless:
+    """A reader that must not be read: its tensors are of other shapes than the config's."""
+
+    def names(self) -> Iterable[str]:
+        return checkpoint()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(checkpoint()[name].shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        raise AssertionError(f"{name} was read")
+
+
+def test_shapes_are_compared_before_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*args: Any, **more: Any) -> torch.Tensor:
+        raise AssertionError(f"memory was allocated: {args}")
+
+    monkeypatch.setattr("shoal.runner.loader.torch.empty", empty)
+    absurd = spec_from_config({**CONFIG, "vocab_size": 2**24, "intermediate_size": 2**31 - 1})
+    with pytest.raises(BadWeights, match=r"embed_tokens\.weight is 50x32, the config needs 16777216x32"):
+        load_weights(Boundless(), absurd, torch.float32, "cpu")
+
+
 def test_missing_tensors_are_listed_up_to_five(tmp_path: Path) -> None:
     tensors = checkpoint()
     for name in [name for name in tensors if ".layers.1." in name]:
@@ -129,7 +174,11 @@ def test_wrong_shapes_and_types_are_named(tmp_path: Path) -> None:
     tensors["model.embed_tokens.weight"] = torch.randn(51, 32)
     tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(BadWeights, match=r"embed_tokens\.weight is 51x32, the config needs 50x32.*int8"):
+    with pytest.raises(BadWeights, match=r"embed_tokens\.weight is 51x32, the config needs 50x32"):
+        load(tmp_path)
+    tensors["model.embed_tokens.weight"] = torch.randn(50, 32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(BadWeights, match=r"model\.norm\.weight holds torch\.int8, floating point is needed"):
         load(tmp_path)
 
 
@@ -165,9 +214,9 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"x": "../a.safetensors"}}))
     with pytest.raises(BadWeights, match="not a file of this folder"):
         SafetensorsReader(tmp_path)
-    for nonsense in ("{", "[]", "{}", '{"weight_map": 3}'):
+    for nonsense in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"x": 3}}'):
         index.write_text(nonsense)
-        with pytest.raises(BadWeights, match=r"index\.json is not an index"):
+        with pytest.raises(ModelError, match=r"index\.json"):
             SafetensorsReader(tmp_path)
 
 

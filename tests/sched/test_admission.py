@@ -410,9 +410,44 @@ def test_who_resumes_is_refused_by_no_limit() -> None:
     for name in "abc":
         scheduler.submit(make_request(name, [1] * 9, tenant="t", output=[3]), 0.0, resumed=True)
     assert len(scheduler.waiting) == 3
-    with pytest.raises(QueueFull):
-        scheduler.submit(make_request("new", [1]), 0.0)
     scheduler.check()
+
+
+def test_who_resumes_takes_no_newcomers_place() -> None:
+    """Before the restart they ran, or waited within the limit; who came during it must not pay for that."""
+    scheduler = make_scheduler(max_queue=1)
+    for name in "abc":
+        scheduler.submit(make_request(name, [1]), 0.0, resumed=True)
+    scheduler.submit(make_request("new", [1]), 0.0)
+    with pytest.raises(QueueFull, match="1 requests wait"):
+        scheduler.submit(make_request("newer", [1]), 0.0)
+    scheduler.check()
+    for name in "abc":
+        scheduler.abort(name)
+    scheduler.check()
+    assert scheduler.waiting.newcomers == 1
+
+
+def test_a_wait_at_the_front_counts_for_timeouts_and_for_the_longest_wait() -> None:
+    scheduler, _ = started(max_wait_s=5.0)
+    scheduler.submit(make_request("impatient", [1], timeout_s=4.0, waited_s=3.0), 10.0)
+    scheduler.submit(make_request("waited", [1], waited_s=3.0), 10.0)
+    scheduler.submit(make_request("resumed", [1], waited_s=3.0), 10.0, resumed=True)
+    scheduler.submit(make_request("new", [1]), 10.0)
+    assert scheduler.take_events(10.0).arrived_s == [7.0, 7.0, 7.0, 10.0]
+    expired = []
+    for now_s in (10.9, 11.0, 11.9, 12.0, 14.9, 15.0):
+        scheduler.expire(now_s)
+        scheduler.check()
+        expired.append([(one.id, one.message.partition(",")[0]) for one in scheduler.take_events(now_s).rejected])
+    assert expired == [
+        [],
+        [("impatient", "no token after 4.0 s")],
+        [],
+        [("waited", "not started after 5.0 s")],
+        [],
+        [("resumed", "not started after 8.0 s"), ("new", "not started after 5.0 s")],
+    ]
 
 
 def test_who_resumes_with_output_is_not_bound_by_the_longest_wait() -> None:

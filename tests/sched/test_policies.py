@@ -366,6 +366,19 @@ def test_refused_in_the_queue_as_soon_as_it_is_too_late_to_start() -> None:
     assert promises_not_kept(sim) == 1
 
 
+def test_a_promise_counts_from_the_arrival_at_the_front() -> None:
+    tiers = {"premium": {"ttft": 0.3, "reject_late": True}, "batch": {}}
+    scheduler = made(order="slo", tiers=tiers)
+    warm = [(0.05 * number, scripted(f"w{number}", 40, 3, tier="batch")) for number in range(20)]
+    early, late = scripted("early", 16, 3, tier="premium"), scripted("late", 16, 3, tier="premium")
+    early.waited_s, late.waited_s = 0.1, 0.3
+    sim = Sim(scheduler).run([*warm, (3.0, early), (3.0, late)])
+    assert sim.seen["early"].ttft_s <= 0.2
+    assert sim.seen["late"].refused == "PromiseBroken"
+    refusal = next(one for events in sim.records for one in events.rejected)
+    assert "even if it starts now after a wait of 0.3 s" in refusal.message
+
+
 # ---- budget by promise --------------------------------------------------------------------------------------------
 
 

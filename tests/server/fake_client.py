@@ -54,6 +54,7 @@ class FakeClient:
         self.failure: Ending | None = None  # how every sample ends after its first token
         self.metrics = "shoal_requests_running 0\n"
         self._info: EngineInfo | None = INFO
+        self.waits = False  # whether jobs wait while it is down
         self._task: asyncio.Task[None] | None = None
 
     # ---- EngineClient ---------------------------------------------------------------------------------------------
@@ -61,6 +62,14 @@ class FakeClient:
     @property
     def info(self) -> EngineInfo | None:
         return self._info
+
+    @property
+    def last_info(self) -> EngineInfo | None:
+        return INFO
+
+    @property
+    def accepting(self) -> bool:
+        return self._info is not None or self.waits
 
     @property
     def trouble(self) -> str:
@@ -71,10 +80,10 @@ class FakeClient:
         return len(self.running)
 
     def submit(self, job: Job, sink: Sink) -> None:
-        if self._info is None:
+        if not self.accepting:
             raise EngineDown("there is no engine")
         self.submitted.append(job)
-        most = job.params.max_tokens or self._info.max_model_len - len(job.prompt)
+        most = job.params.max_tokens or INFO.max_model_len - len(job.prompt)
         answers = {sample: list(self.script(job, sample))[:most] for sample in range(job.params.n)}
         self.running[job.id] = Running(job, sink, answers)
         if self.tick_s is not None and (self._task is None or self._task.done()):
@@ -100,6 +109,9 @@ class FakeClient:
     def go_down(self) -> None:
         self._info = None
 
+    def come_up(self) -> None:
+        self._info = INFO
+
     async def _run(self) -> None:
         assert self.tick_s is not None
         while self.running:
@@ -107,7 +119,9 @@ class FakeClient:
             self.tick()
 
     def tick(self) -> None:
-        """One pass: a token for every sample, then endings, then one flush for each job."""
+        """One pass: a token for every sample, then endings, then one flush for each job. None while it is down."""
+        if self._info is None:
+            return
         for one in list(self.running.values()):
             if self.refusal is not None:
                 del self.running[one.job.id]

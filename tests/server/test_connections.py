@@ -397,7 +397,7 @@ def test_a_waiting_client_gets_an_error_when_the_server_stops(stream: bool) -> N
         async with listening(app) as port, httpx.AsyncClient() as http:
             url = f"http://127.0.0.1:{port}/v1/completions"
             asking = asyncio.create_task(http.post(url, json={**FOREVER, "stream": stream}))
-            await until(lambda: any(call.outputs.output_tokens for call in app.calls))
+            await until(lambda: any(call.outputs.output_tokens for call in app.calls) and len(app.streams) == stream)
             app.end_all()
             answer = await asking
             assert not client.running

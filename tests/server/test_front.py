@@ -260,6 +260,29 @@ def test_while_the_engine_is_down_or_the_server_drains_there_is_a_503_with_retry
     assert ask(app, "POST", "/tokenize", json={"prompt": "x"}).status_code == 200  # needs no engine
 
 
+def test_requests_wait_for_an_engine_that_is_restarted_and_health_says_so() -> None:
+    async def work() -> None:
+        client = FakeClient(tick_s=None)
+        client.waits = True
+        client.go_down()
+        app = front(client)
+        asking = asyncio.create_task(ask_async(app, "POST", "/v1/completions", json={"prompt": "x"}))
+        await until(lambda: bool(client.running))
+        assert (await ask_async(app, "GET", "/health")).status_code == 503
+        models = (await ask_async(app, "GET", "/v1/models/tiny")).json()
+        assert models["max_model_len"] == 512, "what was known of the engine stays known"
+        too_long = await ask_async(app, "POST", "/v1/completions", json={"prompt": [5] * 600})
+        assert error_of(too_long, 400)["code"] == "context_length_exceeded"
+        app.draining = True
+        refused = await ask_async(app, "POST", "/v1/completions", json={"prompt": "x"})
+        assert error_of(refused, 503)["code"] == "draining"
+        client.come_up()
+        client.tick()
+        assert (await asking).status_code == 200
+
+    run(work)
+
+
 def test_draining_lets_running_requests_finish() -> None:
     async def work() -> None:
         client = FakeClient(tick_s=None)

@@ -4,6 +4,7 @@ Greedy equality is checked by teacher forcing: transformers reads prompt and ans
 answer token must be its first choice at that place.
 """
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from shoal import LLM, SamplingParams
 from tests.models.test_families import MODELS, SIZES, saved
+from tests.story.models import open_llm, reference, save_model
 
 OUTPUT = 64
 
@@ -57,3 +59,18 @@ def test_half_precision_stays_close(dtype: str, tmp_path: Path) -> None:
                 logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
             own = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
             assert (logits.max(dim=-1).values - own).max() < 0.15
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tied_config_beside_an_lm_head_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers uses the lm_head of the file, and says so."""
+    save_model(tmp_path, tie_word_embeddings=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    prompts, params = [[7, 8, 9], [20] * 12], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with open_llm(tmp_path) as llm:
+        outputs = llm.generate(prompts, params)
+    assert "ties lm_head to the embedding" in caplog.text
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = output.outputs[0].token_ids
+        assert answer == first_choices(reference(tmp_path), prompt, answer)

@@ -70,14 +70,20 @@ def test_the_kernels_can_be_chosen_by_name_only(model: Path) -> None:
         LLM(str(model), cpu_kernels="fast")
 
 
-def test_doctor(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_doctor_at_every_level(capsys: Capture, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
     monkeypatch.setattr("shoal.bench.doctor.OUTPUTS", 64)
-    assert main(["doctor", "--cpu-kernels", "off", "--json"]) == 0
+    assert main(["doctor", "--cpu-kernels", level, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["kernels"] == "plain torch: switched off"
+    assert report["kernels"] == ("plain torch: switched off" if level == "off" else f"C kernels, {level}")
     assert report["bandwidth_gb_s"] > 0
     assert report["matrix_gflop_s"] > 0
     assert [one["type"] for one in report["linear"]] == ["float32", "bfloat16", "int8"]
+    assert all(one["one_row_gb_s"] > 0 and one["many_rows_gflop_s"] > 0 for one in report["linear"])
+
+
+def test_doctor(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.bench.doctor.OUTPUTS", 64)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert str(find()) in shown

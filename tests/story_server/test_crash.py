@@ -122,6 +122,35 @@ def kill_when(server: Server, what: str, holds: Callable[[], bool]) -> None:
     kill_engine(server)
 
 
+def test_requests_that_come_during_a_restart_wait_and_are_answered(steady: Server) -> None:
+    wanted = asks(24, 20)
+    undisturbed = asyncio.run(all_answers(steady, wanted, lambda: None))
+    before = steady.metrics()[RESTARTS]
+    (pid,) = steady.engine_pids()
+    os.kill(pid, signal.SIGKILL)
+    steady.wait_for("/health to say 503", lambda: steady.health() == 503)
+    assert asyncio.run(all_answers(steady, wanted, lambda: None)) == undisturbed
+    assert steady.metrics()[RESTARTS] == before + 1
+    steady.wait_until_idle()
+
+
+def test_a_request_that_cannot_wait_for_the_next_engine_is_a_503(steady: Server) -> None:
+    (pid,) = steady.engine_pids()
+    os.kill(pid, signal.SIGSTOP)  # not dead yet: the next engine cannot come too early for this test
+    try:
+        os.kill(steady.process.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGKILL)
+        steady.wait_for("/health to say 503", lambda: steady.health() == 503)
+        got = steady.complete(max_tokens=1, timeout=0.5)
+    finally:
+        os.kill(steady.process.pid, signal.SIGCONT)
+    assert got.status_code == 503
+    assert assert_error_shape(got)["code"] == "deadline_passed"
+    assert int(got.headers["retry-after"]) > 0
+    steady.wait_for("/health to say 200 again", lambda: steady.health() == 200)
+    assert steady.complete(max_tokens=1).status_code == 200
+
+
 def test_killed_during_prefill(steady: Server) -> None:
     """First with the kill: afterwards the prompts would be in the prefix cache."""
     chance = random.Random(6)
@@ -284,14 +313,53 @@ def test_a_poisoned_request_fails_alone(tiny_model: Path, tmp_path: Path, how: s
         assert ("the engine was killed by SIGSEGV" in server.log(10**9)) == (how == "crash")
 
 
+@pytest.fixture(scope="module")
+def watched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose processes may be silent for 6 s, and hangs in its engine when the poisoned token comes."""
+    flags = (*SMALL, "--max-model-len", "4096", "--hang-timeout", "6")
+    with running(tmp_path_factory.mktemp("hang"), tiny_model, *flags, env=poison_env(POISON, "hang")) as server:
+        yield server
+
+
 @pytest.mark.slow
-def test_a_request_that_hangs_the_engine_is_found(tiny_model: Path, tmp_path: Path) -> None:
-    flags = (*SMALL, "--max-model-len", "2048", "--hang-timeout", "2.5")
-    with running(tmp_path, tiny_model, *flags, env=poison_env(POISON, "hang")) as server:
-        poisoned = {**asks(1, 8)[0], "prompt": [9, POISON], "stream": False}
-        good = asks(3, 60)
-        undisturbed = asyncio.run(all_answers(server, good, lambda: None))
-        *neighbours, bad = asyncio.run(all_answers(server, [*good, poisoned], lambda: None))
-        assert bad == (500, [])
-        assert neighbours == undisturbed
-        assert "no sign of life" in server.log(20_000)
+def test_a_request_that_hangs_the_engine_is_found(watched: Server) -> None:
+    poisoned = {**asks(1, 8)[0], "prompt": [9, POISON], "stream": False}
+    good = asks(3, 60)
+    undisturbed = asyncio.run(all_answers(watched, good, lambda: None))
+    *neighbours, bad = asyncio.run(all_answers(watched, [*good, poisoned], lambda: None))
+    assert bad == (500, [])
+    assert neighbours == undisturbed
+    assert "the engine has given no sign of life" in watched.log(20_000)
+
+
+@pytest.mark.slow
+def test_a_front_that_hangs_is_found(watched: Server) -> None:
+    (front,), engines = watched.front_pids(), watched.engine_pids()
+    os.kill(front, signal.SIGSTOP)
+    watched.wait_for("another front", lambda: watched.front_pids() not in ([], [front]))
+    watched.wait_for("/health to say 200 again", lambda: watched.health() == 200)
+    assert watched.complete(max_tokens=5).status_code == 200
+    assert "front-0 has given no sign of life" in watched.log(20_000)
+    assert watched.engine_pids() == engines
+    watched.wait_until_idle()
+
+
+@pytest.mark.slow
+def test_a_server_that_was_paused_goes_on_as_if_nothing_had_been(watched: Server) -> None:
+    """As on a laptop that sleeps in the middle of a stream."""
+    wanted = asks(4, 1500)
+    undisturbed = asyncio.run(all_answers(watched, wanted, lambda: None))
+    front, engine, supervisor = *watched.front_pids(), *watched.engine_pids(), watched.process.pid
+
+    def pause() -> None:
+        watched.wait_for("all to speak", lambda: speaking(watched) == 4)
+        for pid in (front, engine, supervisor):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(8)
+        for pid in (supervisor, engine, front):
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(1)
+
+    assert asyncio.run(all_answers(watched, wanted, pause)) == undisturbed
+    assert (watched.front_pids(), watched.engine_pids()) == ([front], [engine])
+    watched.wait_until_idle()

@@ -20,7 +20,7 @@ from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
 from shoal.cli.serve import add_serve
 from shoal.cli.top import add_top
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe is handled
         return code
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        print(f"shoal: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.common import new_command
-from shoal.cli.serve import address, listen, make_children
+from shoal.cli.serve import address, check_socket_paths, listen, make_children
 from shoal.config.engine import EngineConfig
 from shoal.config.serve import ServeConfig
 from shoal.errors import EngineError
@@ -64,6 +64,7 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
     tokens = max(2, round(rate * args.seconds / args.streams))
     serve = ServeConfig(port=0, api_workers=args.api_workers, log_level="warning")
     engine = EngineConfig(max_num_seqs=args.streams, max_num_batched_tokens=4 * args.streams, prefix_caching=False)
+    check_socket_paths(tempfile.gettempdir())
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
         listener = stack.enter_context(listen(serve))

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ class PrivateFolder:
     enter it."""
 
     def __init__(self) -> None:
+        check_socket_paths(tempfile.gettempdir())
         self.path = Path(tempfile.mkdtemp(prefix="shoal-"))
         self.keys: Sequence[ApiKey] = ()  # in force; replaced as a whole, since the ledger's thread reads them
 
@@ -109,6 +111,18 @@ class PrivateFolder:
                 publish(self.keys, self.path)
         except OSError as error:
             raise EngineError(f"the folder {self.path} cannot be recreated: {error.strerror}") from error
+
+
+def check_socket_paths(folder: str) -> None:
+    """Raise BadConfig if the sockets of a server would have longer paths below this folder than the system allows."""
+    path = os.path.join(folder, "shoal-12345678", "front-999.front")  # no socket's path is longer
+    limit = 107 if sys.platform == "linux" else 103  # bytes of sockaddr_un.sun_path, less the NUL at its end
+    if len(os.fsencode(path)) > limit:
+        raise BadConfig(
+            f"the folder for temporary files, {folder}, has too long a path for the server's sockets: they would have "
+            f"up to {len(os.fsencode(path))} bytes, and the system allows {limit}; set TMPDIR to a shorter path, such "
+            f"as /tmp"
+        )
 
 
 def load_keys(serve: ServeConfig, tiers: Tiers) -> list[ApiKey]:
@@ -184,15 +198,18 @@ def make_children(
             "model": engine.model,
             "seed": engine.seed,
             "chat_template": engine.chat_template,
+            "max_queue": engine.max_queue,
+            "max_wait": engine.max_wait,
             "listen_fd": listener.fileno(),
             "name": f"{name}.{life}",
         }
 
+    silence_s, port = serve.hang_timeout, [listener.fileno()]
     fronts = [
-        Child(name, "shoal.processes.front", lambda life, name=name: for_front(name, life), [listener.fileno()])  # type: ignore[misc]
+        Child(name, "shoal.processes.front", partial(for_front, name), port, silence_s=silence_s)
         for name in (f"front-{number}" for number in range(serve.api_workers))
     ]
-    return [Child("the engine", "shoal.processes.engine", for_engine, silence_s=serve.hang_timeout), *fronts]
+    return [Child("the engine", "shoal.processes.engine", for_engine, silence_s=silence_s), *fronts]
 
 
 def print_ready(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:

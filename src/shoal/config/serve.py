@@ -18,6 +18,8 @@ from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
 LEVELS = ("debug", "info", "warning", "error")
+# A healthy idle process writes a heartbeat at least every 2 s (engine/supervise.py); the rest is for busy machines.
+SHORTEST_HANG_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,14 @@ class ServeConfig(Options):
     )
     hang_timeout: float = option(
         120.0,
-        "seconds without a heartbeat after which the engine is killed and restarted; 0: never",
+        "seconds without a heartbeat after which the engine or a front is killed and restarted; 0: never",
         parse=float,
+        group="server",
+    )
+    restart_policy: str = option(
+        "wait",
+        "while the engine is restarted, new requests wait for it or are refused with 503",
+        choices=("wait", "refuse"),
         group="server",
     )
     otlp_endpoint: str | None = option(
@@ -89,6 +97,11 @@ class ServeConfig(Options):
         for name in ("slow_client_timeout", "drain_timeout", "hang_timeout"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise BadConfig(f"{name} must be a number of seconds, not {getattr(self, name)}")
+        if 0 < self.hang_timeout < SHORTEST_HANG_S:
+            raise BadConfig(
+                f"hang_timeout must be 0 (never) or at least {SHORTEST_HANG_S:g} seconds, not {self.hang_timeout:g}: "
+                f"a healthy process may be silent for that long"
+            )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise BadConfig("https needs both --ssl-certfile and --ssl-keyfile")
         for name in ("ssl_certfile", "ssl_keyfile"):

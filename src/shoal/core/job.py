@@ -45,6 +45,7 @@ class Job:
     priority: int = 0  # lower goes first, if the order policy uses it
     tier: str = ""  # the name of its promise; "": the default tier
     timeout_s: float | None = None  # from its arrival to its last token
+    waited_s: float = 0.0  # between its arrival and this submission, while there was no engine or an earlier one
     grammar: GrammarSpec | None = None
 
 
@@ -78,6 +79,7 @@ def requests_of(
             priority=job.priority,
             tier=job.tier,
             timeout_s=job.timeout_s,
+            waited_s=job.waited_s,
             grammar=grammars[sample] if grammars else None,
         )
         for sample, output in outputs.items()

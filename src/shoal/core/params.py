@@ -51,7 +51,7 @@ class SamplingParams:
     temperature: Annotated[
         float | None,
         Param(
-            "number", 0, 100, neutral=1.0, from_model=(0, INF), flag="0 is greedy (default: the model's own, else 1)"
+            "number", 0, 100, neutral=1.0, from_model=(0, 100), flag="0 is greedy (default: the model's own, else 1)"
         ),
     ] = None
     top_p: Annotated[
@@ -68,7 +68,9 @@ class SamplingParams:
     ] = None
     top_k: Annotated[
         int | None,
-        Param("integer", 0, MAX_COUNT, alias=-1, neutral=0, from_model=(0, INF), flag="keep the k likeliest tokens"),
+        Param(
+            "integer", 0, MAX_COUNT, alias=-1, neutral=0, from_model=(0, MAX_COUNT), flag="keep the k likeliest tokens"
+        ),
     ] = None
     min_p: Annotated[
         float | None,
@@ -83,7 +85,9 @@ class SamplingParams:
     ] = None
     repetition_penalty: Annotated[  # logits are divided by it
         float | None,
-        Param("number", 0.01, 10, neutral=1.0, from_model=(0, INF), flag="above 1: tokens seen before are less likely"),
+        Param(
+            "number", 0.01, 10, neutral=1.0, from_model=(0.01, 10), flag="above 1: tokens seen before are less likely"
+        ),
     ] = None
     presence_penalty: Annotated[
         float, Param("number", -2, 2, flag="subtracted from the logits of tokens in the output (default: 0)")

@@ -57,15 +57,25 @@ class EngineClient(Protocol):
         """None while the engine is down."""
 
     @property
+    def last_info(self) -> EngineInfo | None:
+        """The same, kept while the engine is down; None before the first one is up."""
+
+    @property
+    def accepting(self) -> bool:
+        """Whether submit() takes jobs: the engine is up, or jobs wait for it."""
+
+    @property
     def trouble(self) -> str:
-        """The message for requests that come while it is down."""
+        """The message for requests that are not accepted."""
 
     @property
     def jobs(self) -> int:
         """How many of this front's jobs have not ended."""
 
     def submit(self, job: Job, sink: Sink) -> None:
-        """Ask for a job. Raises EngineDown if there is no engine; every other answer comes through the sink."""
+        """Ask for a job. Raises EngineDown if there is no engine and jobs do not wait for one, QueueFull if too many
+        wait; every other answer comes through the sink.
+        """
 
     def abort(self, job_id: str) -> None:
         """The client is gone; its sink gets no further call. Fine if the job has ended."""

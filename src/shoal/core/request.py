@@ -113,6 +113,7 @@ class Request:
         "prompt_len",
         "reason",
         "rejected",
+        "resumed",
         "row",
         "salt",
         "sample",
@@ -124,6 +125,7 @@ class Request:
         "tier",
         "timeout_s",
         "tokens",
+        "waited_s",
         "work",
     )  # fmt: skip
 
@@ -144,6 +146,7 @@ class Request:
         priority: int = 0,
         tier: str = "",
         timeout_s: float | None = None,
+        waited_s: float = 0.0,
         grammar: Grammar | None = None,
     ) -> None:
         self.id = id
@@ -160,6 +163,7 @@ class Request:
         self.priority = priority  # lower goes first, where the order policy looks at it
         self.tier = tier  # the name of what it is promised
         self.timeout_s = timeout_s  # from its arrival to its end
+        self.waited_s = waited_s  # between its arrival at a front and its submission here
         self.grammar = grammar  # which tokens it may generate; None: all
         self.allow(params.max_tokens or 0)  # 0: filled in at admission
         self.needs_prompt_logprobs = params.prompt_logprobs is not None and sample == 0
@@ -169,8 +173,9 @@ class Request:
         """Progress: it is new here; it may have run elsewhere."""
         self.state = State.WAITING
         self.began = ran  # it has run, here or elsewhere
+        self.resumed = False  # an engine that is gone had accepted it; given at admission
         self.order = -1  # arrival number, given at admission
-        self.arrived_s = 0.0
+        self.arrived_s = 0.0  # at its front; given at admission
         self.first_s = math.nan  # when its first token was committed
         self.deadline_s = math.inf  # given at admission
         self.promise: Tier = NO_PROMISE  # given at admission
@@ -203,6 +208,16 @@ class Request:
     @property
     def output_tokens(self) -> list[int]:
         return self.tokens[self.prompt_len :]
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether it takes one of the places for requests that wait to start."""
+        return not self.preemptions and not self.resumed
+
+    @property
+    def queued_s(self) -> float:
+        """When the wait began that limits on waiting count: its arrival, or its submission here if it was resumed."""
+        return self.arrived_s + self.waited_s if self.resumed else self.arrived_s
 
     def allow(self, max_tokens: int) -> None:
         """Set how many output tokens it may have."""

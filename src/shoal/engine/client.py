@@ -1,8 +1,9 @@
 """The engine as a front sees it: jobs go out, their events come back to their sinks.
 
 Owns every job of this front until it has ended: its prompt, parameters and tokens so far. When the engine is restarted,
-unfinished jobs are submitted to the new one and continue where they were. A token is taken only if its index equals the
-number of tokens already there, so none is lost or doubled. Knows no HTTP and no text.
+unfinished jobs are submitted to the new one and continue where they were; jobs that arrive meanwhile wait, if the
+restart policy lets them, and follow. A token is taken only if its index equals the number of tokens already there, so
+none is lost or doubled. Knows no HTTP and no text.
 """
 
 import asyncio
@@ -21,16 +22,16 @@ from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink
 from shoal.core.request import Reason
 from shoal.core.turns import TurnTaker
 from shoal.engine import wire
-from shoal.errors import EngineDown
+from shoal.engine.restart_policy import RETRY_S, STARTING, RestartPolicy, WaitForEngine, check_timeout
+from shoal.errors import DeadlinePassed, EngineDown
 
 log = logging.getLogger(__name__)
 
 PING_S = 1.0
+LATE_S = 0.1  # between two looks for jobs whose time is over while there is no engine
 ANSWER_S = 5.0  # longest wait for an answer to a question
 FRESH_S = 1.0  # longest wait for fresh metrics: a pass may take long, and old ones are better than none
 MOST_RESUMES = 10  # a job is not submitted again once it has seen so many restarts
-RETRY_S = 5.0
-STARTING = "the engine is starting or being restarted; try again in a few seconds"
 GIVEN_UP = "the engine died and could not be started again; this server must be restarted"
 
 
@@ -45,6 +46,7 @@ class LiveJob:
     outputs: dict[int, list[int]]  # sample → its output so far, for samples that have not ended
     prompt_logprobs: int = 0  # how many of them the sink has
     accepted: bool = False
+    sent: bool = False  # an engine has had it
     resumes: int = 0
 
 
@@ -58,11 +60,15 @@ class Question:
 class ZmqClient:
     """An EngineClient over ZMQ. Made, started, used and closed on one event loop."""
 
-    def __init__(self, folder: Path, name: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self, folder: Path, name: str, restart: RestartPolicy | None = None, clock: Clock | None = None
+    ) -> None:
         self.folder = folder
         self.name = name
+        self.restart = restart or WaitForEngine()
         self.clock = clock or WallClock()
         self._info: EngineInfo | None = None
+        self._last_info: EngineInfo | None = None
         self._given_up = False  # no engine will come back
         self._live: dict[int, LiveJob] = {}  # by number
         self._numbers: dict[str, int] = {}  # by job id
@@ -80,6 +86,14 @@ class ZmqClient:
     @property
     def info(self) -> EngineInfo | None:
         return self._info
+
+    @property
+    def last_info(self) -> EngineInfo | None:
+        return self._last_info
+
+    @property
+    def accepting(self) -> bool:
+        return self._info is not None or (self.restart.waits and not self._given_up)
 
     @property
     def trouble(self) -> str:
@@ -106,6 +120,7 @@ class ZmqClient:
             asyncio.create_task(self._watch(self._monitor), name="engine connection"),
             asyncio.create_task(self._listen(socket), name="engine messages"),
             asyncio.create_task(self._ping(), name="engine pings"),
+            asyncio.create_task(self._watch_time(), name="jobs without an engine"),
         ]
 
     async def close(self) -> None:
@@ -125,23 +140,31 @@ class ZmqClient:
         self._info = None
 
     def submit(self, job: Job, sink: Sink) -> None:
-        if self._info is None:
-            raise EngineDown(self.trouble, RETRY_S)
+        if self._given_up:
+            raise EngineDown(GIVEN_UP, RETRY_S)
         self._count += 1
         outputs: dict[int, list[int]] = {sample: [] for sample in range(job.params.n)}
         live = LiveJob(self._count, job, sink, self.clock.now_s(), outputs)
-        if not self._send(wire.Submit.of(live.number, job)):
-            raise EngineDown("the engine has just gone away; try again in a few seconds", RETRY_S)
+        live.sent = self._info is not None and self._send(wire.Submit.of(live.number, job))
+        if not live.sent:
+            waiting = sum(len(other.outputs) for other in self._live.values() if not other.sent)
+            self.restart.check(waiting, len(outputs))
         self._live[live.number] = live
         self._numbers[job.id] = live.number
 
     def abort(self, job_id: str) -> None:
         number = self._numbers.get(job_id)
         if number is not None:
-            self._forget(self._live[number])
+            live = self._live[number]
+            self._forget(live)
+            self._abort(live)
+
+    def _abort(self, live: LiveJob) -> None:
+        """Tell the engine, if it has the job."""
+        if self._info is not None and live.sent:
             if not self._aborts:  # a request may have a thousand jobs: their numbers go out in one message
                 asyncio.get_running_loop().call_soon(self._send_aborts)
-            self._aborts.append(number)
+            self._aborts.append(live.number)
 
     def _send_aborts(self) -> None:
         if self._aborts:
@@ -246,21 +269,41 @@ class ZmqClient:
             question.answer.set_result(message.text)
 
     def _ready(self, message: wire.Ready) -> None:
-        """A new engine, which has none of this front's jobs: submit those that have not ended."""
-        self._info = message.info
+        """A new engine, which has none of this front's jobs: submit those that have not ended, in the order of their
+        arrival, but first those that an earlier engine had."""
+        self._info = self._last_info = message.info
         self._send(wire.Ask(0, "metrics"))  # so that there are some to show during a long pass
-        for live in list(self._live.values()):
+        for live in sorted(self._live.values(), key=lambda one: not one.sent):
+            job = replace(live.job, waited_s=max(0.0, self.clock.now_s() - live.begun_s))
+            if not live.sent:
+                live.sent = self._send(wire.Submit.of(live.number, job))
+                continue
             live.resumes += 1
             if live.resumes > MOST_RESUMES:
                 self._fail(live, "the engine died several times while it computed this request")
             else:
-                self._send(wire.Submit.of(live.number, self._left_of(live), live.outputs))
+                self._send(wire.Submit.of(live.number, job, live.outputs))
 
-    def _left_of(self, live: LiveJob) -> Job:
-        """The job with the time it has left."""
-        if live.job.timeout_s is None:
-            return live.job
-        return replace(live.job, timeout_s=max(0.001, live.begun_s + live.job.timeout_s - self.clock.now_s()))
+    # ---- without an engine ----------------------------------------------------------------------------------------
+
+    async def _watch_time(self) -> None:
+        while True:
+            await asyncio.sleep(LATE_S)
+            if self._info is None:
+                self._expire()
+
+    def _expire(self) -> None:
+        """End the jobs whose time is over, as an engine would."""
+        for live in list(self._live.values()):
+            waited_s = self.clock.now_s() - live.begun_s
+            try:
+                check_timeout(live.job, waited_s)
+                if not live.sent:
+                    self.restart.check_wait(waited_s)
+            except DeadlinePassed as error:
+                while live.outputs:
+                    self._refused(live, next(iter(live.outputs)), Refusal.of(error))
+                self._flush_or_forget(live)
 
     # ---- events of jobs -------------------------------------------------------------------------------------------
 
@@ -327,7 +370,7 @@ class ZmqClient:
         """Before its first token the whole job is refused; later only a sample whose time is over."""
         if not live.accepted:
             live.sink.refused(refusal)
-            self._send(wire.Abort([live.number]))
+            self._abort(live)
             live.outputs.clear()
         elif refusal.kind in ("DeadlinePassed", "PromiseBroken"):
             live.outputs.pop(sample, None)

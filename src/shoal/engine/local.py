@@ -50,6 +50,14 @@ class LocalClient:
         self._queue_s: dict[str, float] = {}  # request id → time it waited in the queue
 
     @property
+    def last_info(self) -> EngineInfo | None:
+        return self.info
+
+    @property
+    def accepting(self) -> bool:
+        return self.info is not None
+
+    @property
     def jobs(self) -> int:
         return len(self._jobs)
 

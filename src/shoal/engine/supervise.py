@@ -1,7 +1,9 @@
 """The supervisor: starts the engine and the fronts as processes, watches them, and restarts those that died.
 
 Owns processes and signals. It is a process of its own, so that a fault in a front or in the engine cannot reach it.
-Each child reads its config as JSON from standard input and writes "ready" to a pipe. Knows nothing of what children do.
+Each child reads its config as JSON from standard input and writes "ready" to a pipe, then heartbeats: a child that
+stops writing them hangs. Time in which the supervisor itself did not run (a suspended machine) does not count as a
+child's silence. Knows nothing of what children do.
 """
 
 import contextlib
@@ -28,6 +30,8 @@ BEAT_S = 1.0
 USERS_MISTAKE = 2  # exit code of a child whose config cannot be served; a restart would not help
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 MOST_FAILED_STARTS = 5  # in a row, without having been ready once
+LOOK_S = 1.0  # longest sleep while a child is watched for heartbeats
+PAUSE_S = 1.0  # a sleep that is longer than it should be by this was a pause of this process
 KILL_AFTER_S = 5.0  # a child that has not ended so long after SIGTERM is killed
 
 
@@ -53,6 +57,11 @@ class Child:
     after_fault: bool = False  # it died of a fault of its own, not of a kill from outside
     given_up: bool = False
 
+    @property
+    def watched(self) -> bool:
+        """Whether it must write heartbeats now."""
+        return self.process is not None and self.ready and self.silence_s > 0
+
 
 class Supervisor:
     """Keeps its children running until a signal stops it."""
@@ -77,6 +86,7 @@ class Supervisor:
         self._hung_up = False
         self._was_ready = False
         self._stop_signals = 0
+        self._looked_s = self.clock.now_s()  # when the children were last looked after
         self._selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe()
 
@@ -100,7 +110,7 @@ class Supervisor:
                 if code is not None:
                     self._stop_all(drain=False)
                     return code
-                self._sleep(self._next_start_s())
+                self._sleep(self._longest_sleep_s())
             self._stop_all(drain=True)
             return 0
         except BaseException:
@@ -125,8 +135,9 @@ class Supervisor:
 
     def _tend_all(self) -> int | None:
         """Start the children that do not run. Returns an exit code where the server must end."""
+        now_s = self._look()
         for child in self.children:
-            code = self._tend(child)
+            code = self._tend(child, now_s)
             if code is not None:
                 return code
         if not self._was_ready and all(child.up for child in self.children):
@@ -134,7 +145,17 @@ class Supervisor:
             self._on_ready()
         return None
 
-    def _tend(self, child: Child) -> int | None:
+    def _look(self) -> float:
+        """The time at which children are judged. If this process was paused before it, they probably were, too, and get
+        a full period for their next heartbeat."""
+        now_s = self.clock.now_s()
+        if now_s - self._looked_s > LOOK_S + PAUSE_S:
+            for child in self.children:
+                child.heard_s = now_s
+        self._looked_s = now_s
+        return now_s
+
+    def _tend(self, child: Child, now_s: float) -> int | None:
         """Start the child if it does not run. Returns an exit code where the server must end."""
         code = None if child.process is None else child.process.poll()
         if code is not None:
@@ -144,8 +165,8 @@ class Supervisor:
             if child.failures >= MOST_FAILED_STARTS and not (self._was_ready and self._give_up(child)):
                 log.error("%s failed to start %d times in a row; giving up", child.name, child.failures)
                 return 1
-        self._check_pulse(child)
-        if child.process is None and not child.given_up and self.clock.now_s() >= child.start_at_s:
+        self._check_pulse(child, now_s)
+        if child.process is None and not child.given_up and now_s >= child.start_at_s:
             try:
                 self._start(child)
             except EngineError as error:
@@ -174,11 +195,12 @@ class Supervisor:
         )
         return True
 
-    def _check_pulse(self, child: Child) -> None:
+    def _check_pulse(self, child: Child, now_s: float) -> None:
         """Kill the child if it hangs; it is restarted as after any death."""
-        if child.process is None or not child.ready or not child.silence_s:
+        if child.process is None or not child.watched:
             return
-        silent_s = self.clock.now_s() - child.heard_s
+        self._hear_pipe(child)  # what it wrote while this process did not read
+        silent_s = now_s - child.heard_s
         if silent_s > child.silence_s:
             log.error("%s has given no sign of life for %.0f s and is killed", child.name, silent_s)
             child.hung = True
@@ -220,11 +242,11 @@ class Supervisor:
         if code != USERS_MISTAKE:
             log.error("%s %s; restarting it in %.1f s", child.name, how, pause_s)
 
-    def _next_start_s(self) -> float:
+    def _longest_sleep_s(self) -> float:
         now_s = self.clock.now_s()
         starts = [c.start_at_s - now_s for c in self.children if c.process is None and not c.given_up]
-        pulses = [c.heard_s + c.silence_s - now_s for c in self.children if c.process is not None and c.silence_s]
-        return max(0.0, min([*starts, *(at_s + 0.05 for at_s in pulses), 60.0]))
+        watched = any(child.watched for child in self.children)
+        return max(0.0, min([*starts, LOOK_S if watched else 60.0]))
 
     def _sleep(self, most_s: float) -> None:
         """Until something happens."""
@@ -274,7 +296,7 @@ class Supervisor:
                     if child.process is not None:
                         child.process.kill()
             elif watch_engine:
-                self._tend(self.engine)  # draining fronts still need it
+                self._tend(self.engine, self._look())  # draining fronts still need it
             self._sleep(min(0.2, max(0.0, until_s - self.clock.now_s())) or 0.05)
 
 
@@ -298,6 +320,7 @@ class Heartbeat:
         self._fd = fd
         self._clock = clock
         self._next_s = 0.0
+        os.set_blocking(fd, False)  # a full pipe of a supervisor that does not read must not stop this process
 
     def __call__(self) -> None:
         now_s = self._clock.now_s()

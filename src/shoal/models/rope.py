@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from shoal.errors import UnsupportedModel
 from shoal.models.spec import RopeSpec
 
 FIRST_POSITIONS = 4096
@@ -17,7 +18,7 @@ class RopeTable:
     """cos and sin of every position requested so far, float32, grown by doubling."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
-        self.frequencies = rope_frequencies(spec, head_dim).to(device)
+        self.frequencies = checked_frequencies(spec, head_dim).to(device)
         self.amplitude = rope_amplitude(spec)
         self.cos = self.sin = self.frequencies.new_empty((0, head_dim // 2))
 
@@ -35,6 +36,17 @@ class RopeTable:
         """(cos, sin) [T, head_dim / 2]; all positions are below `longest`, a host number: no sync."""
         self.reserve(longest)
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+
+def checked_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """The frequencies; UnsupportedModel if the spec's numbers give none."""
+    try:
+        found = rope_frequencies(spec, head_dim)
+    except (ArithmeticError, ValueError):
+        found = torch.full((1,), math.nan)
+    if not bool(torch.isfinite(found).all()):
+        raise UnsupportedModel("the rope parameters give no finite frequencies; correct them in config.json")
+    return found
 
 
 def rope_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:

@@ -4,11 +4,12 @@ Owns the meaning of the config's keys, old spelling and new, and refuses what Sh
 Does not know torch, tensors, files or kernels.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import UnsupportedModel
+from shoal.errors import UnsupportedModel, shown
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "swish")
@@ -18,6 +19,8 @@ DEFAULT_THETA = 10_000.0
 MISTRAL_WINDOW = 4096
 QWEN_WINDOW = 4096
 QWEN_FULL_LAYERS = 28
+MOST = 2**31 - 1  # of any size: kernels count in 32 bits
+MOST_LAYERS = 10_000  # some ten times the deepest known; weights are compared with all of them
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         raise UnsupportedModel(
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; correct config.json"
         )
-    layers, max_position = _positive(config, "num_hidden_layers"), _positive(config, "max_position_embeddings")
+    layers = _positive(config, "num_hidden_layers", most=MOST_LAYERS)
+    max_position = _positive(config, "max_position_embeddings")
     return ModelSpec(
         family=traits.family,
         vocab_size=_positive(config, "vocab_size"),
@@ -195,8 +199,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         kv_heads=kv_heads,
         head_dim=_head_dim(config, traits, hidden_size, heads),
         intermediate_size=_positive(config, "intermediate_size"),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=float(_number(config, "rms_norm_eps", 1e-6)),
+        tie_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=traits.qkv_bias(config),
         out_bias=traits.out_bias(config),
         mlp_bias=traits.mlp_bias(config),
@@ -205,29 +209,34 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         max_position=max_position,
         windows=traits.windows(config, layers),
         dtype_name=_dtype_name(config),
-        eos_ids=_token_ids(config.get("eos_token_id")),
-        bos_id=_first(_token_ids(config.get("bos_token_id"))),
+        eos_ids=_token_ids(config, "eos_token_id"),
+        bos_id=_first(_token_ids(config, "bos_token_id")),
     )
 
 
 def _traits_of(config: Mapping[str, Any]) -> _Traits:
     architectures = config.get("architectures") or []
     model_type = config.get("model_type")
-    name = architectures[0] if architectures else _FAMILY_OF_TYPE.get(str(model_type), model_type)
-    if name not in FAMILIES:
+    if isinstance(architectures, list) and architectures:
+        name = architectures[0]
+    else:
+        name = architectures or _FAMILY_OF_TYPE.get(str(model_type), model_type)
+    if not isinstance(name, str) or name not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UnsupportedModel(f"architecture {name!r} is not supported; choose a model that is one of: {known}")
+        raise UnsupportedModel(f"architecture {shown(name)} is not supported; choose a model that is one of: {known}")
     return FAMILIES[name]
 
 
 def _refuse_what_we_cannot_compute(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
-        raise UnsupportedModel(f"hidden_act {activation!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; known: {', '.join(ACTIVATIONS)}")
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise UnsupportedModel(f"quantization {method!r} is not supported; use the unquantized weights or a GGUF file")
+        raise UnsupportedModel(
+            f"quantization {shown(method)} is not supported; use the unquantized weights or a GGUF file"
+        )
 
 
 def _head_dim(config: Mapping[str, Any], traits: _Traits, hidden_size: int, heads: int) -> int:
@@ -248,27 +257,36 @@ def _rope(config: Mapping[str, Any], max_position: int) -> RopeSpec:
         raise UnsupportedModel("rope parameters per layer type are not supported; one set for all layers is needed")
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise UnsupportedModel(f"rope kind {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
+        raise UnsupportedModel(f"rope kind {shown(kind)} is not supported; known: {', '.join(ROPE_KINDS)}")
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is not None and partial != 1:
-        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported; only 1 is")
+        raise UnsupportedModel(f"partial_rotary_factor {shown(partial)} is not supported; only 1 is")
     outer = {"rope_theta": config.get("rope_theta") or DEFAULT_THETA}
+    theta = float(_number({**outer, **given}, "rope_theta"))
+    if theta <= 1:
+        raise UnsupportedModel(f"rope_theta is {theta}; a number above 1 is needed in config.json")
     key = "original_max_position_embeddings"
     original_max_position = _positive(config, key, _positive(given, key, max_position))
-    llama3 = kind == "llama3"
+    low, high = 1.0, 4.0
+    if kind == "llama3":
+        low, high = float(_number(given, "low_freq_factor")), float(_number(given, "high_freq_factor"))
+    if low >= high:
+        raise UnsupportedModel(
+            f"low_freq_factor {low} is not below high_freq_factor {high}; correct the rope parameters in config.json"
+        )
     return RopeSpec(
-        theta=_number({**outer, **given}, "rope_theta"),
+        theta=theta,
         kind=kind,
         factor=_rope_factor(given, kind, max_position / original_max_position),
         original_max_position=original_max_position,
-        low_freq_factor=_number(given, "low_freq_factor") if llama3 else 1.0,
-        high_freq_factor=_number(given, "high_freq_factor") if llama3 else 4.0,
+        low_freq_factor=low,
+        high_freq_factor=high,
         attention_factor=_maybe_number(given, "attention_factor"),
         mscale=_maybe_number(given, "mscale"),
         mscale_all_dim=_maybe_number(given, "mscale_all_dim"),
         beta_fast=_maybe_number(given, "beta_fast") or 32.0,
         beta_slow=_maybe_number(given, "beta_slow") or 1.0,
-        truncate=bool(given.get("truncate", True)),
+        truncate=_flag(given, "truncate", True),
     )
 
 
@@ -276,8 +294,8 @@ def _rope_factor(given: Mapping[str, Any], kind: str, yarn_default: float) -> fl
     if kind == "default":
         return 1.0
     if kind == "yarn":
-        return _number(given, "factor", yarn_default)
-    return _number(given, "factor")
+        return float(_number(given, "factor", yarn_default))
+    return float(_number(given, "factor"))
 
 
 def _no_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -293,42 +311,47 @@ def _mistral_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 def _qwen_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """A window only if use_sliding_window is on, in the layers that layer_types or max_window_layers name."""
-    if not config.get("use_sliding_window", False) or config.get("sliding_window", QWEN_WINDOW) is None:
+    if not _flag(config, "use_sliding_window") or config.get("sliding_window", QWEN_WINDOW) is None:
         return (0,) * layers
     window = _positive(config, "sliding_window", QWEN_WINDOW)
     kinds = config.get("layer_types")
     if kinds is None:
-        full_layers = int(config.get("max_window_layers", QWEN_FULL_LAYERS))
+        key = "max_window_layers"
+        full_layers = 0 if config.get(key) == 0 else _positive(config, key, QWEN_FULL_LAYERS)
         return tuple(window if layer >= full_layers else 0 for layer in range(layers))
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise UnsupportedModel(f"layer_types is {shown(kinds)}; a list with the kind of each layer is needed")
     if len(kinds) != layers:
         raise UnsupportedModel(f"layer_types names {len(kinds)} layers, num_hidden_layers is {layers}; make them equal")
     unknown = sorted(set(kinds) - set(LAYER_TYPES))
     if unknown:
-        raise UnsupportedModel(f"layer type {unknown[0]!r} is not supported; known: {', '.join(LAYER_TYPES)}")
+        raise UnsupportedModel(f"layer type {shown(unknown[0])} is not supported; known: {', '.join(LAYER_TYPES)}")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def _dtype_name(config: Mapping[str, Any]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise UnsupportedModel(f"dtype {name!r} is not supported; known: {', '.join(DTYPES)}")
+        raise UnsupportedModel(f"dtype {shown(name)} is not supported; known: {', '.join(DTYPES)}")
     return name
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(int(token) for token in value) if isinstance(value, list | tuple) else (int(value),)
+def _token_ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    given = config.get(key)
+    ids = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise UnsupportedModel(f"{key} is {shown(given)}; a token id or a list of them is needed in config.json")
+    return tuple(ids)
 
 
 def _first(ids: tuple[int, ...]) -> int | None:
     return ids[0] if ids else None
 
 
-def _positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _positive(config: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST) -> int:
     number = _number(config, key, default)
-    if number != int(number):
-        raise UnsupportedModel(f"{key} is {number}; a whole number is needed in config.json")
+    if number > most or number != int(number):
+        raise UnsupportedModel(f"{key} is {shown(number)}; a whole number up to {most} is needed in config.json")
     return int(number)
 
 
@@ -338,9 +361,16 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
         value = default
     if value is None:
         raise UnsupportedModel(f"config.json has no {key!r}; add it or use the model's original config.json")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UnsupportedModel(f"{key} is {value!r}; a number above 0 is needed in config.json")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < sys.float_info.max:
+        raise UnsupportedModel(f"{key} is {shown(value)}; a number above 0 is needed in config.json")
     return value
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UnsupportedModel(f"{key} is {shown(value)}; true or false is needed in config.json")
+    return default if value is None else value
 
 
 def _maybe_number(config: Mapping[str, Any], key: str) -> float | None:
@@ -357,11 +387,11 @@ def _always(config: Mapping[str, Any]) -> bool:
 
 
 def _attention_bias(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("attention_bias", False))
+    return _flag(config, "attention_bias")
 
 
 def _mlp_bias(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("mlp_bias", False))
+    return _flag(config, "mlp_bias")
 
 
 FAMILIES = {

@@ -17,6 +17,7 @@ from shoal.config.engine import EngineConfig
 from shoal.core.ports import Executor
 from shoal.engine import blackbox, wire
 from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
+from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
 from shoal.obs.logs import set_up_logs
@@ -37,7 +38,7 @@ def main(run: Callable[[Mapping[str, Any]], None]) -> int:
     try:
         run(config)
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        say_refused(error, Path(config["folder"]), config.get("epoch", 0))
         return USERS_MISTAKE
     return 0
 

@@ -18,7 +18,9 @@ from typing import Any
 
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
-from shoal.engine.supervise import USERS_MISTAKE, die_with_parent, say_ready
+from shoal.engine.refusal import say_refused
+from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
+from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.keys.api_key import no_keys
@@ -51,7 +53,7 @@ def main() -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(run(config))
     except ShoalError as error:
-        print(f"shoal: {error}", file=sys.stderr)
+        say_refused(error, Path(config["folder"]), int(config["name"].partition(".")[2]))
         return USERS_MISTAKE
     return 0
 
@@ -66,7 +68,7 @@ async def run(config: Mapping[str, Any]) -> None:
     serve = serve_config_from_json(config["serve"])
     files = find_model(config["model"])
     tokenizer = load_tokenizer(files, read_template(config["chat_template"]))
-    client = ZmqClient(Path(config["folder"]), config["name"])
+    client = ZmqClient(Path(config["folder"]), config["name"], restart_policy(config, serve))
     client.start()
     settings = make_settings(config, serve, files)
     spans = open_spans(serve.otlp_endpoint, settings.version)
@@ -103,6 +105,7 @@ async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], cl
     serving = asyncio.create_task(server.serve([socket.socket(fileno=config["listen_fd"])]))
     say_ready(config["ready_fd"], up=False)
     watching = asyncio.create_task(say_up(client, config["ready_fd"]))
+    beating = asyncio.create_task(beat(Heartbeat(config["ready_fd"], client.clock)))
     await wait_for_first(stopping, serving)
     watching.cancel()
     await drain(front, serve.drain_timeout)
@@ -110,6 +113,7 @@ async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], cl
     await asyncio.wait({serving}, timeout=2.0)  # requests other than generations are short
     server.force_exit = True
     await serving
+    beating.cancel()
 
 
 async def say_up(client: ZmqClient, ready_fd: int) -> None:
@@ -117,6 +121,13 @@ async def say_up(client: ZmqClient, ready_fd: int) -> None:
     while client.info is None:
         await asyncio.sleep(0.02)
     say_ready(ready_fd)
+
+
+async def beat(heartbeat: Heartbeat) -> None:
+    """Show the supervisor that the event loop runs."""
+    while True:
+        heartbeat()
+        await asyncio.sleep(BEAT_S / 2)
 
 
 async def wait_for_first(stopping: asyncio.Event, serving: "asyncio.Task[None]") -> None:
@@ -136,6 +147,12 @@ async def drain(front: Front, timeout_s: float) -> None:
         log.warning("%d requests did not finish in time and are ended", front.active)
         front.end_all()
         await asyncio.sleep(0.2)  # time to send the error
+
+
+def restart_policy(config: Mapping[str, Any], serve: ServeConfig) -> RestartPolicy:
+    if serve.restart_policy == "refuse":
+        return RefuseAtOnce()
+    return WaitForEngine(config["max_queue"], config["max_wait"])
 
 
 def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFiles) -> ServerSettings:

@@ -4,10 +4,11 @@ Owns reading safetensors, fitting tensors to a ModelSpec, dummy weights and the 
 Does not know layers' arithmetic, schedules or KV blocks.
 """
 
-import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights
+from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights, shown
+from shoal.files.reading import has_file, read_json
 from shoal.kernels.weights import DenseWeight, Parameters, Weight, quantize
 from shoal.models import ModelSpec, model_class
 from shoal.models.layout import Place, places, shapes
 
+log = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -35,6 +38,9 @@ class WeightReader(Protocol):
 
     def names(self) -> Iterable[str]:
         """Names of all tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it."""
 
     def read(self, name: str) -> Tensor:
         """One tensor, in host memory."""
@@ -52,12 +58,16 @@ class SafetensorsReader:
         """Names of all tensors."""
         return self._file_of.keys()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, as its file's header says."""
+        return tuple(self._opened(self._file_of[name]).get_slice(name).get_shape())
+
     def read(self, name: str) -> Tensor:
         """One tensor, mapped from its file."""
         file_name = self._file_of[name]
         try:
             tensor: Tensor = self._opened(file_name).get_tensor(name)
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError, TypeError) as error:  # the last two: a type torch has not
             raise BadWeights(f"cannot read {name} from {self.folder / file_name}: {error}; {_AGAIN}") from error
         return tensor
 
@@ -65,9 +75,9 @@ class SafetensorsReader:
         """Tensor name → file name."""
         if not self.folder.is_dir():
             raise ModelNotFound(f"no folder {self.folder}; give the folder that holds {SINGLE_FILE}")
-        if (self.folder / SINGLE_FILE).exists():
+        if has_file(self.folder / SINGLE_FILE):
             return dict.fromkeys(self._opened(SINGLE_FILE).keys(), SINGLE_FILE)
-        if (self.folder / INDEX_FILE).exists():
+        if has_file(self.folder / INDEX_FILE):
             return self._find_shards()
         pickles = sorted(path.name for path in self.folder.iterdir() if path.suffix in PICKLES)
         if pickles:
@@ -79,14 +89,14 @@ class SafetensorsReader:
 
     def _find_shards(self) -> dict[str, str]:
         path = self.folder / INDEX_FILE
-        try:
-            file_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            file_of = {str(name): str(file_name) for name, file_name in file_of.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadWeights(f"{path} is not an index of shards ({error!r}); {_AGAIN}") from error
+        file_of = read_json(path).get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(name, str) for name in file_of.values()):
+            raise BadWeights(f"{path} is not an index of shards: it has no weight_map of file names; {_AGAIN}")
         for file_name in sorted(set(file_of.values())):
             if Path(file_name).name != file_name:
-                raise BadWeights(f"{path} names {file_name!r}, which is not a file of this folder; correct the index")
+                raise BadWeights(
+                    f"{path} names {shown(file_name)}, which is not a file of this folder; correct the index"
+                )
             held = set(self._opened(file_name).keys())
             absent = [name for name, place in file_of.items() if place == file_name and name not in held]
             if absent:
@@ -96,11 +106,11 @@ class SafetensorsReader:
     def _opened(self, file_name: str) -> Any:
         if file_name not in self._open_files:
             path = self.folder / file_name
+            if not has_file(path):
+                raise BadWeights(f"{path} is missing; {_AGAIN}")
             try:
                 self._open_files[file_name] = safe_open(path, framework="pt")
-            except FileNotFoundError as error:
-                raise BadWeights(f"{path} is missing; {_AGAIN}") from error
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, MemoryError) as error:  # the last: too large to be mapped
                 raise BadWeights(f"{path} is truncated or not a safetensors file ({error}); {_AGAIN}") from error
         return self._open_files[file_name]
 
@@ -110,6 +120,9 @@ class ArrayFile(Protocol):
 
     def tensor_names(self) -> Iterable[str]:
         """Names of all tensors."""
+
+    def shape(self, name: str, /) -> tuple[int, ...]:
+        """The shape of one tensor."""
 
     def read(self, name: str, /) -> "np.ndarray[Any, Any]":
         """One tensor."""
@@ -125,6 +138,10 @@ class ArrayReader:
         """Names of all tensors."""
         return self.file.tensor_names()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor."""
+        return self.file.shape(name)
+
     def read(self, name: str) -> Tensor:
         """One tensor; a read-only array is copied, as torch has no read-only tensors."""
         array = np.ascontiguousarray(self.file.read(name))
@@ -134,18 +151,21 @@ class ArrayReader:
 def load_weights(
     reader: WeightReader, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, progress: bool = False
 ) -> Parameters:
-    """Allocate every fused parameter once and copy each tensor, cast, into its rows."""
+    """Allocate every fused parameter once and copy each tensor, cast, into its rows.
+
+    Names and shapes are compared with the files first, so that a wrong config cannot make it allocate more than fits
+    what the files hold.
+    """
     layout = list(model_class(spec).layout(spec))
     place_of = places(layout)
     _check_names(set(reader.names()), place_of, spec)
+    _check_shapes(reader, place_of)
     tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes(layout)}
 
     def load(item: tuple[str, Place]) -> str:
         """Copy one tensor to its place; returns what is wrong with it, or nothing."""
         name, place = item
         tensor = reader.read(name)
-        if tuple(tensor.shape) != place.shape:
-            return f"{name} is {_shape(tensor.shape)}, the config needs {_shape(place.shape)}"
         if not tensor.is_floating_point():
             return f"{name} holds {tensor.dtype}, floating point is needed"
         with torch.inference_mode():  # a mode of each thread, and the parameters may have been made in it
@@ -156,6 +176,20 @@ def load_weights(
         done = tqdm(pool.map(load, place_of.items()), "weights", len(place_of), unit="tensor", disable=not progress)
         _raise_if_any([problem for problem in done if problem])
     return _parameters(tensors)
+
+
+def untied_if_both(reader: WeightReader, spec: ModelSpec) -> ModelSpec:
+    """The spec; not tied where the config says so but the files hold an lm_head of its own, as in transformers."""
+    tied, head = "model.embed_tokens.weight", "lm_head.weight"
+    if not spec.tie_embeddings or not {tied, head} <= set(reader.names()):
+        return spec
+    if reader.shape(tied) == reader.shape(head) and torch.equal(reader.read(tied), reader.read(head)):
+        return spec
+    log.warning(
+        "config.json ties lm_head to the embedding, but the weights hold a different %s; it is used. "
+        "Set tie_word_embeddings to false to silence this warning", head
+    )  # fmt: skip
+    return replace(spec, tie_embeddings=False)
 
 
 def dummy_weights(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, seed: int = 0) -> Parameters:
@@ -208,6 +242,13 @@ def _check_names(have: set[str], wanted: Mapping[str, Place], spec: ModelSpec) -
     missing = [f"{name} {_shape(place.shape)} is missing" for name, place in wanted.items() if name not in have]
     extra = [f"{name} is not part of this model" for name in sorted(have - wanted.keys()) if not _harmless(name, spec)]
     _raise_if_any(missing + extra)
+
+
+def _check_shapes(reader: WeightReader, wanted: Mapping[str, Place]) -> None:
+    found = ((name, place.shape, reader.shape(name)) for name, place in wanted.items())
+    _raise_if_any(
+        [f"{name} is {_shape(has)}, the config needs {_shape(needs)}" for name, needs, has in found if has != needs]
+    )
 
 
 def _harmless(name: str, spec: ModelSpec) -> bool:

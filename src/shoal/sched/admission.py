@@ -7,6 +7,7 @@ Knows limits and how many wait; moves nothing, so a refusal leaves no trace.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.core.request import Request
@@ -77,16 +78,7 @@ class Admission:
     def check_queue(self, waiting: int, coming: int, now_s: float) -> None:
         """Raise QueueFull if so many more would be too many."""
         most = self.max_queue
-        if not most or waiting + coming <= most:
-            return
-        if coming > most:
-            raise BadParameter(f"n is {coming}, but only {most} requests may wait; lower n or raise --max-queue")
-        after_s = self.pace.wait_s(waiting + coming - most, now_s)
-        raise QueueFull(
-            f"{waiting} requests wait already, and at most {most} may; try again in {after_s:.0f} s, "
-            f"or raise --max-queue",
-            after_s,
-        )
+        check_room(most, waiting, coming, lambda: self.pace.wait_s(waiting + coming - most, now_s))
 
     def check(self, request: Request) -> int:
         """Its max_tokens. Raises BadRequest if it can never be served."""
@@ -136,6 +128,20 @@ class Admission:
             for token in ids:
                 if not 0 <= token < vocab:
                     raise BadParameter(f"{name} names token {token}; ids run from 0 to {vocab - 1}")
+
+
+def check_room(max_queue: int, waiting: int, coming: int, after_s: Callable[[], float]) -> None:
+    """Raise QueueFull if so many more would be too many to wait; 0: any number may. `after_s`: when to try again."""
+    if not max_queue or waiting + coming <= max_queue:
+        return
+    if coming > max_queue:
+        raise BadParameter(f"n is {coming}, but only {max_queue} requests may wait; lower n or raise --max-queue")
+    retry_s = after_s()
+    raise QueueFull(
+        f"{waiting} requests wait already, and at most {max_queue} may; try again in {retry_s:.0f} s, "
+        f"or raise --max-queue",
+        retry_s,
+    )
 
 
 def _check_timeout(timeout_s: float | None) -> None:

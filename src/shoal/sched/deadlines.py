@@ -89,7 +89,7 @@ class Deadlines:
         if request.began:
             return math.inf
         longest_s = math.inf if self.max_wait_s is None else self.max_wait_s
-        return min(request.arrived_s + longest_s, request.start_by_s)
+        return min(request.queued_s + longest_s, request.start_by_s)
 
     def check(self, alive: Iterable[Request]) -> None:
         """Every request with a deadline is watched, and none that has ended."""

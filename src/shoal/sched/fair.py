@@ -163,7 +163,7 @@ class FairQueue:
     def push(self, request: Request, key: tuple[float, ...]) -> None:
         insort(self._queues.setdefault(request.tenant, []), (request.order, request))
         self._length += 1
-        self.newcomers += not request.preemptions
+        self.newcomers += request.newcomer
 
     def remove(self, request: Request, key: tuple[float, ...]) -> None:
         queue = self._queues[request.tenant]
@@ -173,9 +173,9 @@ class FairQueue:
         if not queue:
             del self._queues[request.tenant]
         self._length -= 1
-        self.newcomers -= not request.preemptions
+        self.newcomers -= request.newcomer
 
     def check(self) -> None:
-        assert self.newcomers == sum(not request.preemptions for request in self), "newcomers are counted wrongly"
+        assert self.newcomers == sum(request.newcomer for request in self), "newcomers are counted wrongly"
         assert self._length == sum(map(len, self._queues.values())), "the queue's length drifted"
         assert all(self._queues.values()), "an empty queue was kept"

@@ -12,7 +12,7 @@ PATIENCE = 64  # requests that may overtake one that does not fit; then none may
 class WaitQueue(Protocol):
     """Requests that wait. A request is pushed and removed with the same key."""
 
-    newcomers: int  # waiting requests that were never preempted
+    newcomers: int  # waiting requests that were neither preempted nor resumed
 
     def __len__(self) -> int: ...
 
@@ -59,13 +59,13 @@ class SortedQueue:
 
     def push(self, request: Request, key: tuple[float, ...]) -> None:
         insort(self._entries, (key, request.order, request))
-        self.newcomers += not request.preemptions
+        self.newcomers += request.newcomer
 
     def remove(self, request: Request, key: tuple[float, ...]) -> None:
         index = bisect_left(self._entries, (key, request.order), key=lambda entry: entry[:2])
         assert self._entries[index][2] is request, f"{request.id} is not where it should be in the queue"
         del self._entries[index]
-        self.newcomers -= not request.preemptions
+        self.newcomers -= request.newcomer
 
     def check(self) -> None:
-        assert self.newcomers == sum(not request.preemptions for request in self), "newcomers are counted wrongly"
+        assert self.newcomers == sum(request.newcomer for request in self), "newcomers are counted wrongly"

@@ -79,7 +79,7 @@ class Scheduler:
             raise
         for request, most in zip(requests, max_tokens, strict=True):
             request.allow(most)
-            self._enqueue(request, now_s)
+            self._enqueue(request, now_s, resumed)
 
     def _check_ids(self, ids: list[str]) -> None:
         for request_id in ids:
@@ -91,12 +91,13 @@ class Scheduler:
         promise, tables = request.promise, self.tables
         if promise.reject_late and self.policies.steps.known:
             soonest_s = self._soonest_s(request)
-            if soonest_s > promise.ttft_s:
+            if request.waited_s + soonest_s > promise.ttft_s:
                 wait_s = soonest_s + tables.admission.pace.wait_s(self.waiting.newcomers, tables.now_s)
+                waited = f" after a wait of {request.waited_s:.1f} s" if request.waited_s else ""
                 raise PromiseBroken(
                     f"tier {promise.name} promises a first token within {promise.ttft_s:g} s, and this prompt of "
-                    f"{len(request.tokens)} tokens takes {soonest_s:.2f} s even if it starts now (estimated wait "
-                    f"{wait_s:.1f} s); shorten it, or ask for another tier",
+                    f"{len(request.tokens)} tokens takes {soonest_s:.2f} s even if it starts now{waited} (estimated "
+                    f"wait {wait_s:.1f} s); shorten it, or ask for another tier",
                     wait_s,
                 )
 
@@ -106,21 +107,22 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         return self.policies.steps.soonest_s(len(request.tokens), budget, len(self.running), read)
 
-    def _enqueue(self, request: Request, now_s: float) -> None:
+    def _enqueue(self, request: Request, now_s: float, resumed: bool) -> None:
         tables, policies = self.tables, self.policies
-        tables.between.arrived.append(request.id)
-        tables.between.arrived_s.append(now_s)
+        request.resumed = resumed
         request.order = self._arrivals
-        request.arrived_s = now_s
+        request.arrived_s = now_s - request.waited_s
+        tables.between.arrived.append(request.id)
+        tables.between.arrived_s.append(request.arrived_s)
         if request.timeout_s is not None:
-            request.deadline_s = now_s + request.timeout_s
+            request.deadline_s = request.arrived_s + request.timeout_s
         if request.outputs:  # its prompt's logprobs were sent before its first token
             request.needs_prompt_logprobs = False
         self._arrivals += 1
         tables.requests[request.id] = request
         if request.promise.reject_late and not request.outputs:
             soonest_s = self._soonest_s(request) if policies.steps.known else 0.0
-            request.start_by_s = now_s + max(0.0, request.promise.ttft_s - soonest_s)
+            request.start_by_s = request.queued_s + max(0.0, request.promise.ttft_s - soonest_s)
         policies.lanes.arrived(request)
         policies.order.arrived(request)
         tables.enqueue(request)

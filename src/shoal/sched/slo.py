@@ -128,17 +128,17 @@ class SloQueue:
 
     def push(self, request: Request, key: tuple[float, ...]) -> None:
         insort(self._queues[request.promise.rank], (key, request.order, request))
-        self.newcomers += not request.preemptions
+        self.newcomers += request.newcomer
 
     def remove(self, request: Request, key: tuple[float, ...]) -> None:
         queue = self._queues[request.promise.rank]
         index = bisect_left(queue, (key, request.order), key=lambda entry: entry[:2])
         assert queue[index][2] is request, f"{request.id} is not where it should be in the queue"
         del queue[index]
-        self.newcomers -= not request.preemptions
+        self.newcomers -= request.newcomer
 
     def check(self) -> None:
-        assert self.newcomers == sum(not request.preemptions for request in self), "newcomers are counted wrongly"
+        assert self.newcomers == sum(request.newcomer for request in self), "newcomers are counted wrongly"
         for rank, queue in enumerate(self._queues):
             assert queue == sorted(queue, key=lambda entry: entry[:2]), "a tier's queue is out of order"
             assert all(request.promise.rank == rank for _, _, request in queue), "a request is in another tier's queue"

@@ -100,8 +100,8 @@ class Front:
         self.metrics: FrontCounters = metrics or NoCounters()
         self.other_fronts: OtherFronts = NoOtherFronts()  # set where there are several fronts
         self.spans: Spans = spans or NoSpans()
-        self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.info)
-        self.gate = KeyGate(limiter or NoLimiter(), self.metrics, lambda: client.info)
+        self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.last_info)
+        self.gate = KeyGate(limiter or NoLimiter(), self.metrics, lambda: client.last_info)
         names = TokenNames(tokenizer)
         self.dialects: Sequence[Dialect] = [dialect(self.preparer, names) for dialect in DIALECTS]
         self.keys = Keys(settings.keys)
@@ -192,7 +192,7 @@ class Front:
     async def _generate(self, exchange: Exchange, dialect: Dialect) -> None:
         if self.draining:
             raise Draining("the server is shutting down; use another one, or retry later")
-        if self.client.info is None:
+        if not self.client.accepting:
             raise EngineDown(self.client.trouble)
         body = await exchange.json_body()
         if self.settings.log_prompts:

@@ -38,7 +38,7 @@ class InfoRoutes:
         return ModelCard(name, "model", self.created, "shoal", self.front.settings.model, self._max_model_len())
 
     def _max_model_len(self) -> int | None:
-        info = self.front.client.info
+        info = self.front.client.last_info
         return None if info is None else info.max_model_len
 
     async def models(self, exchange: Exchange) -> None:
@@ -88,7 +88,7 @@ class InfoRoutes:
         await exchange.reply(200, answer)
 
     def _vocab_size(self) -> int:
-        info = self.front.client.info
+        info = self.front.client.last_info
         return 0 if info is None else info.vocab_size
 
     # ---- status -----------------------------------------------------------------------------------------------------

@@ -5,13 +5,16 @@ Owns the two kinds such a file may hold: byte-level BPE ("gpt2") and sentencepie
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from shoal.errors import ModelError, UnsupportedModel
+from shoal.errors import ModelError, UnsupportedModel, shown
+from shoal.text.panics import reason_of, silenced
 
+MOST_PIECE_WORK = 10**9  # characters compared to find the merges of a sentencepiece vocabulary; real ones need 10**8
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -56,13 +59,36 @@ def backend_from_gguf(metadata: Mapping[str, Any], path: Path) -> Backend:
     """Build the tokenizer that the file's `tokenizer.ggml.*` keys describe."""
     kind = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in builders:
-        raise UnsupportedModel(f"{path} has a tokenizer of kind {kind!r}; known in GGUF files: {', '.join(builders)}")
-    tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
-    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if not isinstance(kind, str) or kind not in builders:
+        raise UnsupportedModel(
+            f"{path} has a tokenizer of kind {shown(kind)}; known in GGUF files: {', '.join(builders)}"
+        )
+    tokens: list[str] = _list(metadata, "tokens", str, path)
+    types: list[int] = _list(metadata, "token_type", int, path) or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"{path} has {len(tokens)} tokens but {len(types)} token types; convert the model again")
-    backend = builders[kind](metadata, tokens, types, path)
+    try:
+        with silenced():
+            return _with_added(builders[kind](metadata, tokens, types, path), tokens, types)
+    except ModelError:
+        raise
+    except BaseException as error:
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        raise ModelError(f"{path} holds a broken vocabulary: {reason}; convert the model again") from error
+
+
+def _list(metadata: Mapping[str, Any], name: str, kind: type | UnionType, path: Path) -> list[Any]:
+    """One of the lists tokenizer.ggml.*; empty where the file has none."""
+    found = metadata.get(f"tokenizer.ggml.{name}") or []
+    if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+        wanted = "texts" if kind is str else "numbers"
+        raise ModelError(f"{path}: tokenizer.ggml.{name} is {shown(found)}; a list of {wanted} is needed")
+    return found
+
+
+def _with_added(backend: Backend, tokens: Sequence[str], types: Sequence[int]) -> Backend:
     backend.add_tokens([_added(t, special=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED])
     backend.add_special_tokens(
         [_added(t, special=True) for t, k in zip(tokens, types, strict=True) if k in (_CONTROL, _UNKNOWN)]
@@ -74,7 +100,7 @@ def bos_by_default(metadata: Mapping[str, Any]) -> bool:
     """Whether a BOS token is prepended where the file does not specify it."""
     if metadata.get("tokenizer.ggml.model") == "llama":
         return True
-    split = _SPLITS.get(metadata.get("tokenizer.ggml.pre", "default"))
+    split = _SPLITS.get(str(metadata.get("tokenizer.ggml.pre", "default")))
     return split is not None and split.adds_bos
 
 
@@ -91,13 +117,13 @@ def _ids(tokens: Sequence[str]) -> dict[str, int]:
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], path: Path) -> Backend:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in _SPLITS:
-        raise UnsupportedModel(f"{path} splits text as {name!r} (tokenizer.ggml.pre); known: {', '.join(_SPLITS)}")
+    if not isinstance(name, str) or name not in _SPLITS:
+        raise UnsupportedModel(f"{path} splits text as {shown(name)} (tokenizer.ggml.pre); known: {', '.join(_SPLITS)}")
     split = _SPLITS[name]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "merges", str, path)]
     if not all(len(merge) == 2 for merge in merges):
         raise ModelError(f"{path}: tokenizer.ggml.merges must hold pairs; convert the model again")
-    backend = Backend(_bpe(path, vocab=_ids(tokens), merges=merges, ignore_merges=split.whole_words_first))
+    backend = Backend(models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=split.whole_words_first))
     if split.nfc:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = _splitter(split)
@@ -116,13 +142,15 @@ def _splitter(split: _Split) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], path: Path) -> Backend:
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not scores or len(scores) != len(tokens):
+    scores = _list(metadata, "scores", int | float, path)
+    if len(scores) != len(tokens):
         raise ModelError(f"{path} needs one of tokenizer.ggml.scores for each token; convert the model again")
+    if sum(len(token) ** 2 for token in tokens) > MOST_PIECE_WORK:
+        raise ModelError(f"{path} holds tokens that are too long for a vocabulary of pieces; convert the model again")
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     merges = _merges_by_score(tokens, types, scores)
     backend = Backend(
-        _bpe(path, vocab=_ids(tokens), merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab=_ids(tokens), merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     spaced = metadata.get("tokenizer.ggml.add_space_prefix", True)
     prepend = [normalizers.Prepend("▁")] if spaced else []
@@ -142,10 +170,3 @@ def _merges_by_score(tokens: Sequence[str], types: Sequence[int], scores: Sequen
         if piece[:at] in ids and piece[at:] in ids
     ]
     return [(tokens[left], tokens[right]) for _, _, left, right in sorted(found)]
-
-
-def _bpe(path: Path, **given: Any) -> models.BPE:
-    try:
-        return models.BPE(**given)
-    except Exception as error:  # the library raises a bare Exception
-        raise ModelError(f"{path} holds a broken vocabulary: {error}; convert the model again") from error

@@ -15,7 +15,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shoal.errors import BadChat, BadConfig
+from shoal.errors import BadChat, BadConfig, ModelError
+from shoal.files.reading import read_text
 
 Message = Mapping[str, Any]
 
@@ -53,7 +54,7 @@ class ChatTemplate:
     def compiled(self) -> Template:
         try:
             return _environment().from_string(self.source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError, ValueError, MemoryError) as error:  # the last three: nested too deep
             raise BadChat(f"the chat template is broken: {error}; supply another with --chat-template") from error
 
 
@@ -62,9 +63,9 @@ def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise BadConfig(f"cannot read the chat template {path}: {error.strerror}") from error
+        return read_text(Path(path))
+    except ModelError as error:
+        raise BadConfig(f"the chat template of --chat-template: {error}") from error
 
 
 def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -10,14 +10,19 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from shoal.errors import BadChat, BadRequest, ModelError, TokenizerMismatch, UnsupportedModel
+from shoal.errors import BadChat, BadRequest, ModelError, RequestFailed, TokenizerMismatch, UnsupportedModel, shown
 from shoal.files.gguf import GgufFile
-from shoal.files.source import ModelFiles, eos_ids, read_json
+from shoal.files.reading import has_file, is_integer, read_json_if_there, read_text
+from shoal.files.source import ModelFiles, eos_ids
 from shoal.text.gguf_vocab import backend_from_gguf, bos_by_default
+from shoal.text.panics import reason_of, silenced, within
 from shoal.text.pieces import Pieces
 from shoal.text.template import ChatTemplate, Message
 
 LONG = 4096  # characters or ids; from here on, backend calls that release the interpreter lock are used
+TRIAL = "The 3 quick foxes' (été, 日本) \n\n\tjump: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"  # of most kinds of characters
+TRIAL_S = 10.0
+MOST_BYTES = 512 * 2**20  # of a tokenizer.json; large vocabularies take some 30 MB
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -71,6 +76,11 @@ class Tokenizer:
             raise BadRequest(
                 f"the text cannot be encoded: {error}; send valid Unicode without lone surrogates"
             ) from error
+        except BaseException as error:
+            reason = reason_of(error)
+            if reason is None:
+                raise
+            raise BadRequest(f"the model's tokenizer failed on this text: {reason}; send another text") from error
         if self.bos_id is None:
             return ids
         begins = len(ids) - len(_without_first(ids, self.bos_id))
@@ -86,9 +96,15 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids; bytes that are no character become U+FFFD."""
-        if len(ids) < LONG:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special)
-        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
+        try:
+            if len(ids) < LONG:
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+            return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
+        except BaseException as error:
+            reason = reason_of(error)
+            if reason is None or isinstance(error, TypeError | OverflowError):
+                raise
+            raise RequestFailed(f"the model's tokenizer failed to decode {len(ids)} tokens: {reason}") from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_vars: Any) -> str:
         """The prompt text that the chat template makes of the messages."""
@@ -119,9 +135,11 @@ def load_tokenizer(files: ModelFiles, chat_template: str | None = None) -> Token
             _ = ChatTemplate(chat_template).compiled
         except BadChat as error:
             raise ModelError(str(error)) from error
-    if files.kind == "gguf":
-        return _from_gguf(files, chat_template)
-    return _from_folder(files, chat_template)
+    load = _from_gguf if files.kind == "gguf" else _from_folder
+    tokenizer = load(files, chat_template)
+    if tokenizer is not None:
+        _try_out(tokenizer.backend, files.path)
+    return tokenizer
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -145,36 +163,42 @@ def _from_gguf(files: ModelFiles, chat_template: str | None) -> Tokenizer | None
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         return None
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(
+            f"{files.path}: tokenizer.chat_template is {shown(template)}; a text is needed: convert the model again"
+        )
+    backend = backend_from_gguf(metadata, files.path)
     special: dict[str, str] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(token_id, int) and 0 <= token_id < len(tokens):
+        if is_integer(token_id) and 0 <= token_id < len(tokens):
             special[f"{name}_token"] = tokens[token_id]
     return Tokenizer(
-        backend_from_gguf(metadata, files.path),
+        backend,
         special=special,
         eos_ids=eos_ids(files),
-        chat_template=chat_template or metadata.get("tokenizer.chat_template"),
+        chat_template=chat_template or template,
         adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", bos_by_default(metadata))),
     )
 
 
 def _from_folder(files: ModelFiles, chat_template: str | None) -> Tokenizer | None:
-    if not (files.path / "tokenizer.json").is_file():
+    if not has_file(files.path / "tokenizer.json"):
         for name in ("tokenizer.model", "vocab.json"):
-            if (files.path / name).is_file():
+            if has_file(files.path / name):
                 raise UnsupportedModel(
                     f"{files.path} has {name} but no tokenizer.json; make one with "
                     "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers"
                 )
         return None
-    config = _read_if_there(files.path / "tokenizer_config.json")
-    named = {**_read_if_there(files.path / "special_tokens_map.json"), **(config or {})}
+    config = read_json_if_there(files.path / "tokenizer_config.json")
+    named = {**read_json_if_there(files.path / "special_tokens_map.json"), **config}
     backend = _read_backend(files.path / "tokenizer.json")
     special = _special_tokens(named)
     if not named:  # nothing names the special tokens: use the BOS id of the model's config
         bos = files.config.get("bos_token_id")
-        token = backend.id_to_token(bos) if isinstance(bos, int) else None
+        token = backend.id_to_token(bos) if is_integer(bos) and 0 <= bos < 2**32 else None
         special = {} if token is None else {"bos_token": token}
     flag = named.get("add_bos_token")
     return Tokenizer(
@@ -186,19 +210,44 @@ def _from_folder(files: ModelFiles, chat_template: str | None) -> Tokenizer | No
     )
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
 def _read_backend(path: Path) -> Backend:
+    text = read_text(path, MOST_BYTES)
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception
-        raise ModelError(f"cannot read {path}: {error}; download it again") from error
+        with silenced():
+            backend = Backend.from_str(text)
+    except BaseException as error:
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        raise ModelError(f"cannot read {path}: {reason}; download it again") from error
     # Some files keep these from training; a prompt must never be truncated or padded silently.
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _try_out(backend: Backend, path: Path) -> None:
+    """Encode and decode one line: a tokenizer that panics or never ends is refused when it is loaded.
+
+    One that has no token for some of the characters is not: texts without them can be encoded.
+    """
+
+    def work() -> None:
+        (found,) = backend.encode_batch_fast([TRIAL])  # releases the interpreter lock, so that the time-out can pass
+        backend.decode_batch([found.ids])
+
+    try:
+        with silenced():
+            within(TRIAL_S, work)
+    except BaseException as error:
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        if isinstance(error, Exception) and not isinstance(error, TimeoutError):
+            return
+        raise ModelError(
+            f"the tokenizer of {path} fails on a line of plain text: {reason}; use the model's original files"
+        ) from error
 
 
 def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
@@ -214,13 +263,12 @@ def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
 
 def _folder_template(folder: Path, named: Mapping[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"cannot read {file}: {error}; download it again") from error
+    if has_file(file):
+        return read_text(file)
     given = named.get("chat_template")
     if isinstance(given, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, Mapping)}
+        by_name = {str(entry.get("name")): entry.get("template") for entry in given if isinstance(entry, Mapping)}
         given = by_name.get("default") or (next(iter(by_name.values())) if len(by_name) == 1 else None)
-    return given if isinstance(given, str) else None
+    if given is not None and not isinstance(given, str):
+        raise ModelError(f"{folder}: chat_template is {shown(given)}; a text is needed in tokenizer_config.json")
+    return given

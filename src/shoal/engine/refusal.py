@@ -1,0 +1,25 @@
+"""How a process of the server says that its config cannot be served: one line for all of them.
+
+Owns the mark in the private folder that says it was done. Does not know what the config is.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from shoal.errors import ShoalError, one_line
+
+REFUSED = "refused"  # a file of the server's private folder
+
+
+def say_refused(error: ShoalError, folder: Path, start: int) -> None:
+    """Print the reason. All processes read the same files, so at the server's start (number 0) the first one that fails
+    speaks for all."""
+    if start == 0:
+        try:
+            os.close(os.open(folder / REFUSED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return
+        except OSError:
+            pass  # twice is better than not at all
+    print(f"shoal: {one_line(error)}", file=sys.stderr)
