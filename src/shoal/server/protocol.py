@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 TRANSPORT = "shoal.transport"  # key in scope["extensions"] of a request's connection
 WRITE_BUFFER_BYTES = 64 * 2**10  # beyond this a writer waits
 PEER_CHECK_S = 0.25  # how often a connection is checked whose client has finished sending
-PROBE_S = 10.0  # how often something is sent on it while its answer has not begun
+PROBE_S = 10.0  # until something is sent on it again while its answer has not begun; doubled each time
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # the only bytes that may precede an answer; clients skip them
 SOCKET_BUFFER_BYTES = 128 * 2**10  # in the kernel; without a limit it takes megabytes for a client that does not read
 
@@ -55,7 +55,8 @@ class Protocol(HttpToolsProtocol):
     _unread = 0  # unread bytes at the last check, the kernel's included …
     _progress_s = 0.0  # … and when that number last changed
     _peer_timer: asyncio.TimerHandle | None = None  # runs after the client has finished sending
-    _probed_s = 0.0  # when it was last sent a probe
+    _probe_s = 0.0  # when it is sent the next probe …
+    _probe_wait_s = 0.0  # … and how long after the last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -178,7 +179,7 @@ class Protocol(HttpToolsProtocol):
             return False
         self._closing = True
         cycle.keep_alive = False
-        self._probed_s = -PROBE_S
+        self._probe_s, self._probe_wait_s = self.loop.time(), PROBE_S
         self._check_peer()
         return True
 
@@ -190,9 +191,9 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
             return
         now_s = self.loop.time()
-        if not self.cycle.response_started and now_s - self._probed_s >= PROBE_S:
-            self._probed_s = now_s
+        if not self.cycle.response_started and now_s >= self._probe_s:
             self.transport.write(PROBE)
+            self._probe_s, self._probe_wait_s = now_s + self._probe_wait_s, 2 * self._probe_wait_s
         self._peer_timer = self.loop.call_later(PEER_CHECK_S, self._check_peer)
 
     # ---- answers that are not read ----------------------------------------------------------------------------------
