@@ -159,18 +159,23 @@ class Front:
         except Disconnected:
             pass
         except Exception as error:
-            answer = as_http(error)
-            if answer is None:
-                log.exception("a request failed", extra={"fields": {"id": exchange.id, "route": exchange.route}})
-                answer = internal()
             if exchange.status:  # too late for a status: close the connection
                 raise
-            await exchange.reply_error(answer)
+            await self._reply_failure(exchange, error)
         finally:
             exchange.release_body()
             exchange.status = exchange.status or GONE
             self.metrics.count(exchange.route, exchange.status)
             exchange.write_log()
+
+    async def _reply_failure(self, exchange: Exchange, error: Exception) -> None:
+        """A function of its own: an error kept in a frame of its own traceback would keep the request's body alive."""
+        answer = as_http(error)
+        if answer is None:
+            fields = {"id": exchange.id, "route": exchange.route}
+            log.error("a request failed", exc_info=error, extra={"fields": fields})
+            answer = internal()
+        await exchange.reply_error(answer)
 
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
@@ -215,7 +220,7 @@ class Front:
             await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
         finally:
             self.active -= 1
-            watcher.task.cancel()
+            watcher.stop()
             if call is not None:
                 self.calls.discard(call)
                 if not call.over:
@@ -223,6 +228,7 @@ class Front:
                 call.settle()
                 log_usage(exchange, call)
                 self.spans.record(walk_of(exchange, call))
+                call.error = None  # its traceback leads to this call: nothing but the garbage collector would free it
 
     async def _collect(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
         self.answer_memory.open(call)

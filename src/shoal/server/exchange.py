@@ -147,6 +147,10 @@ class Watcher:
         if self.on_disconnect is not None:
             self.on_disconnect()
 
+    def stop(self) -> None:
+        self.on_disconnect = None  # else a cancelled task would keep the call alive
+        self.task.cancel()
+
 
 class Disconnected(Exception):
     """The client disconnected before its request was complete."""
