@@ -1,7 +1,9 @@
 """Bodies that would become millions of objects, and all bodies together: what is refused, and what is not."""
 
 import asyncio
+import gc
 import json
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -170,3 +172,31 @@ def test_tokenizing_has_a_limit_of_its_own() -> None:
 def test_few_texts_are_tokenized_at_a_time() -> None:
     assert workers.TOKENIZE._max_workers <= 2
     assert workers.PYTHON._max_workers == 1
+
+
+# ---- what is left of a request ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("body", [{"prompt": "a" * 100_000}, {"prompt": "x", "max_tokens": -1}, {"unknown": 1}, {}])
+def test_a_refused_request_leaves_no_body_to_the_garbage_collector(body: dict[str, Any]) -> None:
+    """Full collections are rare in a front; an error that keeps its own traceback would keep the body until then."""
+    left: list[str] = []
+
+    async def work() -> None:
+        async with listening(front()) as port, httpx.AsyncClient() as http:
+            gc.collect()
+            gc.disable()
+            try:
+                answer = await http.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+                error_of(answer, 400)
+                await http.get(f"http://127.0.0.1:{port}/health")  # the connection goes on to another request
+                gc.set_debug(gc.DEBUG_SAVEALL)
+                gc.collect()
+                left.extend(one.f_code.co_name for one in gc.garbage if isinstance(one, FrameType))
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+
+    run(work)
+    assert not {"_generate", "_answer", "read"} & set(left)
