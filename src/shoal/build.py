@@ -6,7 +6,7 @@ config ─► files ─► spec ─► weights ─► model ─► runner ─►
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from shoal.text.template import read_template
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 log = logging.getLogger(__name__)
+OnTokenizer = Callable[[ModelFiles, Tokenizer], None]
 MOST_HOST_BYTES = 4 * 2**30  # of host memory for KV blocks, by default
 GRAPHS_BYTES = 2**30  # of GPU memory kept free for recorded graphs
 
@@ -95,18 +96,19 @@ def build(
     progress: bool = False,
     in_idle_moments: bool = False,
     spare_folder: Path | None = None,
+    on_tokenizer: OnTokenizer | None = None,
 ) -> Built:
     """Everything that serves one model in this process.
 
     `in_idle_moments`: record a GPU's graphs while the loop is idle, not now. `spare_folder`: for compiled kernels, if
-    the home folder is read-only.
+    the home folder is read-only. `on_tokenizer`: told of the tokenizer before the weights are loaded.
     """
     if spare_folder is not None:
         keep_in(spare_folder)
-    return assemble(load(config, progress), config, clock, progress, in_idle_moments)
+    return assemble(load(config, progress, on_tokenizer), config, clock, progress, in_idle_moments)
 
 
-def load(config: EngineConfig, progress: bool = False) -> Loaded:
+def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer | None = None) -> Loaded:
     """The model with its files, tokenizer and weights."""
     device = pick_device(config.device)
     check_memory(config, device)
@@ -121,9 +123,12 @@ def load(config: EngineConfig, progress: bool = False) -> Loaded:
         )
     files = find_model(config.model)
     spec = spec_from_config(files.config)
-    tokenizer = load_tokenizer(files, read_template(config.chat_template))
+    in_messages = config.special_tokens_in_messages == "tokens"
+    tokenizer = load_tokenizer(files, read_template(config.chat_template), in_messages)
     if tokenizer is not None:
         check_vocabulary(tokenizer, spec.vocab_size)
+        if on_tokenizer is not None:
+            on_tokenizer(files, tokenizer)
     dtype = pick_dtype(config.dtype, spec, device)
     model = load_model(config, files, spec, dtype, device, progress)
     return Loaded(files, model.spec, dtype, device, model, tokenizer)

@@ -13,6 +13,7 @@ ShoalError
 │   ├── DeadlinePassed      its timeout passed before its first token
 │   ├── PromiseBroken       its tier's promise (SLO) can no longer be kept
 │   ├── Evicted             KV memory ran out, and it was not resumed
+│   ├── GrammarTimeout      its grammar was not compiled in time
 │   ├── Draining            the server is shutting down
 │   ├── EngineDown          the engine is starting or has stopped
 │   └── LedgerDown          the limits of its API key cannot be checked now
@@ -55,7 +56,7 @@ class BadParameter(BadRequest):
 
 
 class BadGrammar(BadRequest):
-    """A schema, regex or grammar that cannot be used: malformed, too large or too slow to compile."""
+    """A schema, regex or grammar that cannot be used: malformed, too large or too complex."""
 
 
 class BadChat(BadRequest):
@@ -100,6 +101,10 @@ class PromiseBroken(Rejected):
 
 class Evicted(Rejected):
     """KV memory ran out, and the request was evicted without being resumed."""
+
+
+class GrammarTimeout(Rejected):
+    """The compilation of the request's grammar took too long, or the machine is too busy for it."""
 
 
 class BadConfig(ShoalError, ValueError):

@@ -1,5 +1,7 @@
-"""What a front's process makes of its config."""
+"""What a front's process makes of its config, and what it sets up before it answers."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,12 @@ from shoal.cli.serve import make_children
 from shoal.config.engine import EngineConfig
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.restart_policy import RefuseAtOnce, WaitForEngine
+from shoal.processes import front as module
 from shoal.processes.front import restart_policy
+from shoal.server.app import Front
+from shoal.server.templates import TemplateWorker
+from shoal.text.grammar import Grammars
+from tests.story.models import save_model
 
 
 class Listener:
@@ -40,3 +47,21 @@ def test_fronts_are_watched_like_the_engine(tmp_path: Any) -> None:
     serve = ServeConfig(hang_timeout=77.0, api_workers=2)
     children = make_children(EngineConfig(), serve, tmp_path, Listener())  # type: ignore[arg-type]
     assert [child.silence_s for child in children] == [77.0] * 3
+
+
+def test_everything_slow_is_set_up_before_the_first_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Front] = []
+
+    async def answer(front: Front, *others: Any) -> None:
+        assert front.tokenizer is not None
+        assert "_hiding" in vars(front.tokenizer)  # the second tokenizer
+        assert isinstance(front.preparer.grammars, Grammars)
+        assert front.preparer.grammars._vocabulary is not None
+        assert isinstance(front.preparer.templates, TemplateWorker)
+        assert front.preparer.templates._serving is not None  # the process is being started
+        seen.append(front)
+
+    monkeypatch.setattr(module, "answer", answer)
+    config = front_config(EngineConfig(model=str(save_model(tmp_path / "model"))), ServeConfig(), tmp_path)
+    asyncio.run(module.run(config))
+    assert seen

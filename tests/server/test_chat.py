@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shoal.core.job import GrammarSpec
-from shoal.errors import BadGrammar
+from shoal.errors import BadGrammar, GrammarTimeout
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import EOS, TEMPLATE, ask, chat, complete, error_of, front, tokenizer
 
@@ -177,6 +177,8 @@ class Grammars:
         self.seen.append(spec)
         if "bad" in spec.text:
             raise BadGrammar("this grammar is bad; write another")
+        if "slow" in spec.text:
+            raise GrammarTimeout("this grammar is slow; try again soon", retry_after_s=2.0)
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
@@ -236,6 +238,12 @@ def test_a_grammar_that_cannot_be_compiled_is_a_400_with_its_reason() -> None:
     error = error_of(chat(front(grammars=Grammars()), structured_outputs={"regex": "bad("}), 400)
     assert error["param"] == "structured_outputs.regex"
     assert "write another" in error["message"]
+
+
+def test_a_grammar_that_takes_too_long_is_a_503_that_says_when_to_retry() -> None:
+    answer = chat(front(grammars=Grammars()), structured_outputs={"regex": "slow"})
+    assert error_of(answer, 503)["code"] == "grammar_timeout"
+    assert answer.headers["retry-after"] == "2"
 
 
 def test_with_a_grammar_the_end_token_always_ends() -> None:

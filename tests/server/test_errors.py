@@ -11,7 +11,7 @@ from shoal.server.errors import as_http, internal
 EXPECTED = {
     "BadRequest": 400, "EmptyPrompt": 400, "PromptTooLong": 400, "BadParameter": 400, "BadGrammar": 400, "BadChat": 400,
     "QueueFull": 429, "RateLimited": 429, "Rejected": 503, "DeadlinePassed": 503, "Draining": 503, "EngineDown": 503,
-    "PromiseBroken": 503, "Evicted": 503, "LedgerDown": 503,
+    "PromiseBroken": 503, "Evicted": 503, "GrammarTimeout": 503, "LedgerDown": 503,
 }  # fmt: skip
 KINDS = [name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, errors.ShoalError)]
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, InternalServerError, OpenAI
 
 from tests.story_server.asks import ASKED, ON
 from tests.story_server.servers import Server
@@ -235,6 +235,8 @@ def test_others_are_served_while_monsters_are_compiled_and_run(tiny: Server, cli
             )
         except BadRequestError:
             return "refused"
+        except InternalServerError as error:  # not compiled in time
+            return f"{error.status_code} {error.code} {error.response.headers.get('retry-after')}"
         return str(done.choices[0].finish_reason)
 
     async def run() -> tuple[list[str], list[str]]:
@@ -244,7 +246,7 @@ def test_others_are_served_while_monsters_are_compiled_and_run(tiny: Server, cli
             return await asyncio.gather(*monsters), texts
 
     ended, texts = asyncio.run(run())
-    assert set(ended) <= {"refused", "stop", "length"}
+    assert set(ended) <= {"refused", "503 grammar_timeout 2", "stop", "length"}
     assert ended[0] == "refused"
     assert set(texts) == {client.completions.create(**free).choices[0].text}
     tiny.wait_until_idle()

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from shoal.core.grammar import Grammar
 from shoal.core.job import GRAMMARS, GrammarSpec
-from shoal.errors import BadGrammar, QueueFull
+from shoal.errors import BadGrammar, GrammarTimeout, QueueFull
 from shoal.text import grammar as module
 from shoal.text.grammar import KEPT, MAX_TEXT_BYTES, WHAT, Grammars
 from shoal.text.tokenizer import Tokenizer
@@ -305,30 +306,94 @@ def test_many_choices_are_fine(grammars: Grammars) -> None:
 
 
 class Stuck:
-    """Stands in for a compilation that llguidance does not end by itself."""
+    """Stands in for a compilation that llguidance does not end by itself: the CPU time it has used is set by hand."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, limit_s: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
+        self.used_s = 0.0
         monkeypatch.setattr(module, "source_of", self.wait)
-        monkeypatch.setattr(module, "COMPILE_LIMIT_S", limit_s)
+        monkeypatch.setattr(module, "LOOK_S", 0.01)
+        monkeypatch.setattr(module.Compilation, "cpu_s", lambda compilation: self.used_s)
 
     def wait(self, one: GrammarSpec) -> str:
         self.go_on.wait(60)
-        return 'start: "a"'
+        return 'start: "a"' if one.text != "no" else 'start: "a" missing'
 
 
-def test_a_compilation_that_takes_too_long_is_given_up(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck = Stuck(monkeypatch, 0.05)
-    for number in range(module.COMPILERS):
-        with pytest.raises(BadGrammar, match=r"longer than 0\.05 s"):
-            grammars.check(spec("regex", f"a{number}"))
-    with pytest.raises(QueueFull, match="try again") as caught:  # all compilers are still busy with the others
+def test_a_compilation_that_takes_too_long_is_not_waited_for(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = Stuck(monkeypatch)
+    stuck.used_s = 2.5
+    monkeypatch.setattr(module, "COMPILER_WAIT_S", 0.05)
+    slow = [spec("regex", "a"), spec("regex", "no")]
+    assert len(slow) == module.COMPILERS
+    for one in [*slow, slow[0]]:  # asked for again, it does not occupy another compiler
+        with pytest.raises(GrammarTimeout, match=r"within 2 s; try again") as caught:
+            grammars.check(one)
+        assert caught.value.retry_after_s == 2.0
+    with pytest.raises(QueueFull, match="try again"):  # all compilers are still busy with the others
         grammars.check(spec("regex", "b"))
-    assert caught.value.retry_after_s == 0.05
     stuck.go_on.set()
+    while grammars._compiling:
+        time.sleep(0.01)
+    monkeypatch.setattr(module, "source_of", Stuck.wait)  # nothing is compiled again: what came of it was kept
+    grammars.check(slow[0])
+    with pytest.raises(BadGrammar, match="missing"):
+        grammars.check(slow[1])
     monkeypatch.undo()
     for number in range(4):  # a compiler that was stuck is released
         grammars.check(spec("regex", f"c{number}"))
+
+
+def test_only_the_compilers_own_time_counts(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that gets no CPU time is waited for."""
+    stuck = Stuck(monkeypatch)
+    stuck.used_s = 1.9
+    threading.Timer(0.3, stuck.go_on.set).start()
+    grammars.check(spec("regex", "a"))
+
+
+def test_a_compilation_knows_its_cpu_time() -> None:
+    compilation = module.Compilation()
+    ended = threading.Event()
+
+    def work() -> None:
+        compilation.begin()
+        while compilation.cpu_s() < 0.05:
+            pass
+        compilation.end(None)
+        ended.wait(60)
+
+    threading.Thread(target=work, daemon=True).start()
+    assert compilation.wait()
+    assert compilation.cpu_s() >= 0.05
+    ended.set()
+
+
+def test_a_slow_set_up_is_not_charged_to_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, limit_s = module.read_vocabulary, 0.5
+
+    def slowly(*args: Any) -> Any:
+        until_s = time.thread_time() + 2 * limit_s
+        while time.thread_time() < until_s:
+            pass
+        return read(*args)
+
+    monkeypatch.setattr(module, "read_vocabulary", slowly)
+    monkeypatch.setattr(module, "COMPILE_LIMIT_S", limit_s)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    Grammars(byte_level(), VOCAB, [EOS]).check(spec("json", schema))
+
+
+def test_warming_reads_the_vocabulary_once_and_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed = Grammars(byte_level(), VOCAB, [EOS])
+    warmed.warm()
+    monkeypatch.setattr(module, "read_vocabulary", None)  # not to be called again
+    warmed.check(spec("regex", "a"))
+    monkeypatch.undo()
+    Grammars(metaspace(), VOCAB, [EOS]).warm()
 
 
 def test_a_panic_while_compiling_is_a_refusal(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,6 +407,8 @@ def test_a_panic_while_compiling_is_a_refusal(grammars: Grammars, monkeypatch: p
     for _ in range(module.COMPILERS + 1):
         with pytest.raises(BadGrammar, match="index out of bounds"):
             grammars.check(spec("regex", "a"))
+    with pytest.raises(BadGrammar, match="index out of bounds"):  # in the engine, whose thread must survive it
+        grammars.make(spec("regex", "a"))
 
 
 def test_a_tokenizer_that_cannot_be_used_is_named() -> None:

@@ -16,6 +16,7 @@ from tokenizers import pre_tokenizers
 from shoal.errors import BadChat, BadRequest, ModelError, TokenizerMismatch, UnsupportedModel
 from shoal.files.source import ModelFiles, find_model
 from shoal.text import tokenizer as module
+from shoal.text.hiding import special_tokens
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from tests.text.tiny import BYTES, SPECIAL, byte_level, sentencepiece, sentencepiece_parts
 
@@ -342,3 +343,9 @@ def test_smollm2_equals_transformers() -> None:
         assert ours.decode(ids, skip_special=False) == text
     messages = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
     assert ours.render(messages) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    specials = special_tokens(ours.backend)
+    for text in [*TRICKY, "a < b |> c <|", "im_start|> <|im", "<think>"]:
+        if not any(token in text for token in specials):
+            messages = [{"role": "system", "content": "Hi"}, {"role": "user", "content": text}]
+            chat = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True)
+            assert ours.chat(messages) == chat["input_ids"], text

@@ -198,6 +198,7 @@ def make_children(
             "model": engine.model,
             "seed": engine.seed,
             "chat_template": engine.chat_template,
+            "special_tokens_in_messages": engine.special_tokens_in_messages,
             "max_queue": engine.max_queue,
             "max_wait": engine.max_wait,
             "listen_fd": listener.fileno(),

@@ -143,6 +143,12 @@ class EngineConfig(Options):
     )
     device: str = option("auto", "auto, cpu or cuda", group="model")
     chat_template: str | None = option(None, "file with a chat template instead of the model's own", group="model")
+    special_tokens_in_messages: str = option(
+        "text",
+        "what a special token written in a chat message is: text, or tokens as the model's own",
+        choices=("text", "tokens"),
+        group="model",
+    )
     max_model_len: int | None = option(None, "most tokens of one sequence; default: the model's own", parse=int)
     max_num_seqs: int | None = option(None, "most requests in one pass; default: 64, on a GPU 512", parse=int)
     max_num_batched_tokens: int | None = option(None, "most tokens in one pass; default: 512, on a GPU 2048", parse=int)

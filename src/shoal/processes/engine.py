@@ -23,7 +23,7 @@ from shoal.errors import ShoalError
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
-from shoal.text.grammar import grammars_of
+from shoal.text.grammar import Grammars, warming
 
 log = logging.getLogger("shoal.processes.engine")
 
@@ -85,22 +85,23 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
 
     engine = EngineConfig(**config["engine"])
     folder = Path(config["folder"])
+    made: list[Grammars] = []
     built = build(
         engine,
         InboxClock(socket),
         progress=sys.stderr.isatty(),
         in_idle_moments=True,
         spare_folder=folder / "kernels",  # the next engine finds it there
+        on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
     metrics = EngineMetrics(policies_of(built.config))
-    make_grammar = grammars_of(built.files, built.tokenizer).make if built.tokenizer is not None else None
     return Host(
         built.loop,
         socket,
         built.info(config["epoch"]),
         observers=[metrics],
         answers={"metrics": metrics.render},
-        make_grammar=make_grammar,
+        make_grammar=made[0].make if made else None,
         suspects=suspects,
     )
 

@@ -12,7 +12,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
 from shoal.server.settings import ServerSettings
+from shoal.server.templates import TemplateWorker
 from shoal.text.grammar import grammars_of
 from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
@@ -67,7 +69,13 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 async def run(config: Mapping[str, Any]) -> None:
     serve = serve_config_from_json(config["serve"])
     files = find_model(config["model"])
-    tokenizer = load_tokenizer(files, read_template(config["chat_template"]))
+    in_messages = config["special_tokens_in_messages"] == "tokens"
+    tokenizer = load_tokenizer(files, read_template(config["chat_template"]), in_messages)
+    grammars = None
+    if tokenizer is not None:
+        grammars = grammars_of(files, tokenizer)
+        tokenizer.warm()  # both now, while the engine starts, too: later they would stop the event loop
+        grammars.warm()
     client = ZmqClient(Path(config["folder"]), config["name"], restart_policy(config, serve))
     client.start()
     settings = make_settings(config, serve, files)
@@ -78,7 +86,7 @@ async def run(config: Mapping[str, Any]) -> None:
         settings,
         client,
         tokenizer,
-        grammars_of(files, tokenizer) if tokenizer is not None else None,
+        grammars,
         frozenset(eos_ids(files)),
         dict(sampling_defaults(files)),
         FrontMetrics(lasting_name(config)),
@@ -89,11 +97,26 @@ async def run(config: Mapping[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # what exists now stays: going through it again and again would hold up the event loop
     gc.set_threshold(*GC_THRESHOLDS)
-    async with others.open():
+    async with others.open(), template_worker(front):
         await answer(front, serve, config, client)
     await client.close()
     await limiter.close()
     await asyncio.to_thread(spans.close)
+
+
+@asynccontextmanager
+async def template_worker(front: Front) -> AsyncIterator[None]:
+    """Render chat templates in a process of their own."""
+    tokenizer = front.tokenizer
+    if tokenizer is None or not tokenizer.has_chat_template:
+        yield
+        return
+    front.preparer.templates = worker = TemplateWorker(tokenizer.renderer, tokenizer.special)
+    worker.start()
+    try:
+        yield
+    finally:
+        await worker.close()
 
 
 async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], client: ZmqClient) -> None:

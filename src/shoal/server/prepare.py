@@ -21,14 +21,14 @@ from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.rules import check_depth, check_priority, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
-from shoal.server.workers import PYTHON, SHORT, off_loop
+from shoal.server.templates import Templates, TemplatesHere
+from shoal.server.workers import PYTHON, off_loop
 from shoal.text.detok import prepare_stops
 from shoal.text.length import LeastTokens
 from shoal.text.tokenizer import Tokenizer
 
 EXACT = 2**16  # characters; of so many the exact number of tokens is told, and not only that they are too many
 CALL = 32  # characters whose tokenizing takes as long as a call of the tokenizer
-AROUND = 16  # characters that a chat template adds to each message, roughly
 NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
 OWN_VARIABLES = frozenset(
@@ -83,6 +83,7 @@ class Preparer:
         self.tokenizer = tokenizer
         self.least = None if tokenizer is None else LeastTokens(tokenizer)
         self.grammars = grammars
+        self.templates: Templates | None = None  # set where they are rendered in another process
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
         self.info = info
@@ -132,17 +133,17 @@ class Preparer:
         for number, message in enumerate(messages):
             check_depth(message.tool_calls or [], f"messages[{number}].tool_calls")
         plain = [message.plain() for message in messages]
-        size = sum(_size(message) + AROUND for message in plain) + (SHORT if given else 0)
-
-        def encode() -> list[int]:
-            text = tokenizer.render(plain, add_generation_prompt, **given)
-            self.check_length(text, "messages", most)
-            return tokenizer.encode(text, add_special=False)
-
         try:
-            return await off_loop(size, encode)
+            templates = self.templates or TemplatesHere(tokenizer.renderer)
+            rendered = await templates.render(plain, add_generation_prompt, given)
         except BadChat as error:
             raise BadField("messages", str(error)) from error
+
+        def encode() -> list[int]:
+            self.check_length(rendered.text, "messages", most)
+            return tokenizer.encode_rendered(rendered)
+
+        return await off_loop(len(rendered.text), encode)
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -316,13 +317,3 @@ class Preparer:
 def no_model(name: str, settings: ServerSettings) -> HttpError:
     text = f"no model named {shorten(name)!r}; available: {', '.join(map(repr, settings.models))}"
     return HttpError(404, text, param="model", code="model_not_found")
-
-
-def _size(message: Mapping[str, Any]) -> int:
-    """How many characters a message has; more than SHORT where that is not cheap to count."""
-    content = message["content"]
-    if message.keys() != {"role", "content"}:
-        return SHORT + 1
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part["text"]) for part in content or ())

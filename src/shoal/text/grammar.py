@@ -4,9 +4,11 @@ Owns the use of llguidance: a GrammarSpec becomes a compiled grammar, within lim
 each sample. A front calls check(), the engine's process make(). Knows nothing of HTTP, requests or logits.
 """
 
+import contextlib
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from shoal.core.job import GrammarSpec
 from shoal.core.names import pick
-from shoal.errors import BadGrammar, QueueFull, UnknownName
+from shoal.errors import BadGrammar, GrammarTimeout, QueueFull, UnknownName
 from shoal.files.source import ModelFiles, eos_ids
 from shoal.text.tokenizer import Tokenizer
 
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
 TokenBits = npt.NDArray[np.uint32]
 
 MAX_TEXT_BYTES = 64 * 1024  # of a schema, regex, choice or grammar
-COMPILE_LIMIT_S = 2.0  # from its text to its first few masks
-COMPILERS = 2  # grammars compiled at the same time; others wait for up to COMPILE_LIMIT_S
+COMPILE_LIMIT_S = 2.0  # of the compiler's own CPU time, from the grammar's text to its first few masks
+COMPILE_WALL_LIMIT_S = 60.0  # … and of wall time, for a compiler that gets no CPU time
+LOOK_S = 0.05  # how often the compiler's time is looked at
+COMPILERS = 2  # grammars compiled at the same time
+COMPILER_WAIT_S = 10.0  # how long others wait for one of them
 TRIAL_TOKENS = 8  # tokens a grammar is followed for before it is accepted: most that are too complex fail early
 KEPT = 16  # most recently used compiled grammars that are cached
 MAX_LEXER_STATES = 25_000  # of one grammar, at 1 to 2 kB each: the cache takes well under a gigabyte at worst
@@ -115,9 +120,10 @@ class Grammars:
     """Compiles grammars for one model's vocabulary. May be used from several threads.
 
     A running compilation cannot be interrupted, so there are three limits: on the size of the text, on llguidance's own
-    work units (LLParserLimits), and on the time that check() waits, COMPILE_LIMIT_S. After a timeout the thread runs on
-    until llguidance gives up, and occupies one of the compilers until then. Nothing bounds the time of a single mask: a
-    grammar that was built to be slow took 0.2 s for one.
+    work units (LLParserLimits), and on the CPU time that check() waits for, COMPILE_LIMIT_S. After a timeout the thread
+    runs on until llguidance gives up, occupies one of the compilers until then, and keeps what came of it for the next
+    try. Reading the vocabulary is no part of any compilation: warm() does it at start. Nothing bounds the time of a
+    single mask: a grammar that was built to be slow took 0.2 s for one.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -128,25 +134,29 @@ class Grammars:
         for token in self.eos_ids:
             self._ends[token // 32] |= np.uint32(1) << np.uint32(token % 32)
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # held while the vocabulary is read
         self._compilers = threading.BoundedSemaphore(COMPILERS)
         self._vocabulary: LLTokenizer | None = None
         self._kept: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._compiling: dict[GrammarSpec, Compilation] = {}
+        self._refused: OrderedDict[GrammarSpec, BadGrammar] = OrderedDict()  # found bad after a timeout
 
     def check(self, spec: GrammarSpec) -> None:
-        """Raise BadGrammar, with what to change, if this cannot be followed. Blocks: call it off the event loop."""
+        """Raise BadGrammar, with what to change, if this cannot be followed. Blocks: call it off the event loop.
+
+        Raises GrammarTimeout or QueueFull where that could not be found out in time.
+        """
         if self._known(spec) is not None:
             return
         check_text(spec)
-        if not self._compilers.acquire(timeout=COMPILE_LIMIT_S):
-            raise QueueFull("too many grammars are being compiled; try again soon", retry_after_s=COMPILE_LIMIT_S)
-        done: Future[None] = Future()
-        threading.Thread(target=self._check, args=(spec, done), name="shoal-grammar", daemon=True).start()
-        try:
-            done.result(COMPILE_LIMIT_S)
-        except TimeoutError:
-            raise BadGrammar(
-                f"the {WHAT[spec.kind]} takes longer than {COMPILE_LIMIT_S:g} s to compile; make it smaller or simpler"
-            ) from None
+        self._for_llguidance()
+        compilation = self._begin(spec)
+        if not compilation.wait():
+            raise GrammarTimeout(
+                f"the {WHAT[spec.kind]} was not compiled within {COMPILE_LIMIT_S:g} s; try again soon, or make it "
+                "smaller or simpler",
+                retry_after_s=COMPILE_LIMIT_S,
+            )
 
     def make(self, spec: GrammarSpec, output: Sequence[int] = ()) -> Matcher:
         """A matcher for one sample whose output so far is `output`. Raises BadGrammar as check() does."""
@@ -160,8 +170,12 @@ class Grammars:
         return matcher
 
     def warm(self) -> None:
-        """Read the vocabulary now, not with the first grammar (it takes a third of a second for 50,000 tokens)."""
-        self._for_llguidance()
+        """Read the vocabulary now, not with the first grammar (it takes half a second for 50,000 tokens).
+
+        Without a word where that fails: the first grammar will be refused with the reason.
+        """
+        with contextlib.suppress(BadGrammar):
+            self._for_llguidance()
 
     # ---- compiling ------------------------------------------------------------------------------------------------
 
@@ -171,17 +185,40 @@ class Grammars:
                 self._kept.move_to_end(spec)
             return self._kept.get(spec)
 
-    def _check(self, spec: GrammarSpec, done: "Future[None]") -> None:
-        """Runs on a thread of its own; always completes the future and releases the compiler slot."""
+    def _begin(self, spec: GrammarSpec) -> "Compilation":
+        """The compilation of this grammar, begun now unless it already runs."""
+        with self._lock:
+            running, refused = self._compiling.get(spec), self._refused.get(spec)
+        if refused is not None:
+            raise BadGrammar(str(refused))
+        if running is not None:
+            return running
+        if not self._compilers.acquire(timeout=COMPILER_WAIT_S):
+            raise QueueFull("too many grammars are being compiled; try again soon", retry_after_s=COMPILE_LIMIT_S)
+        compilation = Compilation()
+        with self._lock:
+            self._compiling[spec] = compilation
+        threading.Thread(target=self._check, args=(spec, compilation), name="shoal-grammar", daemon=True).start()
+        return compilation
+
+    def _check(self, spec: GrammarSpec, compilation: "Compilation") -> None:
+        """Runs on a thread of its own; always completes the compilation and releases the compiler."""
+        refusal: BadGrammar | None = None
+        compilation.begin()
         try:
             compiled = self._compiled(spec, keep=False)
             self._try(spec, compiled)
             self._keep(spec, compiled)
-            done.set_result(None)
         except BaseException as error:  # a panic inside llguidance is not an Exception
-            done.set_exception(error if isinstance(error, BadGrammar) else bad(spec, str(error)))
-        finally:
-            self._compilers.release()
+            refusal = error if isinstance(error, BadGrammar) else bad(spec, str(error))
+        with self._lock:
+            self._compiling.pop(spec, None)
+            if refusal is not None and compilation.given_up:
+                self._refused[spec] = refusal
+                while len(self._refused) > KEPT:
+                    self._refused.popitem(last=False)
+        self._compilers.release()
+        compilation.end(refusal)
 
     def _compiled(self, spec: GrammarSpec, keep: bool = True) -> "LLMatcher":
         vocabulary = self._for_llguidance()
@@ -189,7 +226,9 @@ class Grammars:
 
         try:
             compiled = LLMatcher(vocabulary, source_of(spec), limits=limits(), log_level=0)
-        except ValueError as error:
+        except (KeyboardInterrupt, SystemExit, BadGrammar):
+            raise
+        except BaseException as error:  # a panic inside llguidance is not an Exception, and must not end the engine
             raise bad(spec, str(error)) from error
         if compiled.is_error():
             raise bad(spec, compiled.get_error())
@@ -220,10 +259,54 @@ class Grammars:
 
     def _for_llguidance(self) -> "LLTokenizer":
         """The vocabulary in llguidance's form, read once."""
-        with self._lock:
+        with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = read_vocabulary(self.tokenizer.backend, self.vocab_size, self.eos_ids)
             return self._vocabulary
+
+
+class Compilation:
+    """One grammar being compiled on a thread, and the CPU time that this thread has used.
+
+    CPU time, because a grammar is not to be refused for what else the machine computes.
+    """
+
+    def __init__(self) -> None:
+        self.given_up = False  # a caller stopped waiting
+        self._done: Future[None] = Future()
+        self._clock: int | None = None
+        self._began_s = time.monotonic()
+
+    def begin(self) -> None:
+        """Called by the thread that compiles, first."""
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS, where the wall time alone counts
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def end(self, refusal: BadGrammar | None) -> None:
+        if refusal is None:
+            self._done.set_result(None)
+        else:
+            self._done.set_exception(refusal)
+
+    def wait(self) -> bool:
+        """False: it took too long, and goes on. Raises BadGrammar where it cannot be compiled."""
+        while True:
+            try:
+                self._done.result(LOOK_S)
+                return True
+            except TimeoutError:
+                if self.cpu_s() > COMPILE_LIMIT_S or self.wall_s() > COMPILE_WALL_LIMIT_S:
+                    self.given_up = True
+                    return False
+
+    def wall_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def cpu_s(self) -> float:
+        try:
+            return time.clock_gettime(self._clock) if self._clock is not None else 0.0
+        except OSError:  # the thread has ended
+            return 0.0
 
 
 def read_vocabulary(backend: Backend, vocab_size: int, eos_ids: list[int]) -> "LLTokenizer":
@@ -246,6 +329,13 @@ def read_vocabulary(backend: Backend, vocab_size: int, eos_ids: list[int]) -> "L
 def grammars_of(files: ModelFiles, tokenizer: Tokenizer) -> Grammars:
     """Grammars for the vocabulary of this model."""
     return Grammars(tokenizer, int(files.config.get("vocab_size") or tokenizer.vocab_size), eos_ids(files))
+
+
+def warming(files: ModelFiles, tokenizer: Tokenizer) -> Grammars:
+    """grammars_of(…), whose vocabulary is being read in a thread."""
+    made = grammars_of(files, tokenizer)
+    threading.Thread(target=made.warm, name="shoal-grammar-warm", daemon=True).start()
+    return made
 
 
 def limits() -> "LLParserLimits":

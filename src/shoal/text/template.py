@@ -1,10 +1,11 @@
 """The chat template: messages in, prompt text out, rendered in a sandbox because the template comes with the model.
 
-Owns the jinja2 environment, the check of messages and a template's file. Does not know token ids or models.
+Owns the jinja2 environment, the check of messages and a template's file. Does not know token ids or models. The sandbox
+limits what a template can reach, not what it can use up: a server renders in a process of its own (worker.py).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
+from jinja2.optimizer import optimize
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -20,26 +22,45 @@ from shoal.files.reading import read_text
 
 Message = Mapping[str, Any]
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+UNCOMPILABLE = (TemplateError, RecursionError, ValueError, MemoryError)  # the last three: nested too deep
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
+class OutputTooLong(Exception):
+    """The rendered text has more characters than allowed."""
+
+
 class ChatTemplate:
-    """A template, compiled when it is first used.
+    """A template, compiled when it is first used. `rewrite` is applied to every text that the template itself writes.
 
     >>> template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
     >>> template.render([{"role": "user", "content": "Hi"}], {"eos_token": "</s>"})
     'user: Hi</s>'
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, rewrite: Callable[[str], str] | None = None) -> None:
         self.source = source
+        self._rewrite = rewrite
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """The prompt text; every failure is a BadChat with its reason."""
-        plain = check_messages(messages)
+        return self.render_checked(check_messages(messages), variables)
+
+    def render_checked(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], most_characters: int | None = None
+    ) -> str:
+        """The same for messages from check_messages(). Raises OutputTooLong where there is a limit."""
         try:
-            return self.compiled.render({**variables, "messages": plain})
-        except BadChat:
+            pieces: list[str] = []
+            size = 0
+            for piece in self.compiled.generate({**variables, "messages": messages}):
+                pieces.append(piece)
+                size += len(piece)
+                if most_characters is not None and size > most_characters:
+                    raise OutputTooLong
+            return "".join(pieces)
+        except (BadChat, OutputTooLong, MemoryError):
             raise
         except TemplateError as error:  # raised by the template itself, or by the sandbox
             raise BadChat(
@@ -52,10 +73,53 @@ class ChatTemplate:
 
     @cached_property
     def compiled(self) -> Template:
+        tree = self._tree
+        if self._rewrite is not None:
+            for data in tree.find_all(nodes.TemplateData):
+                data.data = self._rewrite(data.data)
+            for constant in tree.find_all(nodes.Const):
+                if isinstance(constant.value, str):
+                    constant.value = self._rewrite(constant.value)
         try:
-            return _environment().from_string(self.source)
-        except (TemplateError, RecursionError, ValueError, MemoryError) as error:  # the last three: nested too deep
-            raise BadChat(f"the chat template is broken: {error}; supply another with --chat-template") from error
+            return _environment().from_string(tree)
+        except UNCOMPILABLE as error:
+            raise _broken(error) from error
+
+    @property
+    def literals(self) -> set[str]:
+        """Every text that the template itself may write."""
+        tree = self._tree
+        constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return constants | {node.data for node in tree.find_all(nodes.TemplateData)}
+
+    @property
+    def _tree(self) -> nodes.Template:
+        environment = _environment()
+        return optimize(_parsed(self.source, environment), environment)  # type: ignore[return-value]
+
+
+def check_template(source: str) -> None:
+    """Raise BadChat for a template that cannot be compiled. Evaluates nothing of it, as jinja2's own compiler would."""
+    environment = _environment()
+    waiting: list[nodes.Node] = [_parsed(source, environment)]
+    while waiting:
+        node = waiting.pop()
+        for kind, known in ((nodes.Filter, environment.filters), (nodes.Test, environment.tests)):
+            if isinstance(node, kind) and node.name not in known:
+                raise _broken(f"no {kind.__name__.lower()} named {node.name!r}")
+        if not isinstance(node, nodes.If | nodes.CondExpr):  # jinja2 lets a template test what is known
+            waiting += node.iter_child_nodes()
+
+
+def _parsed(source: str, environment: ImmutableSandboxedEnvironment) -> nodes.Template:
+    try:
+        return environment.parse(source)
+    except UNCOMPILABLE as error:
+        raise _broken(error) from error
+
+
+def _broken(why: object) -> BadChat:
+    return BadChat(f"the chat template is broken: {why}; supply another with --chat-template")
 
 
 def read_template(path: str | None) -> str | None:
@@ -122,6 +186,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
+    del environment.globals["lipsum"]  # random filler text, without a limit
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -14,10 +14,13 @@ from shoal.errors import BadChat, BadRequest, ModelError, RequestFailed, Tokeniz
 from shoal.files.gguf import GgufFile
 from shoal.files.reading import has_file, is_integer, read_json_if_there, read_text
 from shoal.files.source import ModelFiles, eos_ids
+from shoal.text.chat import ChatRenderer, Rendered
 from shoal.text.gguf_vocab import backend_from_gguf, bos_by_default
+from shoal.text.hiding import hiding, special_tokens
 from shoal.text.panics import reason_of, silenced, within
 from shoal.text.pieces import Pieces
-from shoal.text.template import ChatTemplate, Message
+from shoal.text.special import SecretNames
+from shoal.text.template import Message, check_template
 
 LONG = 4096  # characters or ids; from here on, backend calls that release the interpreter lock are used
 TRIAL = "The 3 quick foxes' (été, 日本) \n\n\tjump: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"  # of most kinds of characters
@@ -29,7 +32,8 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 class Tokenizer:
     """A tokenizer and its chat template.
 
-    `adds_bos` says whether encode() puts the BOS token in front; None leaves that to the backend.
+    `adds_bos` says whether encode() puts the BOS token in front; None leaves that to the backend. With
+    `special_in_messages`, messages can write special tokens; without it, what looks like one there is text.
 
     >>> from tokenizers import Tokenizer as Backend, models
     >>> tokenizer = Tokenizer(Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])))
@@ -45,13 +49,15 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         chat_template: str | None = None,
         adds_bos: bool | None = None,
+        special_in_messages: bool = False,
     ) -> None:
         self.backend = backend
         self.special = dict(special or {})
+        self.names = None if special_in_messages else SecretNames(special_tokens(backend))
         self.bos_id: int | None = self._id_of("bos_token")
         own_eos = self._id_of("eos_token")
         self.eos_ids = tuple(sorted({*eos_ids, *([] if own_eos is None else [own_eos])}))
-        self._template = None if chat_template is None else ChatTemplate(chat_template)
+        self._renderer = None if chat_template is None else ChatRenderer(chat_template, self.special, self.names)
         self._adds_bos = adds_bos
 
     @cached_property
@@ -66,21 +72,21 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._renderer is not None
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """What makes the text of a prompt from messages; raises BadChat where there is no template."""
+        if self._renderer is None:
+            raise BadChat(
+                "the model has no chat template; send a plain prompt, or supply a template "
+                "(--chat-template, or chat_template.jinja in the model's folder)"
+            )
+        return self._renderer
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text. It never begins with two BOS tokens, even when the text itself begins with one."""
-        try:
-            ids = self._encoded(text, add_special)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise BadRequest(
-                f"the text cannot be encoded: {error}; send valid Unicode without lone surrogates"
-            ) from error
-        except BaseException as error:
-            reason = reason_of(error)
-            if reason is None:
-                raise
-            raise BadRequest(f"the model's tokenizer failed on this text: {reason}; send another text") from error
+        ids = _encoded(self.backend, text, add_special)
         if self.bos_id is None:
             return ids
         begins = len(ids) - len(_without_first(ids, self.bos_id))
@@ -89,10 +95,24 @@ class Tokenizer:
             wanted = int(self._adds_bos or text.startswith(self.special["bos_token"]))
         return [self.bos_id] * wanted + ids[begins:]
 
-    def _encoded(self, text: str, add_special: bool) -> list[int]:
-        if len(text) < LONG:
-            return self.backend.encode(text, add_special_tokens=add_special).ids
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    def encode_rendered(self, rendered: Rendered) -> list[int]:
+        """Token ids of a rendered chat. The template writes its own BOS, so none is added."""
+        if not rendered.hidden:
+            return self.encode(rendered.text, add_special=False)
+        ids = _encoded(self._hiding, rendered.text, add_special=False)
+        rest = ids if self.bos_id is None else _without_first(ids, self.bos_id)
+        return ids[: min(1, len(ids) - len(rest))] + rest
+
+    def warm(self) -> None:
+        """Make now what the first message with the text of a special token would need."""
+        if self.names is not None and self.has_chat_template:
+            _ = self._hiding
+
+    @cached_property
+    def _hiding(self) -> Backend:
+        """As large as the backend itself; it takes half a second for 50,000 tokens."""
+        assert self.names is not None
+        return hiding(self.backend, self.names)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of token ids; bytes that are no character become U+FFFD."""
@@ -107,36 +127,32 @@ class Tokenizer:
             raise RequestFailed(f"the model's tokenizer failed to decode {len(ids)} tokens: {reason}") from error
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_vars: Any) -> str:
-        """The prompt text that the chat template makes of the messages."""
-        if self._template is None:
-            raise BadChat(
-                "the model has no chat template; send a plain prompt, or supply a template "
-                "(--chat-template, or chat_template.jinja in the model's folder)"
-            )
-        variables = {"tools": None, "documents": None, **self.special, **template_vars}
-        return self._template.render(messages, {**variables, "add_generation_prompt": add_generation_prompt})
+        """The prompt text that the chat template makes of the messages, with special tokens as it writes them."""
+        return self.renderer.text(messages, add_generation_prompt, template_vars)
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_vars: Any) -> list[int]:
-        """Token ids of a chat. The template writes its own BOS, so none is added."""
-        return self.encode(self.render(messages, add_generation_prompt, **template_vars), add_special=False)
+        """Token ids of a chat."""
+        return self.encode_rendered(self.renderer.render(messages, add_generation_prompt, template_vars))
 
     def _id_of(self, name: str) -> int | None:
         token = self.special.get(name)
         return None if token is None else self.backend.token_to_id(token)
 
 
-def load_tokenizer(files: ModelFiles, chat_template: str | None = None) -> Tokenizer | None:
+def load_tokenizer(
+    files: ModelFiles, chat_template: str | None = None, special_in_messages: bool = False
+) -> Tokenizer | None:
     """The tokenizer of a model; None when it has none and only token ids can be used.
 
     `chat_template` is the text of a template that replaces the model's own.
     """
     if chat_template is not None:
         try:
-            _ = ChatTemplate(chat_template).compiled
+            check_template(chat_template)
         except BadChat as error:
             raise ModelError(str(error)) from error
     load = _from_gguf if files.kind == "gguf" else _from_folder
-    tokenizer = load(files, chat_template)
+    tokenizer = load(files, chat_template, special_in_messages)
     if tokenizer is not None:
         _try_out(tokenizer.backend, files.path)
     return tokenizer
@@ -151,6 +167,20 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
+def _encoded(backend: Backend, text: str, add_special: bool) -> list[int]:
+    try:
+        if len(text) < LONG:
+            return backend.encode(text, add_special_tokens=add_special).ids
+        return backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+    except (TypeError, UnicodeEncodeError) as error:
+        raise BadRequest(f"the text cannot be encoded: {error}; send valid Unicode without lone surrogates") from error
+    except BaseException as error:
+        reason = reason_of(error)
+        if reason is None:
+            raise
+        raise BadRequest(f"the model's tokenizer failed on this text: {reason}; send another text") from error
+
+
 def _without_first(ids: list[int], token_id: int) -> list[int]:
     n = 0
     while n < len(ids) and ids[n] == token_id:
@@ -158,7 +188,7 @@ def _without_first(ids: list[int], token_id: int) -> list[int]:
     return ids[n:]
 
 
-def _from_gguf(files: ModelFiles, chat_template: str | None) -> Tokenizer | None:
+def _from_gguf(files: ModelFiles, chat_template: str | None, special_in_messages: bool) -> Tokenizer | None:
     metadata = GgufFile(files.path).metadata
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
@@ -180,10 +210,11 @@ def _from_gguf(files: ModelFiles, chat_template: str | None) -> Tokenizer | None
         eos_ids=eos_ids(files),
         chat_template=chat_template or template,
         adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", bos_by_default(metadata))),
+        special_in_messages=special_in_messages,
     )
 
 
-def _from_folder(files: ModelFiles, chat_template: str | None) -> Tokenizer | None:
+def _from_folder(files: ModelFiles, chat_template: str | None, special_in_messages: bool) -> Tokenizer | None:
     if not has_file(files.path / "tokenizer.json"):
         for name in ("tokenizer.model", "vocab.json"):
             if has_file(files.path / name):
@@ -207,6 +238,7 @@ def _from_folder(files: ModelFiles, chat_template: str | None) -> Tokenizer | No
         eos_ids=eos_ids(files),
         chat_template=chat_template or _folder_template(files.path, named),
         adds_bos=flag if isinstance(flag, bool) else None,
+        special_in_messages=special_in_messages,
     )
 
 

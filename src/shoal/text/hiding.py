@@ -1,0 +1,38 @@
+"""A tokenizer that knows its special tokens by secret names alone: their plain names are text to it.
+
+Owns how a tokenizer's document is changed for that. Knows no templates and no messages.
+"""
+
+import json
+
+from tokenizers import Tokenizer as Backend
+
+from shoal.text.special import SecretNames
+
+
+def special_tokens(backend: Backend) -> list[str]:
+    """The special tokens of a tokenizer. Added tokens that are not special, such as <think>, are text to it."""
+    return [token.content for _, token in sorted(backend.get_added_tokens_decoder().items()) if token.special]
+
+
+def hiding(backend: Backend, names: SecretNames) -> Backend:
+    """The same tokenizer, which finds special tokens by their secret names alone; ids are unchanged.
+
+    They are renamed in the model's vocabulary too: some models would find their plain names there.
+    """
+    document = json.loads(backend.to_str())
+    for added in document["added_tokens"]:
+        if added["special"]:
+            added["content"] = names.hidden.get(added["content"], added["content"])
+    document["post_processor"] = None  # it adds tokens by name, and the template writes them all
+    model, hidden = document["model"], names.hidden
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {hidden.get(token, token): id for token, id in model["vocab"].items()}
+    else:
+        model["vocab"] = [[hidden.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in hidden:
+        model["unk_token"] = hidden[model["unk_token"]]
+    if model.get("merges"):
+        pairs = (merge if isinstance(merge, list) else merge.split(" ", 1) for merge in model["merges"])
+        model["merges"] = [pair for pair in pairs if not hidden.keys() & {*pair, "".join(pair)}]
+    return Backend.from_str(json.dumps(document))
