@@ -11,8 +11,10 @@ import msgspec
 import pytest
 import zmq
 
+from shoal.core import turns
 from shoal.core.job import GrammarSpec, Job, requests_of
 from shoal.core.params import SamplingParams
+from shoal.core.request import Logprobs
 from shoal.engine import client as client_module
 from shoal.engine import host as host_module
 from shoal.engine import wire
@@ -77,6 +79,63 @@ def test_logprobs_cross_the_wire(tmp_path: Path) -> None:
             await note.done.wait()
             assert [one.token for one in note.logprobs] == note.tokens[0]
             assert [one.token for one in note.of_prompt] == [2, 3, 4, 5]
+
+    run(story())
+    engine.kill()
+
+
+def test_others_have_turns_while_a_long_message_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_S", -1.0)  # every step is long
+    engine = EngineThread(tmp_path)
+
+    async def story() -> None:
+        ticks = 0
+        job, at = make_job(n=8, logprobs=0, prompt_logprobs=0), list[int]()
+
+        class Noting(Notes):
+            def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
+                super().token(sample, token, logprobs)
+                at.append(ticks)
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        async with connected(tmp_path) as client:
+            ticking, note = asyncio.create_task(tick()), Noting(8)
+            client.submit(job, note)
+            await note.done.wait()
+            ticking.cancel()
+            assert note.tokens == {sample: expected(job, sample) for sample in range(8)}
+            assert len(note.of_prompt) == 4
+        assert len(set(at)) == len(at), "no two tokens in the same turn"
+
+    run(story())
+    engine.kill()
+
+
+def test_jobs_aborted_together_are_aborted_in_one_message(tmp_path: Path) -> None:
+    gate = threading.Semaphore(0)
+    engine = EngineThread(tmp_path, gate=gate)
+
+    async def story() -> None:
+        async with connected(tmp_path) as client:
+            for number in range(5):
+                client.submit(make_job(f"job-{number}"), Notes())
+            sent: list[wire.Message] = []
+            send = client._send
+            monkey = pytest.MonkeyPatch()
+            monkey.setattr(client, "_send", lambda message: [sent.append(message), send(message)][1])
+            for number in range(5):
+                client.abort(f"job-{number}")
+            await asyncio.sleep(0.05)
+            monkey.undo()
+            assert [len(one.numbers) for one in sent if isinstance(one, wire.Abort)] == [5]
+            for _ in range(20):
+                gate.release()
+            await until(lambda: not engine.host.owners, "all are aborted")
 
     run(story())
     engine.kill()
@@ -344,7 +403,7 @@ def test_noise_on_the_socket_is_dropped(tmp_path: Path) -> None:
     ):
         stranger.send(noise)
     stranger.send_multipart([b"a", b"b", b"c"])
-    stranger.send(wire.pack(wire.Abort(99)))
+    stranger.send(wire.pack(wire.Abort([99])))
     stranger.send(wire.pack(wire.FinishAt(99, 1)))
 
     async def story() -> None:

@@ -65,7 +65,7 @@ class FakeClient:
 
     @property
     def last_info(self) -> EngineInfo | None:
-        return INFO
+        return self._info or INFO
 
     @property
     def accepting(self) -> bool:

@@ -49,7 +49,7 @@ def front(
 ) -> Front:
     keys = tuple(key if isinstance(key, ApiKey) else hashed([key])[0] for key in api_keys)
     return Front(
-        ServerSettings(**{"models": ("tiny", "other-name"), "keys": lambda: keys, **settings}),
+        ServerSettings(**{"models": ("tiny", "other-name"), "host": "front", "keys": lambda: keys, **settings}),
         client or FakeClient(),
         None if without_tokenizer else tokenizer(),
         grammars,

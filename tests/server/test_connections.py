@@ -1,6 +1,7 @@
 """Clients that go away, do not read, or send what they should not: over real sockets."""
 
 import asyncio
+import http.client
 import json
 import shutil
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from shoal.server import protocol
 from tests.server.fake_client import FakeClient, until
 from tests.server.fronts import front, listening, raw_request, run
 
@@ -404,5 +406,67 @@ def test_a_waiting_client_gets_an_error_when_the_server_stops(stream: bool) -> N
             assert answer.text.endswith("data: [DONE]\n\n")
         else:
             assert answer.status_code == 503
+
+    run(work)
+
+
+# ---- clients that have finished sending ----------------------------------------------------------------------------
+
+
+def ask_and_finish_sending(port: int, body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    """The body of the answer to a client that shuts down its sending side right after its request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    connection.sock.shutdown(socket.SHUT_WR)
+    answer = connection.getresponse()
+    assert answer.status == 200
+    text = answer.read()
+    connection.close()
+    return text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_has_finished_sending_still_gets_its_answer(stream: bool) -> None:
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * 60, tick_s=0.01)
+        app = front(client)
+        async with listening(app) as port:
+            body = {"prompt": "x", "max_tokens": 60, "stream": stream, "ignore_eos": True}
+            text = await asyncio.to_thread(ask_and_finish_sending, port, body)
+            assert text.count(b'"text":"P"') == 60 if stream else json.loads(text)["usage"]["completion_tokens"] == 60
+            assert not client.aborted
+            await until(lambda: not app.active)
+
+    run(work)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_finishes_sending_and_leaves_later_ends_its_job(stream: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(protocol, "PROBE_S", 0.5)
+
+    async def work() -> None:
+        client = FakeClient(tick_s=None)  # nothing ever happens: only the server can find out
+        app = front(client)
+        async with listening(app) as port:
+            made = unread(port, raw_request("/v1/completions", {**FOREVER, "stream": stream}))
+            made.shutdown(socket.SHUT_WR)
+            await until(lambda: bool(client.running))
+            await asyncio.sleep(1)
+            assert client.running, "it may still read its answer"
+            made.close()
+            await until(lambda: not client.running and not app.active)
+            assert len(client.aborted) == 1
+
+    run(work)
+
+
+def test_a_client_that_finishes_sending_in_the_middle_of_its_body_is_gone() -> None:
+    async def work() -> None:
+        client = FakeClient()
+        async with listening(front(client, slow_client_timeout_s=60)) as port, connected(port) as (reader, writer):
+            writer.write(raw_request("/v1/completions", FOREVER)[:-5])
+            writer.write_eof()
+            assert await ended(reader) == b""
+            assert not client.submitted
 
     run(work)

@@ -1,7 +1,7 @@
 """Dialects: another API is one class; streams, whole answers, errors and the API's description need to know no more."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -50,13 +50,13 @@ class Shout:
         self.preparer = preparer
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
-        request = read(ShoutRequest, body)
+        request = await read(ShoutRequest, body)
         params = self.preparer.params(request, n=request.n or 1)
         ids = await self.preparer.encode([request.words])
         return await self.preparer.request(request, id, key, ids, params, model="tiny", keep=params.n, top=None)
 
-    def whole(self, call: Call, id: str, created: int) -> ShoutAnswer:
-        return ShoutAnswer(id, [content_of(one.parsed).upper() for one in call.outputs.samples[0]])
+    def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
+        yield encode(ShoutAnswer(id, [content_of(one.parsed).upper() for one in call.outputs.samples[0]]))
 
     def stream(self, call: Call, id: str, created: int) -> "Shout":
         return self

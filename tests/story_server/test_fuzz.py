@@ -22,7 +22,7 @@ from tests.story_server.mutate import Case, case, json_case, raw_case
 from tests.story_server.servers import SMALL, Server, connect, running
 
 SEED = 20
-EXPECTED = {200, 204, 304, 400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 503}
+EXPECTED = {200, 204, 304, 400, 401, 403, 404, 405, 408, 413, 415, 421, 429, 431, 503}
 # in `make test`, and in `make test-all`: 100,000 in all
 FRONT = [pytest.param(2_500, id="some"), pytest.param(50_000, id="many", marks=pytest.mark.slow)]
 WIRE = [pytest.param(300, id="some"), pytest.param(5_000, id="many", marks=pytest.mark.slow)]

@@ -55,11 +55,23 @@ def attacks() -> list[Attack]:
     nested = "[" * 60 + "]" * 60
     call = '{"max_tokens":1,"messages":[{"role":"assistant","content":"","tool_calls":[{"a":['
     long = {"max_tokens": 400, "n": 128, "logprobs": 64, "ignore_eos": True}
+    most = {"max_tokens": 64, "n": 128, "logprobs": 63, "ignore_eos": True}
     many_ids = [[7] * 500] * 100
     return [
         Attack("answers x logprobs", COMPLETIONS, completion(**long), 1),
         Attack("the same, streamed", COMPLETIONS, completion(**long, stream=True), 1),
         Attack("echo x logprobs", COMPLETIONS, completion(prompt=many_ids, echo=True, logprobs=64, max_tokens=1)),
+        Attack("echo x logprobs, streamed", COMPLETIONS, completion(
+            prompt=[[7] * 126] * 8, echo=True, logprobs=64, max_tokens=1, stream=True), 1),
+        Attack("as many logprobs as are allowed", COMPLETIONS, completion(**most), 2),
+        Attack("the same in a chat", CHAT, chat("x", **most | {"logprobs": True, "top_logprobs": 63}), 2),
+        Attack("as many jobs as are allowed", COMPLETIONS, completion(prompt=["x"] * 1024, max_tokens=1)),
+        Attack("the same, streamed with ids", COMPLETIONS, completion(
+            prompt=["x"] * 1024, max_tokens=1, stream=True, return_token_ids=True)),
+        Attack("stop strings x samples", COMPLETIONS, completion(
+            prompt=["x"] * 8, n=128, stop=[f"{number:02}" * 512 for number in range(64)], max_tokens=1), 2),
+        Attack("token ids x samples", COMPLETIONS, completion(
+            prompt=[7] * 2000, n=128, max_tokens=1, return_token_ids=True)),
         Attack("nested tool calls", CHAT, filled(call, nested, "]}]}]}")),
         Attack("many elements in an ignored field", COMPLETIONS, filled('{"prompt":"Once","user":[', "[]", "]}")),
         Attack("many elements in the schema", CHAT, filled(

@@ -40,10 +40,16 @@ class ServeConfig(Options):
         None, "most tokens of one API key per minute, prompt and output", parse=int, group="server"
     )
     api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "host name that a server without keys answers to, beside its own; * for all", group="server"
+    )
     allowed_origins: tuple[str, ...] = option((), "web origin that may call from a browser; * for all", group="server")
     ssl_certfile: str | None = option(None, "certificate, for https", group="server")
     ssl_keyfile: str | None = option(None, "its private key", group="server")
     max_body: int = option(4 * 2**20, "most bytes of one request's body", parse=parse_bytes, group="server")
+    max_body_memory: int = option(
+        64 * 2**20, "most bytes of all bodies that one front is reading", parse=parse_bytes, group="server"
+    )
     slow_client_timeout: float = option(
         30.0,
         "seconds after which a client that does not read, or does not finish sending, is disconnected",
@@ -83,6 +89,11 @@ class ServeConfig(Options):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         self._at_least("max_body", 1024)
+        if self.max_body_memory < 2 * self.max_body:
+            raise BadConfig(
+                f"max_body_memory is {self.max_body_memory} bytes, less than two bodies of max_body "
+                f"({self.max_body}); raise --max-body-memory or lower --max-body"
+            )
         for name in ("slow_client_timeout", "drain_timeout", "hang_timeout"):
             if not 0 <= getattr(self, name) < 1e6:
                 raise BadConfig(f"{name} must be a number of seconds, not {getattr(self, name)}")
@@ -139,8 +150,9 @@ def read_options(
 
 
 def _server(values: dict[str, Any]) -> ServeConfig:
-    if "max_body" in values:
-        values["max_body"] = parse_bytes(values["max_body"])
+    for name in ("max_body", "max_body_memory"):
+        if name in values:
+            values[name] = parse_bytes(values[name])
     return ServeConfig(**values)
 
 

@@ -20,6 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from shoal.core.clock import Clock, WallClock
 from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink
 from shoal.core.request import Reason
+from shoal.core.turns import TurnTaker
 from shoal.engine import wire
 from shoal.engine.restart_policy import RETRY_S, STARTING, RestartPolicy, WaitForEngine, check_timeout
 from shoal.errors import DeadlinePassed, EngineDown
@@ -72,6 +73,7 @@ class ZmqClient:
         self._live: dict[int, LiveJob] = {}  # by number
         self._numbers: dict[str, int] = {}  # by job id
         self._count = 0
+        self._aborts: list[int] = []  # numbers to be sent
         self._questions: dict[int, Question] = {}
         self._metrics: str | None = None  # of the engine, as of its last answer
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,6 +127,7 @@ class ZmqClient:
         """Abort the jobs that still run, and disconnect."""
         for live in list(self._live.values()):
             self.abort(live.job.id)
+        self._send_aborts()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -159,7 +162,14 @@ class ZmqClient:
     def _abort(self, live: LiveJob) -> None:
         """Tell the engine, if it has the job."""
         if self._info is not None and live.sent:
-            self._send(wire.Abort(live.number))
+            if not self._aborts:  # a request may have a thousand jobs: their numbers go out in one message
+                asyncio.get_running_loop().call_soon(self._send_aborts)
+            self._aborts.append(live.number)
+
+    def _send_aborts(self) -> None:
+        if self._aborts:
+            self._send(wire.Abort(self._aborts))
+            self._aborts = []
 
     def finish_at(self, job_id: str, sample: int, outputs: int) -> None:
         number = self._numbers.get(job_id)
@@ -236,12 +246,14 @@ class ZmqClient:
             live.sink.flush()
 
     async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        pause = TurnTaker()
         while True:
+            await pause.if_long()  # recv() does not wait while there are messages
             data = await socket.recv()
             try:
                 message = wire.read_engine(data)
                 if isinstance(message, wire.Pass):
-                    self._take(message)
+                    await self._take(message, pause)
                 elif isinstance(message, wire.Ready):
                     self._ready(message)
                 else:
@@ -295,19 +307,16 @@ class ZmqClient:
 
     # ---- events of jobs -------------------------------------------------------------------------------------------
 
-    def _take(self, message: wire.Pass) -> None:
-        """Pass everything on to the sinks."""
+    async def _take(self, message: wire.Pass, pause: TurnTaker) -> None:
+        """Pass everything on to the sinks, in order; a long message lets others have the event loop in between."""
         if self._info is None or message.epoch != self._info.epoch:
             return  # from an engine that is gone
         touched: dict[int, LiveJob] = {}
         for part in message.prompt_logprobs:
-            live = self._live.get(part.key // wire.SAMPLES)
-            if live is not None:
-                fresh = part.values[live.prompt_logprobs + 1 - part.first :]  # a restarted engine repeats some of them
-                live.prompt_logprobs += len(fresh)
-                live.sink.prompt_logprobs(list(fresh))
-        self._take_tokens(message, touched)
+            await self._take_prompt_logprobs(part, pause)
+        await self._take_tokens(message, touched, pause)
         for key, ending in message.ended:
+            await pause.if_long()
             number, sample = divmod(key, wire.SAMPLES)
             live = self._live.get(number)
             if live is not None and live.outputs.pop(sample, None) is not None:
@@ -322,7 +331,17 @@ class ZmqClient:
         for live in touched.values():
             self._flush_or_forget(live)
 
-    def _take_tokens(self, message: wire.Pass, touched: dict[int, LiveJob]) -> None:
+    async def _take_prompt_logprobs(self, part: wire.PromptLogprobs, pause: TurnTaker) -> None:
+        live = self._live.get(part.key // wire.SAMPLES)
+        if live is None:
+            return
+        fresh = part.values[live.prompt_logprobs + 1 - part.first :]  # a restarted engine repeats some of them
+        live.prompt_logprobs += len(fresh)
+        for packed in fresh:
+            live.sink.prompt_logprobs([wire.read_logprobs(packed)])
+            await pause.if_long()
+
+    async def _take_tokens(self, message: wire.Pass, touched: dict[int, LiveJob], pause: TurnTaker) -> None:
         """Hot: runs once per token."""
         logprobs = message.logprobs
         for at, (key, token, index) in enumerate(zip(message.keys, message.tokens, message.indexes, strict=True)):
@@ -336,8 +355,11 @@ class ZmqClient:
             output.append(token)
             if not live.accepted:
                 self._accept(live)
-            live.sink.token(sample, token, logprobs.get(at) if logprobs else None)
+            packed = logprobs.get(at) if logprobs else None
+            live.sink.token(sample, token, None if packed is None else wire.read_logprobs(packed))
             touched[number] = live
+            if pause.is_long():
+                await pause.turn()
 
     def _accept(self, live: LiveJob) -> None:
         if not live.accepted:

@@ -129,7 +129,7 @@ class Host:
             wire.Hello: self._hello,
             wire.Ping: lambda front, message: None,
             wire.Submit: self._submit,
-            wire.Abort: lambda front, message: self._abort(front, message.number),
+            wire.Abort: self._abort_all,
             wire.FinishAt: self._finish_at,
             wire.Ask: self._ask,
         }
@@ -274,6 +274,10 @@ class Host:
         self.fronts[front].jobs.pop(number, None)
         self._news(front).refused.append((number * wire.SAMPLES, Refusal.of(error)))
 
+    def _abort_all(self, front: bytes, message: wire.Abort) -> None:
+        for number in message.numbers:
+            self._abort(front, number)
+
     def _abort(self, front: bytes, number: int) -> None:
         for request_id in self.fronts[front].jobs.pop(number, ()):
             self.owners.pop(request_id, None)
@@ -336,7 +340,8 @@ class Host:
         for id, (first, values) in events.prompt_logprobs.items():
             owner = self.owners.get(id)
             if owner:
-                self._news(owner.front).prompt_logprobs.append(wire.PromptLogprobs(owner.key, first, values))
+                packed = tuple(map(wire.pack_logprobs, values))
+                self._news(owner.front).prompt_logprobs.append(wire.PromptLogprobs(owner.key, first, packed))
         self._sort_tokens(events)
         for rejected in events.rejected:
             owner = self._let_go(rejected.id)
@@ -363,7 +368,7 @@ class Host:
             if owner.front is not front or news is None:
                 news, front = self._news(owner.front), owner.front
             if logprobs and (id, index) in logprobs:
-                news.logprobs[len(news.keys)] = logprobs[id, index]
+                news.logprobs[len(news.keys)] = wire.pack_logprobs(logprobs[id, index])
             news.keys.append(owner.key)
             news.tokens.append(token)
             news.indexes.append(index)

@@ -67,9 +67,9 @@ class Submit(Message):
 
 
 class Abort(Message):
-    """The result of this job is no longer needed."""
+    """The results of these jobs are no longer needed."""
 
-    number: int
+    numbers: list[int]
 
 
 class FinishAt(Message):
@@ -103,7 +103,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
     key: int
     first: int
-    values: tuple[Logprobs, ...]
+    values: tuple[msgspec.Raw, ...]  # packed Logprobs, unpacked one by one: there may be thousands of them
 
 
 class Pass(Message):
@@ -114,7 +114,7 @@ class Pass(Message):
     keys: list[int] = []
     tokens: list[int] = []
     indexes: list[int] = []
-    logprobs: dict[int, Logprobs] = {}  # of tokens[i], by i
+    logprobs: dict[int, msgspec.Raw] = {}  # of tokens[i], by i; packed, too
     prompt_logprobs: list[PromptLogprobs] = []
     ended: list[tuple[int, Ending]] = []  # by key
     refused: list[tuple[int, Refusal]] = []  # by key
@@ -136,6 +136,7 @@ EngineMessage: TypeAlias = Ready | Pass | Reply
 _encoder = msgspec.msgpack.Encoder()
 _front_decoder: msgspec.msgpack.Decoder[FrontMessage] = msgspec.msgpack.Decoder(FrontMessage)
 _engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_logprobs_decoder = msgspec.msgpack.Decoder(Logprobs)
 _job_decoder = msgspec.msgpack.Decoder(Job)
 _map_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _JOB_FIELDS = frozenset(item.name for item in fields(Job))
@@ -144,6 +145,18 @@ _PARAMS_FIELDS = frozenset(item.name for item in fields(SamplingParams))
 
 def pack(message: Message) -> bytes:
     return _encoder.encode(message)
+
+
+def pack_logprobs(one: Logprobs) -> msgspec.Raw:
+    """
+    >>> read_logprobs(pack_logprobs(Logprobs(5, -0.5, 1, (5,), (-0.5,)))).top_tokens
+    (5,)
+    """
+    return msgspec.Raw(_encoder.encode(one))
+
+
+def read_logprobs(packed: msgspec.Raw) -> Logprobs:
+    return _logprobs_decoder.decode(packed)
 
 
 def read_front(data: bytes) -> FrontMessage:

@@ -69,7 +69,7 @@ class Collection:
             self.jobs, self.completions, self.outputs.prompt_logprobs, strict=True
         ):
             text = self.tokenizer.decode(job.prompt, skip_special=False) if self.tokenizer else None
-            shown = prompt_logprobs if job.params.prompt_logprobs is not None else None
+            shown = [None, *prompt_logprobs] if job.params.prompt_logprobs is not None else None
             found.append(RequestOutput(text, job.prompt, sorted(completions, key=lambda one: one.index), shown))
         return found
 
@@ -90,7 +90,7 @@ class CollectionSink(Sink):
         self.collection.fail(refusal.as_error())
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.collection.outputs.prompt_logprobs[self.number] += values
+        self.collection.outputs.prompt_logprobs[self.number].extend(values)
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
         one = self.samples[sample]
@@ -130,7 +130,7 @@ class CollectionSink(Sink):
             self.first_token_s.get(one.number),
             self.client.now_s - self.submitted_s,
         )
-        logprobs = one.logprobs if self.job.params.logprobs is not None else None
+        logprobs = list(one.logprobs) if self.job.params.logprobs is not None else None
         return Completion(
             one.number, one.text, one.tokens, reason, one.stop_reason, logprobs, metrics, error=ending.error
         )

@@ -6,7 +6,7 @@ Owns the samples and prompt logprobs of each job, and how many samples still run
 from collections.abc import Callable, Sequence
 
 from shoal.core.job import Ending, Job
-from shoal.core.request import Logprobs
+from shoal.output.logprob_list import LogprobList
 from shoal.output.parser import Parser, PlainParser
 from shoal.output.sample import Sample
 from shoal.text.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ class Outputs:
         self.jobs = jobs
         self.eos_ids = eos_ids
         self.samples: list[list[Sample]] = []
-        self.prompt_logprobs: list[list[Logprobs | None]] = [[None] for _ in jobs]  # a first token has none
+        self.prompt_logprobs = [LogprobList() for _ in jobs]  # from the second prompt token on; the first has none
         self.running = 0  # samples that have not ended
         for job in jobs:
             numbers = range(job.params.n)

@@ -5,6 +5,7 @@ Owns its tokens, logprobs and detokenizer, and why it ended. Knows a Job and a t
 
 from shoal.core.job import Ending, Job
 from shoal.core.request import Logprobs, Reason
+from shoal.output.logprob_list import LogprobList
 from shoal.output.parser import Parsed, Parser, PlainParser
 from shoal.text.detok import Detokenizer
 from shoal.text.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ class Sample:
         self.min_tokens = 0 if job.grammar is not None else job.params.min_tokens  # a grammar may end before
         self.include_stop = job.params.include_stop_str_in_output
         self.tokens: list[int] = []
-        self.logprobs: list[Logprobs] = []  # one per token where the job asks for them, else empty
+        self.logprobs = LogprobList()  # one per token that was taken with them
         self.stopped = False  # a stop string was found; the caller drops tokens that arrive later
         self.ending: Ending | None = None  # as the engine reported it
         self.reason: str | None = None  # why it ended, stop strings considered
@@ -46,7 +47,7 @@ class Sample:
         return self.parser.parse(self.text)
 
     def take(self, token: int, logprobs: Logprobs | None) -> str:
-        """Add the next token; returns the text that can be shown now."""
+        """Add the next token; returns the text that can be shown now. Logprobs are kept until the sample is dropped."""
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -76,7 +77,8 @@ class Sample:
     def _stop(self, tokens: int) -> None:
         """A stop string was found: keep only the first `tokens` tokens, the last of which completes it."""
         self.stopped = True
-        del self.tokens[tokens:], self.logprobs[tokens:]
+        del self.tokens[tokens:]
+        self.logprobs.cut(tokens)
 
 
 def open_detokenizer(tokenizer: Tokenizer, job: Job) -> Detokenizer:

@@ -5,6 +5,7 @@ share one port. SIGTERM drains: new requests are refused, running ones may finis
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -40,6 +41,7 @@ from shoal.text.grammar import grammars_of
 from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
 
+GC_THRESHOLDS = (20_000, 50, 100)  # far apart: a full collection takes tens of milliseconds with many requests
 log = logging.getLogger("shoal.processes.front")
 
 
@@ -92,6 +94,9 @@ async def run(config: Mapping[str, Any]) -> None:
         limiter,
     )
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
+    gc.collect()
+    gc.freeze()  # what exists now stays: going through it again and again would hold up the event loop
+    gc.set_threshold(*GC_THRESHOLDS)
     async with others.open(), template_worker(front):
         await answer(front, serve, config, client)
     await client.close()
@@ -179,8 +184,11 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
         keys=KeyBook(Path(config["folder"])) if config["keys"] else no_keys,
         salt_secret=bytes.fromhex(config["salt_secret"]),
         max_body_bytes=serve.max_body,
+        max_body_memory_bytes=serve.max_body_memory,
         slow_client_timeout_s=serve.slow_client_timeout,
         drain_timeout_s=serve.drain_timeout,
+        host=serve.host,
+        allowed_hosts=serve.allowed_hosts,
         allowed_origins=serve.allowed_origins,
         log_prompts=serve.log_prompts,
         seed=config["seed"],

@@ -4,6 +4,7 @@ Owns the requests that are being answered. Knows no engine: it is given an Engin
 one event loop.
 """
 
+import asyncio
 import logging
 import sys
 import time
@@ -18,7 +19,9 @@ from shoal.core.ports import EngineClient
 from shoal.errors import Draining, EngineDown
 from shoal.keys.ledger_client import Limiter, NoLimiter
 from shoal.obs.spans import NoSpans, Spans, Walk
+from shoal.server.answer_memory import AnswerMemory
 from shoal.server.auth import BASIC, BEARER, Keys
+from shoal.server.body_memory import BodyMemory
 from shoal.server.debug import Debug
 from shoal.server.dialects.base import Dialect
 from shoal.server.dialects.chat import Chat
@@ -26,6 +29,7 @@ from shoal.server.dialects.completions import Completions
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
 from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
+from shoal.server.hosts import Hosts
 from shoal.server.info_routes import InfoRoutes
 from shoal.server.jobs import Call, CollectSink
 from shoal.server.limits import KeyGate
@@ -34,6 +38,7 @@ from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.settings import ServerSettings
 from shoal.server.stream import EventStream
+from shoal.server.whole import send_whole
 from shoal.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -60,7 +65,7 @@ class Endpoint:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
         if not self.open:
-            exchange.key = self.front.keys.find(exchange.headers.get(b"authorization"), self.offers)
+            self.front.identify(exchange, self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         handler = self.handlers.get(method)
         if handler is None:
@@ -100,6 +105,9 @@ class Front:
         names = TokenNames(tokenizer)
         self.dialects: Sequence[Dialect] = [dialect(self.preparer, names) for dialect in DIALECTS]
         self.keys = Keys(settings.keys)
+        self.answer_memory = AnswerMemory(settings.max_answer_logprobs)
+        self.hosts = Hosts(settings.host, settings.allowed_hosts)
+        self.body_memory = BodyMemory(settings.max_body_memory_bytes)
         self.draining = False
         self.active = 0
         self.calls: set[Call] = set()
@@ -144,31 +152,41 @@ class Front:
         await self._entry(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self.settings)
+        exchange = Exchange(scope, receive, send, self.settings, self.body_memory)
         scope["shoal.exchange"] = exchange
         try:
             await self.router(scope, receive, send)
         except Disconnected:
             pass
         except Exception as error:
-            answer = as_http(error)
-            if answer is None:
-                log.exception("a request failed", extra={"fields": {"id": exchange.id, "route": exchange.route}})
-                answer = internal()
             if exchange.status:  # too late for a status: close the connection
                 raise
-            await exchange.reply_error(answer)
+            await self._reply_failure(exchange, error)
         finally:
+            exchange.release_body()
             exchange.status = exchange.status or GONE
             self.metrics.count(exchange.route, exchange.status)
             exchange.write_log()
 
+    async def _reply_failure(self, exchange: Exchange, error: Exception) -> None:
+        """A function of its own: an error kept in a frame of its own traceback would keep the request's body alive."""
+        answer = as_http(error)
+        if answer is None:
+            fields = {"id": exchange.id, "route": exchange.route}
+            log.error("a request failed", exc_info=error, extra={"fields": fields})
+            answer = internal()
+        await exchange.reply_error(answer)
+
     async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
-        exchange.key = self.keys.find(
-            exchange.headers.get(b"authorization")
-        )  # without a key, not even a 404 is revealed
+        self.identify(exchange)  # without a key, not even a 404 is revealed
         raise HttpError(404, "no such path; /docs lists the API", code="not_found")
+
+    def identify(self, exchange: Exchange, offers: bytes = BEARER) -> None:
+        """Find the key of a request. Without keys anyone may ask, but not a page of another site (see hosts.py)."""
+        exchange.key = self.keys.find(exchange.headers.get(b"authorization"), offers)
+        if exchange.key is None:
+            self.hosts.check(exchange.headers.get(b"host"))
 
     def tell(self) -> bytes:
         """This front's metrics, for another front."""
@@ -189,17 +207,20 @@ class Front:
         call: Call | None = None
         try:
             prepared = await dialect.prepare(body, exchange.uid, exchange.key)
+            del body
+            exchange.release_body()
             reservation = await self.gate.reserve_jobs(exchange.key, prepared.jobs)
             if watcher.gone:
                 reservation.settle(0)
                 return
+            await asyncio.sleep(0)  # preparing many jobs has taken a while, and so does what follows
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos, reservation)
             watcher.on_disconnect = call.disconnected
             self.calls.add(call)
             await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
         finally:
             self.active -= 1
-            watcher.task.cancel()
+            watcher.stop()
             if call is not None:
                 self.calls.discard(call)
                 if not call.over:
@@ -207,23 +228,28 @@ class Front:
                 call.settle()
                 log_usage(exchange, call)
                 self.spans.record(walk_of(exchange, call))
+                call.error = None  # its traceback leads to this call: nothing but the garbage collector would free it
 
     async def _collect(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
-        call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
-        while not call.over:
-            await call.change()
-        if call.gone:
-            return
-        if call.error is not None:
-            raise call.error
-        answer = dialect.whole(call, dialect.id_prefix + exchange.uid, int(time.time()))
-        await exchange.reply_json(answer, headers=warning(call.prepared))
+        self.answer_memory.open(call)
+        try:
+            await call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
+            while not call.over:
+                await call.change()
+            if call.gone:
+                return
+            if call.error is not None:
+                raise call.error
+            pieces = dialect.whole(call, dialect.id_prefix + exchange.uid, int(time.time()))
+            await send_whole(exchange, call, pieces, warning(call.prepared))
+        finally:
+            self.answer_memory.close(call)
 
     async def _stream(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
         writer = dialect.stream(call, dialect.id_prefix + exchange.uid, int(time.time()))
         stream = EventStream(call, writer, self.settings.max_unsent_bytes)
         stream.transport = (exchange.scope.get("extensions") or {}).get(TRANSPORT)
-        call.submit(stream.sinks)
+        await call.submit(stream.sinks)
         while not call.decided:  # the status of the answer depends on it
             await call.change()
         if call.gone:

@@ -1,17 +1,20 @@
 """Request bodies: the fields that all generation requests share, chat messages, and reading JSON into them.
 
 Owns which fields are refused or ignored; a field that no body declares is refused by name. The fields of one API are in
-its dialect. The ranges of sampling parameters are declared and checked in core/params.py. Knows no engine.
+its dialect. The ranges of sampling parameters are declared and checked in core/params.py. A large body is read in a
+thread, after its values have been counted. Knows no engine.
 """
 
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shoal.core.params import MAX_STOPS, PARAMS
-from shoal.server.errors import bad_body
+from shoal.server.errors import HttpError, bad_body
+from shoal.server.json_size import MOST_DIGITS, MOST_IDS, MOST_VALUES, field_at, measure
+from shoal.server.workers import PYTHON, off_loop
 
 # Fields of OpenAI's and similar APIs that are refused, and why. A null is accepted for all of them.
 REFUSED: dict[str, str] = {
@@ -32,6 +35,8 @@ MOST_BIASES = 1024
 MOST_STOP_IDS = 256
 MOST_SALT = 256  # characters
 MOST_MESSAGES = 4096
+SMALL_BODY = 16 * 2**10  # bytes; read on the event loop
+ID_FIELDS = ("prompt", "tokens")  # fields that may be long lists of token ids
 
 
 def _hint(**schema: Any) -> Meta:
@@ -41,7 +46,8 @@ def _hint(**schema: Any) -> Meta:
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Nothing = Annotated[None, Meta(description="Refused by name.")]
-Ignored = Annotated[Any, Meta(description="Ignored; the answer's X-Shoal-Warning header names it.")]
+# skipped, not decoded
+Ignored = Annotated[msgspec.Raw | UnsetType, Meta(description="Ignored; the answer's X-Shoal-Warning header names it.")]
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
@@ -211,10 +217,40 @@ def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def read(kind: type[Body], body: bytes) -> Body:
+async def read(kind: type[Body], body: bytes) -> Body:
     """Read a request's body; an invalid one is an HttpError that names the field."""
+    return await off_loop(len(body), lambda: _read(kind, body), PYTHON, SMALL_BODY)
+
+
+def _read(kind: type[Body], body: bytes) -> Body:
     try:
+        if len(body) > SMALL_BODY:
+            _check_size(kind, body)
         read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise bad_body(error, REFUSED) from None
     return read
+
+
+def _check_size(kind: type[Struct], body: bytes) -> None:
+    """Refuse more values than any real request has, before they become objects; token ids have a limit of their own."""
+    size = measure(body, MOST_VALUES + MOST_IDS, MOST_VALUES)
+    if size.long_number:
+        raise HttpError(400, f"a number has {MOST_DIGITS} digits or more; send a shorter one", code="bad_value")
+    if size.values <= MOST_VALUES:
+        return
+    where = field_at(body, measure(body, MOST_VALUES, MOST_VALUES).end, kind.__struct_fields__)
+    most, what = (MOST_IDS, "token ids") if where in ID_FIELDS else (MOST_VALUES, "values")
+    if where in ID_FIELDS and size.end == len(body):
+        ids = measure(bytes(_ids_decoder(where).decode(body).ids), MOST_IDS, MOST_VALUES)
+        if ids.numbers <= MOST_IDS and size.values - ids.numbers <= MOST_VALUES:
+            return
+    message = f"{where or 'the body'} has too many {what}, limit {most}; send fewer in one request"
+    raise HttpError(400, message, param=where, code="too_many_values")
+
+
+@cache
+def _ids_decoder(name: str) -> msgspec.json.Decoder[Any]:
+    """Finds the field of token ids in a body, without decoding it."""
+    found = msgspec.defstruct("OnlyIds", [("ids", msgspec.Raw, msgspec.Raw(b"[]"))], rename={"ids": name})
+    return msgspec.json.Decoder(found)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from shoal.keys.api_key import ApiKey
+from shoal.server.body_memory import BodyMemory
 from shoal.server.errors import HttpError
 from shoal.server.settings import ServerSettings
 
@@ -31,11 +32,15 @@ POLLED = ("/health", "/metrics", "/debug/requests")  # polled every few seconds 
 class Exchange:
     """A request being answered."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings, body_memory: BodyMemory
+    ) -> None:
         self.scope = scope
         self.receive = receive
         self.send = send
         self.settings = settings
+        self.body_memory = body_memory
+        self.body_bytes = 0  # of the body, counted in body_memory
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -63,26 +68,35 @@ class Exchange:
         declared = self.headers.get(b"content-length", b"0")
         if not declared.isdigit() or int(declared[:20]) > limit:
             raise too_large(limit)
-        parts: list[bytes] = []
-        size = 0
+        body = bytearray()
         try:
             async with asyncio.timeout(self.settings.slow_client_timeout_s):
                 while True:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
                         raise Disconnected
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
-                        raise too_large(limit)
+                    body += message.get("body", b"")
+                    self._count_body(len(body), limit)
                     if not message.get("more_body"):
-                        return b"".join(parts)
+                        return bytes(body)
         except TimeoutError:
             raise HttpError(
                 408,
                 f"the body did not arrive within {self.settings.slow_client_timeout_s:g} s; send it faster",
                 headers=((b"connection", b"close"),),
             ) from None
+
+    def _count_body(self, size: int, limit: int) -> None:
+        if size > limit:
+            raise too_large(limit)
+        if not self.body_memory.resize(self.body_bytes, size):
+            raise no_body_memory(self.body_memory.limit)
+        self.body_bytes = size
+
+    def release_body(self) -> None:
+        """The body is no longer needed."""
+        self.body_memory.resize(self.body_bytes, 0)
+        self.body_bytes = 0
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
@@ -133,6 +147,10 @@ class Watcher:
         if self.on_disconnect is not None:
             self.on_disconnect()
 
+    def stop(self) -> None:
+        self.on_disconnect = None  # else a cancelled task would keep the call alive
+        self.task.cancel()
+
 
 class Disconnected(Exception):
     """The client disconnected before its request was complete."""
@@ -144,6 +162,17 @@ def too_large(limit: int) -> HttpError:
         f"the body has more than {limit} bytes; send less, or raise --max-body",
         code="body_too_large",
         headers=((b"connection", b"close"),),  # the rest of it is not read
+    )
+
+
+def no_body_memory(limit: int) -> HttpError:
+    return HttpError(
+        503,
+        f"the bodies of other requests take all of the {limit} bytes of memory for them; retry in a moment, or raise "
+        "--max-body-memory",
+        type="service_unavailable_error",
+        code="body_memory",
+        headers=((b"retry-after", b"1"), (b"connection", b"close")),
     )
 
 

@@ -16,8 +16,10 @@ from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
 from shoal.server.pages import load_pages
-from shoal.server.prepare import no_model, off_loop
+from shoal.server.prepare import no_model
+from shoal.server.workers import PYTHON, off_loop
 
+MOST_TOKENIZED = 2**18  # tokens of one /tokenize or /detokenize, where the context is not longer
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -52,34 +54,38 @@ class InfoRoutes:
 
     async def tokenize(self, exchange: Exchange) -> None:
         data = await exchange.json_body()
-        body = read(TokenizeRequest, data)
+        body = await read(TokenizeRequest, data)
         preparer = self.front.preparer
         preparer.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "give either prompt or messages")
+        most = max(MOST_TOKENIZED, self._max_model_len() or 0)
         reservation = await self.front.gate.reserve_text(exchange.key, len(data))
         used = 0
         try:
             if body.messages is not None:
                 opens = body.add_generation_prompt is not False
-                ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs)
+                ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs, most)
             else:
-                ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False)
+                ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False, most)
             used = len(ids)
         finally:
             reservation.settle(used)
         await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        body = read(DetokenizeRequest, await exchange.json_body())
+        body = await read(DetokenizeRequest, await exchange.json_body())
         self.front.preparer.check_model(body.model)
         tokenizer = self.front.preparer.need_tokenizer("tokens")
+        if len(body.tokens) > MOST_TOKENIZED:
+            raise BadField("tokens", f"tokens has {len(body.tokens)} ids, limit {MOST_TOKENIZED}; send fewer")
         over = max(body.tokens, default=0)
         if over >= 2**31 or over >= max(tokenizer.vocab_size, self._vocab_size()):
             raise BadField("tokens", f"token id {over} is not in the vocabulary")
         skip = bool(body.skip_special_tokens)
         text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special=skip))
-        await exchange.reply_json(DetokenizeAnswer(text))
+        answer = await off_loop(len(text), lambda: msgspec.json.encode(DetokenizeAnswer(text)), PYTHON)
+        await exchange.reply(200, answer)
 
     def _vocab_size(self) -> int:
         info = self.front.client.last_info

@@ -7,11 +7,12 @@ tokens, text and logprobs are in output/. Everything here happens on the event l
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shoal.core.job import Ending, Refusal, Sink
 from shoal.core.ports import EngineClient
 from shoal.core.request import Logprobs, Reason
+from shoal.core.turns import TurnTaker
 from shoal.errors import DeadlinePassed, EngineError
 from shoal.keys.ledger_client import Reservation
 from shoal.output.outputs import Outputs
@@ -41,17 +42,23 @@ class Call:
         self.gone = False  # the client disconnected
         self.error: Exception | None = None
         self.undecided = len(prepared.jobs)  # jobs neither accepted nor refused
+        self.on_logprobs: Callable[[int], None] = lambda entries: None  # called as more of them are kept
         self.reservation = reservation or Reservation()  # of its key's limits
         self.reservation.follow(self._used)
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- called by the HTTP side ------------------------------------------------------------------------------------
 
-    def submit(self, sinks: Sequence[Sink]) -> None:
+    async def submit(self, sinks: Sequence[Sink]) -> None:
         """Submit all jobs; raises what the engine client raises, and then none of them runs."""
+        pause = TurnTaker()
+        await pause.turn()  # there may be a thousand of them, and preparing them has taken a while
         try:
             for job, sink in zip(self.prepared.jobs, sinks, strict=True):
+                if self.gone or self.error is not None:
+                    return
                 self.client.submit(job, sink)
+                await pause.if_long()
         except BaseException:
             self.abort()
             self.reservation.settle(0)
@@ -156,7 +163,8 @@ class CollectSink(Sink):
         self.call.accepted()
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.call.outputs.prompt_logprobs[self.number] += values
+        self.call.outputs.prompt_logprobs[self.number].extend(values)
+        self.call.on_logprobs(sum(1 + len(one.top_tokens) for one in values))
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
         one = self.samples[sample]
@@ -169,6 +177,8 @@ class CollectSink(Sink):
         except Exception as error:  # must not reach the engine client, which serves other jobs too
             self.call.fail(error)
             return
+        if logprobs is not None:
+            self.call.on_logprobs(1 + len(logprobs.top_tokens))
         if one.stopped:
             self.call.client.finish_at(self.job_id, sample, len(one.tokens))
 

@@ -1,16 +1,22 @@
 """Logprobs as clients see them: how single tokens are written, and OpenAI's two shapes.
 
-Knows a tokenizer's pieces and core's Logprobs. Does not know requests or streams.
+A whole answer's are written in pieces, each of them a few milliseconds of work; together they are the same bytes as the
+structures declared here. Knows a tokenizer's pieces and core's Logprobs. Does not know requests or streams.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+import msgspec
 from msgspec import Struct
 
 from shoal.core.request import Logprobs
+from shoal.output.logprob_list import LogprobList
 from shoal.text.tokenizer import Tokenizer
 
+encode = msgspec.json.Encoder().encode
+PIECE_ENTRIES = 1024  # logprobs; composing so many takes a few milliseconds
 FLOOR = -9999.0  # JSON has no infinity; OpenAI sends this for "impossible"
 
 
@@ -53,6 +59,7 @@ class TokenNames:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes | None] = {}
+        self._names: dict[int, str] = {}
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes a token stands for wherever it stands; None without a tokenizer."""
@@ -78,6 +85,12 @@ class TokenNames:
 
     def name_of(self, token: int) -> str:
         """For completions, which have no `bytes` and use names as keys: part of a character is escaped."""
+        name = self._names.get(token)
+        if name is None:
+            name = self._names[token] = self._find_name(token)
+        return name
+
+    def _find_name(self, token: int) -> str:
         raw = self.bytes_of(token)
         if raw is None:
             return f"token_id:{token}"
@@ -107,24 +120,19 @@ def completion_logprobs(
     skip_special: bool = True,
 ) -> LegacyLogprobs:
     """As /v1/completions shows them; `offset` is where in the answer's text the first token begins."""
+    tops = [None if one is None else _top(names, one, top) for one in known] if top else None
+    logprobs = [None if one is None else finite(one.logprob) for one in known]
+    texts = [names.name_of(token) for token in tokens]
+    return LegacyLogprobs(texts, logprobs, tops, _offsets(names, tokens, offset, skip_special))
+
+
+def _offsets(names: TokenNames, tokens: Sequence[int], offset: int, skip_special: bool) -> list[int]:
+    """Where in the text each token begins."""
     offsets = []
     for token in tokens:
         offsets.append(offset)
         offset += names.length_of(token, skip_special)
-    tops: list[dict[str, float] | None] | None = None
-    if top:
-        tops = [None if one is None else _top(names, one, top) for one in known]
-    logprobs = [None if one is None else finite(one.logprob) for one in known]
-    return LegacyLogprobs([names.name_of(token) for token in tokens], logprobs, tops, offsets)
-
-
-def concatenate(first: LegacyLogprobs, then: LegacyLogprobs) -> LegacyLogprobs:
-    return LegacyLogprobs(
-        first.tokens + then.tokens,
-        first.token_logprobs + then.token_logprobs,
-        None if first.top_logprobs is None or then.top_logprobs is None else first.top_logprobs + then.top_logprobs,
-        first.text_offset + then.text_offset,
-    )
+    return offsets
 
 
 def _top(names: TokenNames, one: Logprobs, top: int) -> dict[str, float]:
@@ -153,6 +161,74 @@ def _list(raw: bytes | None) -> list[int] | None:
     return None if raw is None else list(raw)
 
 
-def mean_logprob(known: Sequence[Logprobs]) -> float:
+def mean_logprob(known: LogprobList) -> float:
     """The mean logprob per token, by which best_of ranks; an empty answer ranks last."""
-    return sum(finite(one.logprob) for one in known) / len(known) if known else -math.inf
+    return sum(map(finite, known.values(0, len(known)))) / len(known) if known else -math.inf
+
+
+# ---- whole answers, in pieces ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Tokens that follow each other in an answer: an echoed prompt, whose first token has no logprobs, or a sample."""
+
+    tokens: Sequence[int]
+    known: LogprobList
+    offset: int  # where in the answer's text the first one begins
+    skipped: int = 0  # first tokens without logprobs
+
+    def slice(self, begin: int, end: int) -> list[Logprobs | None]:
+        missing = max(0, self.skipped - begin)
+        return [None] * missing + self.known[max(0, begin - self.skipped) : end - self.skipped]
+
+    def values(self, begin: int, end: int) -> list[float | None]:
+        missing = max(0, self.skipped - begin)
+        return [None] * missing + [*map(finite, self.known.values(max(0, begin - self.skipped), end - self.skipped))]
+
+
+def completion_pieces(names: TokenNames, runs: Sequence[TokenRun], top: int, skip_special: bool) -> Iterator[bytes]:
+    """The JSON of LegacyLogprobs for all runs together."""
+    cuts = [(run, *cut) for run in runs for cut in _cuts(len(run.tokens), top)]
+    yield b'{"tokens":['
+    yield from _items([names.name_of(token) for token in run.tokens[begin:end]] for run, begin, end in cuts)
+    yield b'],"token_logprobs":['
+    yield from _items(run.values(begin, end) for run, begin, end in cuts)
+    yield b'],"top_logprobs":[' if top else b'],"top_logprobs":null'
+    if top:
+        found = (run.slice(begin, end) for run, begin, end in cuts)
+        yield from _items([None if one is None else _top(names, one, top) for one in known] for known in found)
+        yield b"]"
+    yield b',"text_offset":['
+    yield from _items(_run_offsets(names, runs, top, skip_special))
+    yield b"]}"
+
+
+def _run_offsets(names: TokenNames, runs: Sequence[TokenRun], top: int, skip_special: bool) -> Iterator[list[int]]:
+    for run in runs:
+        offset = run.offset
+        for begin, end in _cuts(len(run.tokens), top):
+            found = _offsets(names, run.tokens[begin:end], offset, skip_special)
+            offset = found[-1] + names.length_of(run.tokens[end - 1], skip_special)
+            yield found
+
+
+def chat_pieces(names: TokenNames, known: LogprobList, top: int) -> Iterator[bytes]:
+    """The JSON of ChatLogprobs."""
+    yield b'{"content":['
+    yield from _items([_token(names, one, top) for one in known[begin:end]] for begin, end in _cuts(len(known), top))
+    yield b'],"refusal":null}'
+
+
+def _cuts(tokens: int, top: int) -> Iterator[tuple[int, int]]:
+    """Begins and ends of pieces, of about PIECE_ENTRIES logprobs each."""
+    step = max(1, PIECE_ENTRIES // (1 + top))
+    return ((begin, min(begin + step, tokens)) for begin in range(0, tokens, step))
+
+
+def _items(lists: Iterable[Sequence[object]]) -> Iterator[bytes]:
+    """The items of all lists as those of one JSON array, without its brackets."""
+    comma = b""
+    for items in lists:
+        yield comma + encode(items)[1:-1]
+        comma = b","

@@ -26,13 +26,15 @@ ERRORS = {
     408: "The body took too long to arrive.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
+    421: "The server has no keys and does not answer to this host name.",
     429: "Too many requests are queued, or this key has exceeded its limits. Retry-After says when to retry.",
     431: "The headers are too large.",
     500: "An internal error. The server's log has details under the request's id.",
-    503: "The engine is down, the server is shutting down, or the request timed out before its first token.",
+    503: "The engine is down, the server is shutting down or has no memory for the body, or the request timed out "
+    "before its first token.",
 }
-ALWAYS = (401, 405, 431, 500)
-OF_BODIES = (400, 404, 408, 413, 415)
+ALWAYS = (401, 405, 421, 431, 500)
+OF_BODIES = (400, 404, 408, 413, 415, 503)
 INFO_ANSWERS = (
     answers.ModelList, answers.ModelCard, answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Health,
     answers.Version,

@@ -8,28 +8,32 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
 from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
 from shoal.output.parser import Parser, PlainParser
+from shoal.server.answer_size import check_logprobs
 from shoal.server.auth import salt_of
 from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.rules import check_depth, check_priority, grammar_of, include_usage, tier_ignored, tier_of
 from shoal.server.settings import ServerSettings
 from shoal.server.templates import Templates, TemplatesHere
+from shoal.server.workers import PYTHON, off_loop
+from shoal.text.detok import prepare_stops
+from shoal.text.length import LeastTokens
 from shoal.text.tokenizer import Tokenizer
 
-SHORT = 4096  # texts up to this many characters are tokenized on the event loop; that takes about a millisecond
+EXACT = 2**16  # characters; of so many the exact number of tokens is told, and not only that they are too many
+CALL = 32  # characters whose tokenizing takes as long as a call of the tokenizer
 NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
 OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "self"}
 )  # variables of a chat template that the server sets
-T = TypeVar("T")
 
 
 class GrammarChecker(Protocol):
@@ -77,6 +81,7 @@ class Preparer:
     ) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
+        self.least = None if tokenizer is None else LeastTokens(tokenizer)
         self.grammars = grammars
         self.templates: Templates | None = None  # set where they are rendered in another process
         self.eos = frozenset(eos_ids)
@@ -97,12 +102,25 @@ class Preparer:
             raise no_model(name, self.settings)
         return name
 
-    async def text_ids(self, text: str, add_special: bool = True) -> list[int]:
+    async def text_ids(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
+        """`most`: refuse a text of more tokens than this, before tokenizing it if that can be told then."""
         tokenizer = self.need_tokenizer("prompt")
-        return await off_loop(len(text), lambda: tokenizer.encode(text, add_special))
+
+        def encode() -> list[int]:
+            self.check_length(text, "prompt", most)
+            return tokenizer.encode(text, add_special)
+
+        ids = await off_loop(len(text), encode)
+        if most is not None and len(ids) > most:
+            raise PromptTooLong(f"prompt has {len(ids)} tokens; the limit is {most}; shorten it")
+        return ids
 
     async def chat_ids(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool, variables: Mapping[str, Any] | None
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+        most: int | None = None,
     ) -> list[int]:
         tokenizer = self.need_tokenizer("messages")
         given = dict(variables or {})
@@ -120,7 +138,12 @@ class Preparer:
             rendered = await templates.render(plain, add_generation_prompt, given)
         except BadChat as error:
             raise BadField("messages", str(error)) from error
-        return await off_loop(len(rendered.text), lambda: tokenizer.encode_rendered(rendered))
+
+        def encode() -> list[int]:
+            self.check_length(rendered.text, "messages", most)
+            return tokenizer.encode_rendered(rendered)
+
+        return await off_loop(len(rendered.text), encode)
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -143,7 +166,11 @@ class Preparer:
         echo: list[str] | None = None,
     ) -> PreparedRequest:
         """The last step: jobs for the encoded prompts, and how they are to be answered."""
+        info, lengths = self.info(), [len(prompt) for prompt in prompts]
+        context = None if info is None else info.max_model_len
+        check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream))
         check_priority(body, key)
+        await off_loop(sum(map(len, params.stop)), lambda: prepare_stops(tuple(params.stop)), PYTHON)
         grammar = await self._grammar(body, params)
         return PreparedRequest(
             jobs=self._jobs(body, id, key, prompts, params, grammar),
@@ -180,12 +207,32 @@ class Preparer:
         encoded: list[list[int]] = []
         if texts:
             tokenizer = self.need_tokenizer("prompt")
-            encoded = await off_loop(sum(map(len, texts)), lambda: [tokenizer.encode(text) for text in texts])
+
+            def encode_all() -> list[list[int]]:
+                for number, text in enumerate(texts):
+                    self.check_length(text, f"prompt {number}" if len(prompts) > 1 else "prompt")
+                return [tokenizer.encode(text) for text in texts]
+
+            encoded = await off_loop(sum(len(text) + CALL for text in texts), encode_all)
         of_texts = iter(encoded)
         ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
         for number, one in enumerate(ids):
             self.check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
         return ids
+
+    def check_length(self, text: str, where: str, most: int | None = None) -> None:
+        """Refuse a text that is certainly too long, before it is tokenized: that takes long and much memory."""
+        info = self.info()
+        if most is None and info is not None:
+            most = info.max_model_len - 1
+        if most is None or len(text) <= max(most, EXACT) or self.least is None:
+            return
+        tokens = self.least.above(text, most)
+        if tokens is not None:
+            limit = f"the limit is {most}"
+            if info is not None and most == info.max_model_len - 1:
+                limit = f"the limit is {info.max_model_len} for prompt and output together"
+            raise PromptTooLong(f"{where} has at least {tokens} tokens; {limit}; shorten it to at most {most}")
 
     def check_ids(self, ids: list[int], where: str) -> None:
         """Checks that the engine makes too, here made before a large message is sent to it."""
@@ -270,8 +317,3 @@ class Preparer:
 def no_model(name: str, settings: ServerSettings) -> HttpError:
     text = f"no model named {shorten(name)!r}; available: {', '.join(map(repr, settings.models))}"
     return HttpError(404, text, param="model", code="model_not_found")
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Do small work at once and large work in a thread, off the event loop."""
-    return work() if size <= SHORT else await asyncio.to_thread(work)

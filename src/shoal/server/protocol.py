@@ -1,7 +1,8 @@
 """The last step before the socket: uvicorn's HTTP protocol, with limits it does not have, and the server that runs it.
 
-Owns connections: limits on the size and duration of a request's head and on the write buffer, and disconnecting clients
-that do not read. Knows no routes and no requests.
+Owns connections: limits on the size and duration of a request's head and on the write buffer, disconnecting clients
+that do not read, and telling clients that have only finished sending from those that are gone. Knows no routes and no
+requests.
 """
 
 import asyncio
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 TRANSPORT = "shoal.transport"  # key in scope["extensions"] of a request's connection
 WRITE_BUFFER_BYTES = 64 * 2**10  # beyond this a writer waits
+PEER_CHECK_S = 0.25  # how often a connection is checked whose client has finished sending
+PROBE_S = 10.0  # until something is sent on it again while its answer has not begun; doubled each time
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # the only bytes that may precede an answer; clients skip them
 SOCKET_BUFFER_BYTES = 128 * 2**10  # in the kernel; without a limit it takes megabytes for a client that does not read
 
 
@@ -50,6 +54,9 @@ class Protocol(HttpToolsProtocol):
     _read_timer: asyncio.TimerHandle | None = None  # runs while bytes are unread by the client
     _unread = 0  # unread bytes at the last check, the kernel's included …
     _progress_s = 0.0  # … and when that number last changed
+    _peer_timer: asyncio.TimerHandle | None = None  # runs after the client has finished sending
+    _probe_s = 0.0  # when it is sent the next probe …
+    _probe_wait_s = 0.0  # … and how long after the last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -64,6 +71,8 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_watching()
+        if self._peer_timer is not None:
+            self._peer_timer.cancel()
         super().connection_lost(exc)
 
     # ---- heads ------------------------------------------------------------------------------------------------------
@@ -156,6 +165,37 @@ class Protocol(HttpToolsProtocol):
         if not self._closing:
             super().on_message_complete()
 
+    # ---- clients that have finished sending --------------------------------------------------------------------------
+    # A client that closes its socket and one that only finishes sending (a half-close) look the same until something is
+    # sent: then the first resets the connection. Events of a stream do that; before an answer begins, an interim
+    # response does. HTTP/1.0 has none, and TLS no half-close: there the end of input counts as the client's end.
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open, since the client may still read its answer."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body or self._tls():
+            return False
+        if not cycle.response_started and self.scope["http_version"] == "1.0":
+            return False
+        self._closing = True
+        cycle.keep_alive = False
+        self._probe_s, self._probe_wait_s = self.loop.time(), PROBE_S
+        self._check_peer()
+        return True
+
+    def _check_peer(self) -> None:
+        """Abort the connection once the client has reset it, and probe whether it would."""
+        if self.transport.is_closing():
+            return
+        if is_reset(self.transport.get_extra_info("socket")):
+            self.transport.abort()
+            return
+        now_s = self.loop.time()
+        if not self.cycle.response_started and now_s >= self._probe_s:
+            self.transport.write(PROBE)
+            self._probe_s, self._probe_wait_s = now_s + self._probe_wait_s, 2 * self._probe_wait_s
+        self._peer_timer = self.loop.call_later(PEER_CHECK_S, self._check_peer)
+
     # ---- answers that are not read ----------------------------------------------------------------------------------
     # While writing is paused, and from the end of an answer to the next request, no unsent bytes are added: if their
     # number does not fall, the client is not reading.
@@ -231,6 +271,16 @@ def in_kernel(sock: Any) -> int:
     with contextlib.suppress(OSError, AttributeError, ValueError):  # closed, or none at all
         fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, count)
     return count[0]
+
+
+def is_reset(sock: Any) -> bool:
+    """Whether the peer has reset the connection."""
+    poll = select.poll()
+    try:
+        poll.register(sock.fileno(), 0)  # errors are always reported
+        return bool(poll.poll(0))
+    except (OSError, AttributeError, ValueError):  # closed, or none at all
+        return False
 
 
 def is_full(sock: Any) -> bool:

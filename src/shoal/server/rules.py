@@ -12,6 +12,7 @@ from shoal.keys.api_key import ApiKey
 from shoal.server.bodies import GenerationBody
 from shoal.server.errors import BadField, HttpError
 
+NESTED = (dict, list)
 MOST_DEPTH = 64  # of free-form values: schemas, tool calls, template variables
 
 
@@ -78,7 +79,7 @@ def check_depth(value: dict[str, Any] | list[Any], param: str) -> None:
             inner
             for one in level
             for inner in (one.values() if isinstance(one, dict) else one)
-            if isinstance(inner, dict | list)
+            if type(inner) in NESTED
         ]
         if not level:
             return

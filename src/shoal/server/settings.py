@@ -28,11 +28,15 @@ class ServerSettings:
     models: tuple[str, ...]  # names under which the model is served; the first one is used in answers
     keys: KeySource = no_keys  # the API keys in force; none: no key is required
     salt_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)  # see auth.salt_of
+    host: str = "127.0.0.1"  # the one it listens on …
+    allowed_hosts: tuple[str, ...] = ()  # … and other names it answers to; see hosts.py
     allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser; none: no CORS headers
     max_body_bytes: int = 4 * 2**20
+    max_body_memory_bytes: int = 64 * 2**20  # of all bodies that are being read or prepared
     max_head_bytes: int = 64 * 2**10  # of the request line and headers
     max_headers: int = 128
     max_choices: int = 1024  # prompts times samples of one HTTP request
+    max_answer_logprobs: int = 2**22  # kept by all whole answers together; about 16 bytes each
     slow_client_timeout_s: float = 30.0  # for a client that does not read, or does not finish sending
     keep_alive_s: float = 75.0  # how long an idle connection is kept
     drain_timeout_s: float = 30.0

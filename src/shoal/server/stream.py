@@ -18,6 +18,7 @@ from shoal.server.jobs import Call
 log = logging.getLogger(__name__)
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+SEND_BYTES = 256 * 2**10  # from so many on, pending events go out in several writes
 # Unicode line ends that JSON does not escape: many clients split a stream at them and get half an event
 LINE_ENDS = ("\u0085", "\u2028", "\u2029")
 
@@ -69,7 +70,7 @@ class EventStream:
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     async def write(self, send: Send) -> None:
-        """Send events as they come, until the call is over. All pending events go out in one write."""
+        """Send events as they come, until the call is over. All that are pending go out in one write, up to a limit."""
         call, pending = self.call, self.pending
         while not call.gone:
             if pending:
@@ -85,15 +86,28 @@ class EventStream:
             await self._send(send, more=False)
 
     async def _send(self, send: Send, more: bool) -> None:
-        pending = self.pending
-        body = pending[0] if len(pending) == 1 else b"".join(pending)
-        pending.clear()
+        body = self._take_pending()
         if not body.isascii():
             body = on_one_line(body)
         self.budget = self.max_unsent_bytes
         self.sending = True
         await send({"type": "http.response.body", "body": body, "more_body": more})
         self.sending = False
+
+    def _take_pending(self) -> bytes:
+        """All pending events; of very many, the first."""
+        pending = self.pending
+        if len(pending) == 1:
+            return pending.pop()
+        size, count = 0, 0
+        for event in pending:
+            size += len(event)
+            count += 1
+            if size > SEND_BYTES:
+                break
+        body = b"".join(pending[:count])
+        del pending[:count]
+        return body
 
 
 class StreamSink(Sink):
@@ -120,7 +134,7 @@ class StreamSink(Sink):
         self.call.accepted()
 
     def prompt_logprobs(self, values: list[Logprobs]) -> None:
-        self.call.outputs.prompt_logprobs[self.number] += values
+        self.call.outputs.prompt_logprobs[self.number].extend(values)
 
     def token(self, sample: int, token: int, logprobs: Logprobs | None) -> None:
         one, call = self.samples[sample], self.call
@@ -132,12 +146,14 @@ class StreamSink(Sink):
             if not self.opened[sample]:
                 self._open(sample)
             before = len(one.tokens)
-            parsed = one.parser.push(one.take(token, logprobs))
+            parsed = one.parser.push(one.take(token, None))  # logprobs are sent at once and not kept
             if not self.shows_tokens:
                 if parsed:
                     self.stream.add(self.choices[sample].delta(parsed))
             elif parsed or len(one.tokens) > before:
-                self.stream.add(self.choices[sample].full_delta(parsed, one.tokens[before:], one.logprobs[before:]))
+                tokens = one.tokens[before:]
+                shown = [logprobs] if tokens and logprobs is not None else []
+                self.stream.add(self.choices[sample].full_delta(parsed, tokens, shown))
         except Exception as error:  # must not reach the engine client, which serves other jobs too
             call.fail(error)
             return

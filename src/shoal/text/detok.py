@@ -185,10 +185,7 @@ class _StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise BadParameter(f"stop must be a list of non-empty strings, got {stops!r}")
-        self._stops = sorted(
-            set(stops), key=len, reverse=True
-        )  # of two that end at the same character, the longer is found first
-        self._tables = [_fallbacks(stop) for stop in self._stops]
+        self._stops, self._tables = prepare_stops(tuple(stops))
         self._matched = [0] * len(self._stops)
 
     @property
@@ -214,7 +211,16 @@ def _advance(stop: str, fallbacks: Sequence[int], matched: int, character: str) 
     return matched + 1 if stop[matched] == character else 0
 
 
-@lru_cache(maxsize=1024)  # the samples of a request have the same stop strings
+@lru_cache(maxsize=32)  # the samples of a request have the same stop strings
+def prepare_stops(stops: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """What searching for these needs: the strings, the longest first, and their tables. Of long ones it takes a while.
+
+    Of two that end at the same character, the longer is found first.
+    """
+    ordered = tuple(sorted(set(stops), key=len, reverse=True))
+    return ordered, tuple(map(_fallbacks, ordered))
+
+
 def _fallbacks(stop: str) -> tuple[int, ...]:
     """For each prefix, the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(stop)

@@ -18,7 +18,7 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_of_character()
+BYTE_OF = _byte_of_character()  # how a byte-level tokenizer writes each byte
 
 
 def _decoder_kinds(backend: Backend) -> list[str]:
@@ -58,7 +58,7 @@ class Pieces:
         if known is None:
             token = self._backend.id_to_token(token_id) or ""
             try:
-                known = bytes([_BYTE_OF[character] for character in token])
+                known = bytes([BYTE_OF[character] for character in token])
             except KeyError:  # an added token, written as it is
                 known = token.encode()
             self._bytes[token_id] = known

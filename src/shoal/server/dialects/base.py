@@ -9,7 +9,7 @@ Owns no bytes: what an event looks like is up to the dialect, when it is sent up
     all ended ─► StreamWriter.last()         usage or an error, and the mark of the end
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ class Dialect(Protocol):
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
         """Read and check a body; `id` names its jobs."""
 
-    def whole(self, call: Call, id: str, created: int) -> msgspec.Struct:
-        """The answer to a call that is over."""
+    def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
+        """The JSON of the answer to a call that is over, in pieces of a few milliseconds of work. Used in a thread."""
 
     def stream(self, call: Call, id: str, created: int) -> StreamWriter: ...

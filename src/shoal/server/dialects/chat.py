@@ -3,7 +3,7 @@
 Owns the body's fields, the answer's fields and the chunks of a stream. Knows the Preparer and a Call; no HTTP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -20,6 +20,8 @@ from shoal.server.dialects.common import (
     ChunkStream,
     FinishReason,
     Usage,
+    answer_pieces,
+    choice_pieces,
     encode,
     reason_of,
     shown_ids,
@@ -27,7 +29,7 @@ from shoal.server.dialects.common import (
 )
 from shoal.server.errors import BadField
 from shoal.server.jobs import Call
-from shoal.server.logprobs import ChatLogprobs, TokenNames, chat_logprobs
+from shoal.server.logprobs import ChatLogprobs, TokenNames, chat_logprobs, chat_pieces
 from shoal.server.prepare import PreparedRequest, Preparer
 
 ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -160,7 +162,7 @@ class Chat:
         self.names = names
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
-        request, preparer = read(ChatRequest, body), self.preparer
+        request, preparer = await read(ChatRequest, body), self.preparer
         model = preparer.check_model(request.model)
         top = top_logprobs_of(request)
         limit = max_tokens_of(request)
@@ -175,22 +177,23 @@ class Chat:
         preparer.check_ids(ids, "messages")
         return await preparer.request(request, id, key, [ids], params, model=model, keep=params.n, top=top)
 
-    def whole(self, call: Call, id: str, created: int) -> ChatAnswer:
+    def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
         prepared = call.prepared
-        choices = [self._choice(prepared, sample) for sample in call.outputs.samples[0]]
         ids = shown_ids(prepared, prepared.jobs[0].prompt)
-        return ChatAnswer(id, "chat.completion", created, prepared.model, choices, usage_of(call), ids)
+        answer = ChatAnswer(id, "chat.completion", created, prepared.model, [], usage_of(call), ids)
+        return answer_pieces(answer, (self._choice(prepared, sample) for sample in call.outputs.samples[0]))
 
-    def _choice(self, prepared: PreparedRequest, sample: Sample) -> ChatChoice:
-        logprobs = None if prepared.top is None else chat_logprobs(self.names, sample.logprobs, prepared.top)
-        return ChatChoice(
+    def _choice(self, prepared: PreparedRequest, sample: Sample) -> Iterator[bytes]:
+        choice = ChatChoice(
             sample.index,
             AnswerMessage("assistant", content_of(sample.parsed)),
-            logprobs,
+            None,
             reason_of(sample),
             sample.stop_reason,
             shown_ids(prepared, sample.tokens),
         )
+        top = prepared.top
+        return choice_pieces(choice, None if top is None else chat_pieces(self.names, sample.logprobs, top))
 
     def stream(self, call: Call, id: str, created: int) -> "ChatChunkStream":
         return ChatChunkStream(call, self.names, id, created)

@@ -6,6 +6,7 @@ Owns the bytes around a chunk's text. They are made once per sample; per token o
     └──────────────────── head ───────────────────┘ └text┘ └────────────────── tail ───────────────┘
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -54,6 +55,28 @@ def usage_of(call: Call) -> Usage:
 
 def shown_ids(prepared: PreparedRequest, tokens: list[int]) -> list[int] | UnsetType:
     return tokens if prepared.token_ids else UNSET
+
+
+def answer_pieces(answer: Struct, choices: Iterable[Iterator[bytes]]) -> Iterator[bytes]:
+    """The JSON of an answer, given without its choices, and of these."""
+    head, tail = encode(answer).split(b'"choices":[]', 1)  # no text contains that: quotes in texts are escaped
+    yield head + b'"choices":['
+    for number, choice in enumerate(choices):
+        if number:
+            yield b","
+        yield from choice
+    yield b"]" + tail
+
+
+def choice_pieces(choice: Struct, logprobs: Iterator[bytes] | None) -> Iterator[bytes]:
+    """The JSON of a choice, given without its logprobs, and of these."""
+    if logprobs is None:
+        yield encode(choice)
+        return
+    head, tail = encode(choice).split(b'"logprobs":null', 1)
+    yield head + b'"logprobs":'
+    yield from logprobs
+    yield tail
 
 
 class ChunkStream:

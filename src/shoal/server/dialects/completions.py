@@ -3,8 +3,8 @@
 Owns the body's fields, the answer's fields and the chunks of a stream. Knows the Preparer and a Call; no HTTP.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, cast
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -20,6 +20,8 @@ from shoal.server.dialects.common import (
     ChunkStream,
     FinishReason,
     Usage,
+    answer_pieces,
+    choice_pieces,
     encode,
     reason_of,
     shown_ids,
@@ -27,7 +29,14 @@ from shoal.server.dialects.common import (
 )
 from shoal.server.errors import BadField
 from shoal.server.jobs import Call
-from shoal.server.logprobs import LegacyLogprobs, TokenNames, completion_logprobs, concatenate, mean_logprob
+from shoal.server.logprobs import (
+    LegacyLogprobs,
+    TokenNames,
+    TokenRun,
+    completion_logprobs,
+    completion_pieces,
+    mean_logprob,
+)
 from shoal.server.prepare import NO_TOKENIZER, PreparedRequest, Preparer
 
 IDS_SCHEMA: dict[str, Any] = {
@@ -66,10 +75,10 @@ class CompletionRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True
         """
         if isinstance(self.prompt, str):
             return [self.prompt]
-        ids = [one for one in self.prompt if isinstance(one, int)]
-        if not ids:
-            return [one for one in self.prompt if not isinstance(one, int)]
-        return [ids] if len(ids) == len(self.prompt) else None
+        kinds = set(map(type, self.prompt))  # quick: there may be half a million ids
+        if int not in kinds:
+            return cast("list[str | list[int]]", self.prompt)
+        return [cast("list[int]", self.prompt)] if len(kinds) == 1 else None
 
 
 def samples_of(body: CompletionRequest) -> tuple[int, int]:
@@ -147,7 +156,7 @@ class Completions:
         self.names = names
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
-        request, preparer = read(CompletionRequest, body), self.preparer
+        request, preparer = await read(CompletionRequest, body), self.preparer
         model = preparer.check_model(request.model)
         prompts = request.prompts()
         if prompts is None:
@@ -174,34 +183,35 @@ class Completions:
             request, id, key, ids, params, model=model, keep=keep, top=request.logprobs, echo=echo
         )
 
-    def whole(self, call: Call, id: str, created: int) -> CompletionAnswer:
+    def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
         prepared = call.prepared
-        choices = [
+        choices = (
             self._choice(call, job, sample, job * prepared.keep + rank)
             for job in range(len(prepared.jobs))
             for rank, sample in enumerate(best_of(call.outputs.samples[job], prepared.keep))
-        ]
-        return CompletionAnswer(id, "text_completion", created, prepared.model, choices, usage_of(call))
+        )
+        answer = CompletionAnswer(id, "text_completion", created, prepared.model, [], usage_of(call))
+        return answer_pieces(answer, choices)
 
-    def _choice(self, call: Call, job: int, sample: Sample, index: int) -> CompletionChoice:
+    def _choice(self, call: Call, job: int, sample: Sample, index: int) -> Iterator[bytes]:
         prepared = call.prepared
-        return CompletionChoice(
+        choice = CompletionChoice(
             index,
             echo_of(prepared, job) + content_of(sample.parsed),
-            self._logprobs(call, job, sample),
+            None,
             reason_of(sample),
             sample.stop_reason,
             shown_ids(prepared, sample.tokens),
             shown_ids(prepared, prepared.jobs[job].prompt),
         )
+        return choice_pieces(choice, None if prepared.top is None else self._logprobs(call, job, sample, prepared.top))
 
-    def _logprobs(self, call: Call, job: int, sample: Sample) -> LegacyLogprobs | None:
+    def _logprobs(self, call: Call, job: int, sample: Sample, top: int) -> Iterator[bytes]:
         prepared = call.prepared
-        if prepared.top is None:
-            return None
-        offset, skip = len(echo_of(prepared, job)), prepared.skip_special
-        own = completion_logprobs(self.names, sample.tokens, sample.logprobs, prepared.top, offset, skip)
-        return own if prepared.echo is None else concatenate(prompt_logprobs(call, self.names, job), own)
+        runs = [TokenRun(sample.tokens, sample.logprobs, len(echo_of(prepared, job)))]
+        if prepared.echo is not None:
+            runs.insert(0, TokenRun(prepared.jobs[job].prompt, call.outputs.prompt_logprobs[job], 0, skipped=1))
+        return completion_pieces(self.names, runs, top, prepared.skip_special)
 
     def stream(self, call: Call, id: str, created: int) -> "CompletionChunkStream":
         return CompletionChunkStream(call, self.names, id, created)
@@ -220,7 +230,7 @@ def echo_of(prepared: PreparedRequest, job: int) -> str:
 
 def prompt_logprobs(call: Call, names: TokenNames, job: int) -> LegacyLogprobs:
     prepared = call.prepared
-    known = call.outputs.prompt_logprobs[job]
+    known = [None, *call.outputs.prompt_logprobs[job]]  # a first token has none
     return completion_logprobs(names, prepared.jobs[job].prompt, known, prepared.top or 0, 0, prepared.skip_special)
 
 
