@@ -41,7 +41,6 @@ def target(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield Target(server, folder / "callbacks")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
 def test_the_loop_stays_free_and_memory_bounded(target: Target, attack: Attack) -> None:
