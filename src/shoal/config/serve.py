@@ -18,6 +18,7 @@ from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
 LEVELS = ("debug", "info", "warning", "error")
+BODIES = 8  # of the largest size, that a front reads at the same time by default
 # A healthy idle process writes a heartbeat at least every 2 s (engine/supervise.py); the rest is for busy machines.
 SHORTEST_HANG_S = 5.0
 
@@ -47,8 +48,11 @@ class ServeConfig(Options):
     ssl_certfile: str | None = option(None, "certificate, for https", group="server")
     ssl_keyfile: str | None = option(None, "its private key", group="server")
     max_body: int = option(4 * 2**20, "most bytes of one request's body", parse=parse_bytes, group="server")
-    max_body_memory: int = option(
-        64 * 2**20, "most bytes of all bodies that one front is reading", parse=parse_bytes, group="server"
+    max_body_memory: int | None = option(
+        None,
+        f"most bytes of all bodies that one front is reading; default: {BODIES} bodies of --max-body",
+        parse=parse_bytes,
+        group="server",
     )
     slow_client_timeout: float = option(
         30.0,
@@ -89,9 +93,9 @@ class ServeConfig(Options):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         self._at_least("max_body", 1024)
-        if self.max_body_memory < 2 * self.max_body:
+        if self.body_memory < 2 * self.max_body:
             raise BadConfig(
-                f"max_body_memory is {self.max_body_memory} bytes, less than two bodies of max_body "
+                f"max_body_memory is {self.body_memory} bytes, less than two bodies of max_body "
                 f"({self.max_body}); raise --max-body-memory or lower --max-body"
             )
         for name in ("slow_client_timeout", "drain_timeout", "hang_timeout"):
@@ -115,6 +119,11 @@ class ServeConfig(Options):
             raise BadConfig("an API key must have at least 8 characters")
         if len(set(keys)) < len(keys) or len({name for name, _ in self.keys()}) < len(keys):
             raise BadConfig("two API keys, or two of their names, are equal; each must be unique")
+
+    @property
+    def body_memory(self) -> int:
+        """Most bytes of all bodies that one front is reading."""
+        return BODIES * self.max_body if self.max_body_memory is None else self.max_body_memory
 
     def keys(self) -> list[tuple[str, str]]:
         """(name, key) of every API key; a key without a name gets its number as one.

@@ -7,7 +7,7 @@ import asyncio
 
 from shoal.core.clock import WallClock
 
-TURN_S = 0.01
+TURN_S = 0.004  # several pieces of work may each have a turn before a short request has its own
 _now_s = WallClock().now_s
 
 

@@ -41,6 +41,7 @@ from shoal.text.grammar import grammars_of
 from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
 
+SWITCH_S = 0.001  # how long a busy thread may keep the event loop's from running
 GC_THRESHOLDS = (20_000, 50, 100)  # far apart: a full collection takes tens of milliseconds with many requests
 log = logging.getLogger("shoal.processes.front")
 
@@ -49,6 +50,7 @@ def main() -> int:
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor handles both
         signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_S)
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
     try:
@@ -184,7 +186,7 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
         keys=KeyBook(Path(config["folder"])) if config["keys"] else no_keys,
         salt_secret=bytes.fromhex(config["salt_secret"]),
         max_body_bytes=serve.max_body,
-        max_body_memory_bytes=serve.max_body_memory,
+        max_body_memory_bytes=serve.body_memory,
         slow_client_timeout_s=serve.slow_client_timeout,
         drain_timeout_s=serve.drain_timeout,
         host=serve.host,

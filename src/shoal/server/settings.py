@@ -32,7 +32,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()  # … and other names it answers to; see hosts.py
     allowed_origins: tuple[str, ...] = ()  # web origins that may call from a browser; none: no CORS headers
     max_body_bytes: int = 4 * 2**20
-    max_body_memory_bytes: int = 64 * 2**20  # of all bodies that are being read or prepared
+    max_body_memory_bytes: int = 32 * 2**20  # of all bodies that are being read or prepared
     max_head_bytes: int = 64 * 2**10  # of the request line and headers
     max_headers: int = 128
     max_choices: int = 1024  # prompts times samples of one HTTP request
