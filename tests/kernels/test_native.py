@@ -21,12 +21,14 @@ from shoal.kernels.ref import RefOps
 from shoal.kernels.weights import DenseWeight, Int8Weight, TiledWeight, Weight, can_be_tiled, quantize
 from shoal.models.layer import Layer, run_layers
 from tests.kernels.layers import a_layer, in_8_bits, in_one_call, prepared, with_weights
-from tests.kernels.pretended import pretended
+from tests.kernels.pretended import older, pretended
 from tests.kernels.ragged import Tables
 
 REF = RefOps()
 NATIVE = [
-    pytest.param(ops, id=name) for name, ops in [*kernels.available(), *pretended()] if isinstance(ops, NativeOps)
+    pytest.param(ops, id=name)
+    for name, ops in [*kernels.available(), *pretended(), *older()]
+    if isinstance(ops, NativeOps)
 ]
 TYPES = [torch.float32, torch.bfloat16]
 

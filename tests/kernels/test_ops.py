@@ -10,12 +10,12 @@ from shoal.kernels import Ops
 from shoal.kernels.cpu import CpuOps, computes_natively
 from shoal.kernels.ref import RefOps
 from shoal.kernels.weights import DenseWeight
-from tests.kernels.pretended import pretended
+from tests.kernels.pretended import older, pretended
 from tests.kernels.ragged import Tables
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-EVERYTHING = [*kernels.available(), *pretended()]
+EVERYTHING = [*kernels.available(), *pretended(), *older()]
 IMPLEMENTATIONS = [pytest.param(ops, id=name) for name, ops in EVERYTHING if name != "ref"]
 REF = RefOps()
 

@@ -470,3 +470,48 @@ def test_a_client_that_finishes_sending_in_the_middle_of_its_body_is_gone() -> N
             assert not client.submitted
 
     run(work)
+
+
+# ---- answers that come before the end of a body ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", ["too large", "no memory", "not HTTP"])
+def test_a_client_that_is_still_sending_gets_its_answer_and_no_reset(why: str) -> None:
+    async def work() -> None:
+        app = front(FakeClient(), max_body_bytes=2**22, max_body_memory_bytes=2**20 if why == "no memory" else 2**25)
+        size = 2**22 + 1 if why == "too large" else 2**22
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {size}\r\n\r\n" if why != "not HTTP" else "Transfer-Encoding: chunked\r\n\r\n"
+        async with listening(app) as port, connected(port) as (reader, writer):
+            writer.write(head.encode())
+            for _ in range(62):  # not all of it, so that there is always more to come
+                writer.write(b"x" * 2**16)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            answer = await asyncio.wait_for(reader.read(), 30)
+            assert int(answer.split()[1]) == {"too large": 413, "no memory": 503, "not HTTP": 400}[why]
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+    run(work)
+
+
+async def send_for_ever(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"x" * 2**16)
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+def test_the_rest_of_a_body_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.2)
+
+    async def work() -> None:
+        app = front(FakeClient(), max_body_bytes=2**20)
+        head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {2**40}\r\n\r\n"
+        async with listening(app) as port, connected(port) as (reader, writer):
+            writer.write(head.encode())
+            assert b" 413 " in await asyncio.wait_for(reader.read(), 30)
+            with pytest.raises(ConnectionError):
+                await send_for_ever(writer)
+
+    run(work)

@@ -1,8 +1,8 @@
 """The last step before the socket: uvicorn's HTTP protocol, with limits it does not have, and the server that runs it.
 
 Owns connections: limits on the size and duration of a request's head and on the write buffer, disconnecting clients
-that do not read, and telling clients that have only finished sending from those that are gone. Knows no routes and no
-requests.
+that do not read, telling clients that have only finished sending from those that are gone, and answers that come before
+the end of a body. Knows no routes and no requests.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import select
 import socket
 import termios
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -28,6 +28,7 @@ TRANSPORT = "shoal.transport"  # key in scope["extensions"] of a request's conne
 WRITE_BUFFER_BYTES = 64 * 2**10  # beyond this a writer waits
 PEER_CHECK_S = 0.25  # how often a connection is checked whose client has finished sending
 PROBE_S = 10.0  # until something is sent on it again while its answer has not begun; doubled each time
+LINGER_S = 5.0  # how long the rest of a body is read and dropped after its answer, which a reset could overtake
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # the only bytes that may precede an answer; clients skip them
 SOCKET_BUFFER_BYTES = 128 * 2**10  # in the kernel; without a limit it takes megabytes for a client that does not read
 
@@ -55,6 +56,7 @@ class Protocol(HttpToolsProtocol):
     _unread = 0  # unread bytes at the last check, the kernel's included …
     _progress_s = 0.0  # … and when that number last changed
     _peer_timer: asyncio.TimerHandle | None = None  # runs after the client has finished sending
+    _linger_timer: asyncio.TimerHandle | None = None  # runs while the rest of a body is dropped
     _probe_s = 0.0  # when it is sent the next probe …
     _probe_wait_s = 0.0  # … and how long after the last
 
@@ -71,8 +73,9 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         self._stop_watching()
-        if self._peer_timer is not None:
-            self._peer_timer.cancel()
+        for timer in (self._peer_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     # ---- heads ------------------------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ class Protocol(HttpToolsProtocol):
         body = HttpError(status, message).body()
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+        self._linger()
         self._watch_reader()
 
     def send_400_response(self, msg: str) -> None:
@@ -156,6 +159,8 @@ class Protocol(HttpToolsProtocol):
         if not self.flow.write_paused:
             self._stop_watching()  # its answer is added to the unsent bytes, until they reach the limit
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.transport = AnswerTransport(self.transport, self.close_after_answer)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         if not self._closing:
@@ -164,6 +169,27 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self._closing:
             super().on_message_complete()
+
+    # ---- clients that are still sending ------------------------------------------------------------------------------
+    # A socket that is closed with unread bytes resets the connection, and the client may lose an answer that has
+    # already arrived.
+
+    def close_after_answer(self) -> None:
+        """The answer is complete, and the connection ends with it."""
+        if self.cycle is not None and self.cycle.more_body:
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Finish sending, and drop what still comes for a while."""
+        if self.transport.is_closing() or self._linger_timer is not None:
+            return
+        self._closing = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     # ---- clients that have finished sending --------------------------------------------------------------------------
     # A client that closes its socket and one that only finishes sending (a half-close) look the same until something is
@@ -263,6 +289,15 @@ class Protocol(HttpToolsProtocol):
             )
         else:
             super().timeout_keep_alive_handler()
+
+
+class AnswerTransport:
+    """The transport that uvicorn writes an answer to; closing it is up to the protocol."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 def in_kernel(sock: Any) -> int:
