@@ -279,3 +279,42 @@ def test_jobs_that_wait_are_refused_when_no_engine_will_come(tmp_path: Path, mon
             assert not client.accepting
 
     run(story())
+
+
+def test_a_stop_string_found_before_a_kill_ends_its_sample_after_it(tmp_path: Path) -> None:
+    gate = threading.Semaphore(3)  # three passes, then the engine stands still
+
+    async def story() -> None:
+        first = EngineThread(tmp_path, gate=gate)
+        async with connected(tmp_path) as client:
+            (note,) = submit(client, make_job("a", n=2, max_tokens=190, min_tokens=190))
+            await until(lambda: note.tokens[0] and note.tokens[1], "a token of each sample")
+            client.finish_at("a", 0, 1)  # the engine will not read it
+            await asyncio.to_thread(first.kill)
+            await until(lambda: client.info is None, "the client notices")
+            second = EngineThread(tmp_path, epoch=1, gate=gate)
+            await until(lambda: gate.release() or held(second) == ["a.1"], "only the other sample is resumed")
+            assert note.endings[0].reason == "stop"
+            await asyncio.to_thread(second.kill)
+
+    run(story())
+
+
+def test_many_jobs_are_submitted_to_a_new_engine_in_turns_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.core.turns.TURN_S", 0.0)  # others have the loop after each job
+    gate = threading.Semaphore(0)
+
+    async def story() -> None:
+        async with waiting(tmp_path) as client:
+            submit(client, *(make_job(f"early-{number}") for number in range(20)))
+            engine = EngineThread(tmp_path, gate=gate)
+            await until(lambda: client.info is not None, "the engine is there")
+            submit(client, make_job("late-0"), make_job("late-1"))
+            await until(lambda: gate.release() or len(held(engine)) >= 22 or client.jobs < 22, "all arrive")
+            names = [*(f"early-{number}.0" for number in range(20)), "late-0.0", "late-1.0"]
+            assert held(engine) == names[-len(held(engine)) :]
+            await asyncio.to_thread(engine.kill)
+
+    run(story())

@@ -200,3 +200,9 @@ def test_a_refused_request_leaves_no_body_to_the_garbage_collector(body: dict[st
 
     run(work)
     assert not {"_generate", "_answer", "read"} & set(left)
+
+
+@pytest.mark.parametrize("count", [65_537, 70_000, 80_000])
+def test_fields_after_many_token_ids_are_not_blamed_for_them(count: int) -> None:
+    body = {"prompt": [300] * count, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+    assert asyncio.run(read(CompletionRequest, json.dumps(body).encode())).stream

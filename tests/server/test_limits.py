@@ -108,6 +108,15 @@ def test_what_the_engine_refuses_costs_nothing(near: NearLedger) -> None:
     assert near.settled == [0, 0]
 
 
+def test_a_request_whose_own_timeout_passed_pays_for_its_prompt(near: NearLedger) -> None:
+    """The engine may have computed it: else a key could have prompts computed for nothing."""
+    client = FakeClient()
+    client.refusal = Refusal("DeadlinePassed", "too late", 2.0)
+    assert complete(make(near, client), prompt=[5, 6], timeout=1.0).status_code == 503
+    assert complete(make(near, client), prompt=[5, 6]).status_code == 503  # --max-wait: it never started
+    assert near.settled == [2, 0]
+
+
 def test_who_hangs_up_pays_for_the_prompt_and_what_came(near: NearLedger) -> None:
     async def work() -> None:
         client = FakeClient(lambda job, sample: [9] * 100, tick_s=None)

@@ -15,6 +15,10 @@ class TurnTaker:
     """Of one piece of work, which calls if_long() between its steps; where every step counts, is_long() first."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Others have had the loop, since this work waited for something."""
         self._until_s = _now_s() + TURN_S
 
     def is_long(self) -> bool:
@@ -23,7 +27,7 @@ class TurnTaker:
     async def turn(self) -> None:
         """Let others have the loop."""
         await asyncio.sleep(0)
-        self._until_s = _now_s() + TURN_S
+        self.restart()
 
     async def if_long(self) -> None:
         if self.is_long():

@@ -9,6 +9,7 @@ none is lost or doubled. Knows no HTTP and no text.
 import asyncio
 import json
 import logging
+from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class LiveJob:
     prompt_logprobs: int = 0  # how many of them the sink has
     accepted: bool = False
     sent: bool = False  # an engine has had it
+    stopped: set[int] = field(default_factory=set)  # samples whose stop string was found
     resumes: int = 0
 
 
@@ -72,6 +74,7 @@ class ZmqClient:
         self._given_up = False  # no engine will come back
         self._live: dict[int, LiveJob] = {}  # by number
         self._numbers: dict[str, int] = {}  # by job id
+        self._line: deque[LiveJob] | None = None  # jobs that are being submitted to a new engine
         self._count = 0
         self._aborts: list[int] = []  # numbers to be sent
         self._questions: dict[int, Question] = {}
@@ -145,8 +148,11 @@ class ZmqClient:
         self._count += 1
         outputs: dict[int, list[int]] = {sample: [] for sample in range(job.params.n)}
         live = LiveJob(self._count, job, sink, self.clock.now_s(), outputs)
-        live.sent = self._info is not None and self._send(wire.Submit.of(live.number, job))
-        if not live.sent:
+        if self._line is not None:
+            self._line.append(live)
+        else:
+            live.sent = self._info is not None and self._send(wire.Submit.of(live.number, job))
+        if not live.sent and self._line is None:
             waiting = sum(len(other.outputs) for other in self._live.values() if not other.sent)
             self.restart.check(waiting, len(outputs))
         self._live[live.number] = live
@@ -174,13 +180,19 @@ class ZmqClient:
     def finish_at(self, job_id: str, sample: int, outputs: int) -> None:
         number = self._numbers.get(job_id)
         if number is not None:
+            live = self._live[number]
+            live.stopped.add(sample)
             self._send(wire.FinishAt(number * wire.SAMPLES + sample, outputs))
-            if self._info is None:  # the engine is down; this sample does not need the next one
-                live = self._live[number]
-                if live.outputs.pop(sample, None) is not None:
-                    self._accept(live)
-                    live.sink.ended(sample, Ending(Reason.STOP.value))
-                    self._flush_or_forget(live)
+            if self._info is None:
+                self._end_stopped(live)
+
+    def _end_stopped(self, live: LiveJob) -> None:
+        """End the samples whose stop string was found here: they do not need the next engine."""
+        for sample in sorted(live.stopped & live.outputs.keys()):
+            del live.outputs[sample]
+            self._accept(live)
+            live.sink.ended(sample, Ending(Reason.STOP.value))
+        self._flush_or_forget(live)
 
     async def ask(self, what: str) -> Any:
         if self._info is None:
@@ -249,13 +261,18 @@ class ZmqClient:
         pause = TurnTaker()
         while True:
             await pause.if_long()  # recv() does not wait while there are messages
-            data = await socket.recv()
+            arriving: Any = socket.recv()
+            if not arriving.done():
+                data = await arriving
+                pause.restart()
+            else:
+                data = arriving.result()
             try:
                 message = wire.read_engine(data)
                 if isinstance(message, wire.Pass):
                     await self._take(message, pause)
                 elif isinstance(message, wire.Ready):
-                    self._ready(message)
+                    await self._ready(message, pause)
                 else:
                     self._replied(message)
             except Exception:  # one bad message must not end this task
@@ -268,21 +285,36 @@ class ZmqClient:
         if question is not None and not question.answer.done():
             question.answer.set_result(message.text)
 
-    def _ready(self, message: wire.Ready) -> None:
+    async def _ready(self, message: wire.Ready, pause: TurnTaker) -> None:
         """A new engine, which has none of this front's jobs: submit those that have not ended, in the order of their
-        arrival, but first those that an earlier engine had."""
+        arrival, but first those that an earlier engine had. Jobs that arrive meanwhile join the end of the line."""
         self._info = self._last_info = message.info
         self._send(wire.Ask(0, "metrics"))  # so that there are some to show during a long pass
-        for live in sorted(self._live.values(), key=lambda one: not one.sent):
-            job = replace(live.job, waited_s=max(0.0, self.clock.now_s() - live.begun_s))
-            if not live.sent:
-                live.sent = self._send(wire.Submit.of(live.number, job))
-                continue
-            live.resumes += 1
-            if live.resumes > MOST_RESUMES:
-                self._fail(live, "the engine died several times while it computed this request")
-            else:
-                self._send(wire.Submit.of(live.number, job, live.outputs))
+        self._line = line = deque(sorted(self._live.values(), key=lambda one: not one.sent))
+        try:
+            while line and self._info is message.info:  # else it has gone again
+                live = line.popleft()
+                if live.number in self._live:
+                    self._submit_again(live)
+                await pause.if_long()
+        finally:
+            self._line = None
+
+    def _submit_again(self, live: LiveJob) -> None:
+        """To an engine that does not have it."""
+        job = replace(live.job, waited_s=max(0.0, self.clock.now_s() - live.begun_s))
+        if not live.sent:
+            live.sent = self._send(wire.Submit.of(live.number, job))
+            return
+        if live.stopped:
+            self._end_stopped(live)
+            if not live.outputs:
+                return
+        live.resumes += 1
+        if live.resumes > MOST_RESUMES:
+            self._fail(live, "the engine died several times while it computed this request")
+        else:
+            self._send(wire.Submit.of(live.number, job, live.outputs))
 
     # ---- without an engine ----------------------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ class Account:
         if demand.samples > 1 and demand.worst > most:
             raise BadParameter(
                 f"max_tokens of all samples and their prompts are {demand.worst} tokens, but a key with {limit} tokens "
-                f"per minute may have at most {most:.0f} under way; lower max_tokens, n or the number of prompts"
+                f"per minute may have at most {most:.0f} under way; set a lower max_tokens, n or number of prompts"
             )
         if demand.samples <= 1 and not self.calls:
             return
@@ -169,7 +169,7 @@ class Account:
             raise RateLimited(
                 f"this key may use {limit} tokens per minute, and its unfinished requests and this one could use "
                 f"{self.ahead + demand.worst} more, where at most {max(0.0, most - self.used):.0f} are allowed now; "
-                f"lower max_tokens, or wait until one has ended",
+                f"set a lower max_tokens, or wait until one has ended",
                 BUSY_RETRY_S if self.calls else over * MINUTE_S / limit,
             )
 

@@ -62,6 +62,7 @@ class OpenReservation(Reservation):
         self._used = used
 
     def settle(self, used: int) -> None:
+        self._used = lambda: used  # the call is no longer needed
         self._client.settle(self._call, used)
 
     def news(self) -> int | None:

@@ -9,7 +9,7 @@ from functools import partial
 from shoal.errors import Rejected
 from shoal.server.answer_size import HOW, MOST_ENTRIES
 from shoal.server.errors import BadField
-from shoal.server.jobs import Call
+from shoal.server.jobs import Call, uncounted
 
 
 class AnswerMemory:
@@ -46,6 +46,7 @@ class AnswerMemory:
 
     def close(self, call: Call) -> None:
         self.used -= self._held.pop(call, 0)
+        call.on_logprobs = uncounted  # else the call would refer to itself, and outlive its end
 
     def _full(self, why: str) -> Rejected:
         return Rejected(f"{why} ({self.most_entries} of them); retry later, ask for fewer, or stream", 1.0)

@@ -210,10 +210,10 @@ class Front:
             del body
             exchange.release_body()
             reservation = await self.gate.reserve_jobs(exchange.key, prepared.jobs)
-            if watcher.gone:
+            await asyncio.sleep(0)  # preparing many jobs has taken a while, and so does what follows
+            if watcher.gone:  # from here to on_disconnect nothing is awaited
                 reservation.settle(0)
                 return
-            await asyncio.sleep(0)  # preparing many jobs has taken a while, and so does what follows
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos, reservation)
             watcher.on_disconnect = call.disconnected
             self.calls.add(call)
@@ -271,6 +271,7 @@ class Front:
             await stream.finish(exchange.send, self._late_error(exchange, call))
         finally:
             self.streams.discard(stream)
+            stream.sinks.clear()  # they refer to the stream: nothing but the garbage collector would free it
 
     def _late_error(self, exchange: Exchange, call: Call) -> HttpError | None:
         """The error after an answer has begun; it is sent as an event."""

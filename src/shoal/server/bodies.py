@@ -239,12 +239,12 @@ def _check_size(kind: type[Struct], body: bytes) -> None:
         raise HttpError(400, f"a number has {MOST_DIGITS} digits or more; send a shorter one", code="bad_value")
     if size.values <= MOST_VALUES:
         return
-    where = field_at(body, measure(body, MOST_VALUES, MOST_VALUES).end, kind.__struct_fields__)
-    most, what = (MOST_IDS, "token ids") if where in ID_FIELDS else (MOST_VALUES, "values")
-    if where in ID_FIELDS and size.end == len(body):
-        ids = measure(bytes(_ids_decoder(where).decode(body).ids), MOST_IDS, MOST_VALUES)
+    for name in [one for one in ID_FIELDS if one in kind.__struct_fields__] if size.end == len(body) else []:
+        ids = measure(bytes(_ids_decoder(name).decode(body).ids), MOST_IDS, MOST_VALUES)
         if ids.numbers <= MOST_IDS and size.values - ids.numbers <= MOST_VALUES:
             return
+    where = field_at(body, measure(body, MOST_VALUES, MOST_VALUES).end, kind.__struct_fields__)
+    most, what = (MOST_IDS, "token ids") if where in ID_FIELDS else (MOST_VALUES, "values")
     message = f"{where or 'the body'} has too many {what}, limit {most}; send fewer in one request"
     raise HttpError(400, message, param=where, code="too_many_values")
 

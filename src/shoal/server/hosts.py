@@ -17,7 +17,7 @@ class Hosts:
 
     def __init__(self, own: str, allowed: tuple[str, ...]) -> None:
         self._all = ANY in allowed
-        self._names = {name.lower().rstrip(".") for name in ("localhost", own, *allowed)}
+        self._names = {name_of(name) for name in ("localhost", *allowed)} | {own.lower().rstrip(".")}
 
     def check(self, header: bytes | None) -> None:
         """Refuse the Host of another site. A request without one does not come from a browser."""

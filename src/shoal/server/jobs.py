@@ -23,6 +23,10 @@ from shoal.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
+def uncounted(entries: int) -> None:
+    """More logprobs are kept, and they are not counted."""
+
+
 class Call:
     """All jobs of one HTTP request: submitted together, aborted together."""
 
@@ -41,8 +45,9 @@ class Call:
         self.first_token_s = 0.0
         self.gone = False  # the client disconnected
         self.error: Exception | None = None
+        self.submitted = False
         self.undecided = len(prepared.jobs)  # jobs neither accepted nor refused
-        self.on_logprobs: Callable[[int], None] = lambda entries: None  # called as more of them are kept
+        self.on_logprobs: Callable[[int], None] = uncounted  # called as more of them are kept
         self.reservation = reservation or Reservation()  # of its key's limits
         self.reservation.follow(self._used)
         self._waiter: asyncio.Future[None] | None = None
@@ -51,6 +56,7 @@ class Call:
 
     async def submit(self, sinks: Sequence[Sink]) -> None:
         """Submit all jobs; raises what the engine client raises, and then none of them runs."""
+        self.submitted = True
         pause = TurnTaker()
         await pause.turn()  # there may be a thousand of them, and preparing them has taken a while
         try:
@@ -60,8 +66,9 @@ class Call:
                 self.client.submit(job, sink)
                 await pause.if_long()
         except BaseException:
+            self.submitted = False
             self.abort()
-            self.reservation.settle(0)
+            self.settle()
             raise
 
     def abort(self) -> None:
@@ -88,9 +95,11 @@ class Call:
     def settle(self) -> None:
         """It has ended: its key is charged for what it used. Before the client can know, which may ask again at once.
 
-        What was refused costs nothing. A client that disconnects pays for its prompt, even if it still waited.
+        What was refused costs nothing. A client that disconnects, or whose own timeout passed, pays for its prompt,
+        even if it still waited: the engine may have computed it.
         """
-        refused = self.error is not None and not self._begun
+        too_late = isinstance(self.error, DeadlinePassed) and self.prepared.jobs[0].timeout_s is not None
+        refused = not self._begun and not too_late and (self.error is not None or not self.submitted)
         self.reservation.settle(0 if refused else self.outputs.prompt_tokens + self.outputs.output_tokens)
 
     @property

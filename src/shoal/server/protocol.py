@@ -28,7 +28,8 @@ TRANSPORT = "shoal.transport"  # key in scope["extensions"] of a request's conne
 WRITE_BUFFER_BYTES = 64 * 2**10  # beyond this a writer waits
 PEER_CHECK_S = 0.25  # how often a connection is checked whose client has finished sending
 PROBE_S = 10.0  # until something is sent on it again while its answer has not begun; doubled each time
-LINGER_S = 5.0  # how long the rest of a body is read and dropped after its answer, which a reset could overtake
+LINGER_S = 5.0  # how long the rest of a body is read and dropped after its answer, which a reset could overtake …
+LINGER_BYTES = 64 * 2**20  # … and how much of it
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # the only bytes that may precede an answer; clients skip them
 SOCKET_BUFFER_BYTES = 128 * 2**10  # in the kernel; without a limit it takes megabytes for a client that does not read
 
@@ -56,7 +57,8 @@ class Protocol(HttpToolsProtocol):
     _unread = 0  # unread bytes at the last check, the kernel's included …
     _progress_s = 0.0  # … and when that number last changed
     _peer_timer: asyncio.TimerHandle | None = None  # runs after the client has finished sending
-    _linger_timer: asyncio.TimerHandle | None = None  # runs while the rest of a body is dropped
+    _linger_timer: asyncio.TimerHandle | None = None  # runs while the rest of a body is dropped …
+    _linger_bytes = LINGER_BYTES  # … of which so many more are read
     _probe_s = 0.0  # when it is sent the next probe …
     _probe_wait_s = 0.0  # … and how long after the last
 
@@ -95,12 +97,22 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
+            self._drop(data)
             return
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_head_bytes:
                 self._refuse_head()
+        self._keep_timing()
+
+    def _keep_timing(self) -> None:
+        """An idle connection stays one: bytes that begin no request stop uvicorn's timer."""
+        idle = self.cycle is not None and self.cycle.response_complete and not self._in_head
+        if idle and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _refuse_head(self) -> None:
         message = "the headers are too many or too large; send fewer or shorter ones"
@@ -190,6 +202,12 @@ class Protocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _drop(self, data: bytes) -> None:
+        if self._linger_timer is not None:
+            self._linger_bytes -= len(data)
+            if self._linger_bytes < 0:
+                self.transport.close()
 
     # ---- clients that have finished sending --------------------------------------------------------------------------
     # A client that closes its socket and one that only finishes sending (a half-close) look the same until something is

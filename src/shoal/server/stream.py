@@ -87,9 +87,9 @@ class EventStream:
 
     async def _send(self, send: Send, more: bool) -> None:
         body = self._take_pending()
+        self.budget += len(body)
         if not body.isascii():
             body = on_one_line(body)
-        self.budget = self.max_unsent_bytes
         self.sending = True
         await send({"type": "http.response.body", "body": body, "more_body": more})
         self.sending = False

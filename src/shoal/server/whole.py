@@ -52,7 +52,10 @@ def take(pieces: Iterator[bytes]) -> tuple[bytes, bool]:
 def size_of(call: Call) -> int:
     """How much work it is to write the answer, in logprobs."""
     outputs, logprobs, tokens = call.outputs, 0, call.outputs.output_tokens
-    for job, samples, prompt in zip(outputs.jobs, outputs.samples, outputs.prompt_logprobs, strict=True):
+    for number, (job, samples, prompt) in enumerate(
+        zip(outputs.jobs, outputs.samples, outputs.prompt_logprobs, strict=True)
+    ):
         logprobs += sum(sample.logprobs.entries for sample in samples) + len(samples) * prompt.entries
         tokens += len(samples) * len(job.prompt) if call.prepared.token_ids else 0
+        tokens += len(samples) * len(call.prepared.echo[number]) // 4 if call.prepared.echo else 0
     return logprobs + tokens // 8

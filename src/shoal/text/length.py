@@ -71,7 +71,7 @@ class LeastTokens:
         shrinks = _most_shrinking(backend)
         if shrinks is None or self._lost is None or (shrinks > 1 and self._lost):
             return None
-        return shrinks * max(_bytes_of(backend.id_to_token(id) or "") for id in range(backend.get_vocab_size()))
+        return shrinks * max(map(_bytes_of, backend.get_vocab()))
 
 
 def _bytes_of(token: str) -> int:

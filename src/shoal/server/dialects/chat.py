@@ -215,16 +215,17 @@ class ChatChunkStream(ChunkStream):
 class ChatChunks(ChunkFrame):
     """The events of one sample."""
 
-    __slots__ = ("names", "prepared")
+    __slots__ = ("names", "prepared", "shows_prompt_ids")
 
     def __init__(self, stream: ChatChunkStream, sample: Sample) -> None:
         super().__init__(stream, sample, b'"delta":{"content":', b"}")
         self.names = stream.names
         self.prepared = stream.call.prepared
+        self.shows_prompt_ids = self.prepared.token_ids and sample.index == 0  # the others have the same prompt
 
     def opening(self) -> bytes:
         prepared = self.prepared
-        ids = b',"prompt_token_ids":%b' % encode(prepared.jobs[0].prompt) if prepared.token_ids else b""
+        ids = b',"prompt_token_ids":%b' % encode(prepared.jobs[0].prompt) if self.shows_prompt_ids else b""
         return self.start(ids) + ROLE + self.closing
 
     def full_delta(self, parsed: Parsed, tokens: list[int], logprobs: Sequence[Logprobs]) -> bytes:

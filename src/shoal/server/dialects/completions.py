@@ -268,7 +268,10 @@ class CompletionChunks(ChunkFrame):
         if prepared.echo is not None and prepared.top is not None:
             self.offset = len(prepared.echo[self.job])
             shown = encode(prompt_logprobs(self.call, self.names, self.job))
-        ids = b',"prompt_token_ids":%b' % encode(prepared.jobs[self.job].prompt) if prepared.token_ids else b""
+        first = self.sample.index == self.job * prepared.keep  # the other samples have the same prompt
+        ids = b""
+        if prepared.token_ids and first:
+            ids = b',"prompt_token_ids":%b' % encode(prepared.jobs[self.job].prompt)
         return self.full(echo_of(prepared, self.job), shown, ids)
 
     def full_delta(self, parsed: Parsed, tokens: list[int], logprobs: Sequence[Logprobs]) -> bytes:
