@@ -51,6 +51,14 @@ def with_specials(backend: Backend, **flags: bool) -> Backend:
     return backend
 
 
+def with_markers(backend: Backend) -> Backend:
+    """Marks of roles that are added tokens but not special ones, as some models have them."""
+    backend = Backend.from_str(backend.to_str())
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOKENS[:4]])
+    backend.add_special_tokens(TOKENS[4:])
+    return backend
+
+
 def unigram() -> Backend:
     """A vocabulary in which the model itself would find special tokens, as sentencepiece's have it."""
     pieces = ["<unk>", "<s>", "</s>", *TOKENS, "▁", *(chr(code) for code in range(33, 127)), "\n", "é", "im", "user"]
@@ -98,6 +106,7 @@ def lowercase() -> Backend:
 
 BACKENDS: dict[str, Any] = {
     "byte-level": lambda: with_specials(tiny.byte_level().backend),
+    "markers": lambda: with_markers(tiny.byte_level().backend),
     "stripping": lambda: with_specials(tiny.byte_level().backend, lstrip=True, rstrip=True),
     "normalized": lambda: with_specials(tiny.sentencepiece().backend, normalized=True),
     "sentencepiece": lambda: with_specials(tiny.sentencepiece().backend, normalized=False),
@@ -107,7 +116,7 @@ BACKENDS: dict[str, Any] = {
     "word-level": lambda: with_specials(word_level()),
     "lowercase": lambda: with_specials(lowercase()),
 }
-EXACT = ("byte-level", "sentencepiece", "unigram", "merging")  # decode to the very text that was encoded
+EXACT = ("byte-level", "markers", "sentencepiece", "unigram", "merging")  # decode to the very text that was encoded
 
 
 @cache
@@ -122,13 +131,13 @@ def tokenizer(kind: str, template: str, special_in_messages: bool = False) -> To
 
 def specials_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """The special tokens among ids; <unk> may come of any text."""
-    known = set(special_tokens(tokenizer.backend)) - {"<unk>"}
+    known = {*special_tokens(tokenizer.backend), *TOKENS} - {"<unk>"}
     return [token for token in map(tokenizer.backend.id_to_token, ids) if token in known]
 
 
 def shown(kind: str, text: str) -> str:
     """Sentencepiece's tokenizers put a space behind special tokens."""
-    return text if kind in ("byte-level", "merging") else text.replace(" ", "").replace("\n", "")
+    return text if kind in ("byte-level", "markers", "merging") else text.replace(" ", "").replace("\n", "")
 
 
 def user(*contents: str) -> list[dict[str, str]]:

@@ -4,15 +4,20 @@ Owns how a tokenizer's document is changed for that. Knows no templates and no m
 """
 
 import json
+import re
 
 from tokenizers import Tokenizer as Backend
 
 from shoal.text.special import SecretNames
 
+MARKER = re.compile("<[|\uff5c].+[|\uff5c]>", re.DOTALL)  # the shape of a mark of roles and turns
+
 
 def special_tokens(backend: Backend) -> list[str]:
-    """The special tokens of a tokenizer. Added tokens that are not special, such as <think>, are text to it."""
-    return [token.content for _, token in sorted(backend.get_added_tokens_decoder().items()) if token.special]
+    """The special tokens of a tokenizer, and those that look like marks of roles: some models do not call theirs
+    special (<｜User｜>). Other added tokens, such as <think>, may be written by users."""
+    added = (token for _, token in sorted(backend.get_added_tokens_decoder().items()))
+    return [token.content for token in added if token.special or MARKER.fullmatch(token.content)]
 
 
 def hiding(backend: Backend, names: SecretNames) -> Backend:
@@ -22,8 +27,7 @@ def hiding(backend: Backend, names: SecretNames) -> Backend:
     """
     document = json.loads(backend.to_str())
     for added in document["added_tokens"]:
-        if added["special"]:
-            added["content"] = names.hidden.get(added["content"], added["content"])
+        added["content"] = names.hidden.get(added["content"], added["content"])
     document["post_processor"] = None  # it adds tokens by name, and the template writes them all
     model, hidden = document["model"], names.hidden
     if isinstance(model.get("vocab"), dict):
