@@ -4,6 +4,14 @@ enum { WORTH_THREADS = 1 << 15 }; /* values; fewer are computed before a second 
 
 static int threads_for(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
 
+/* Computes pieces 0 to count - 1 of some work, each once, in any order, on up to `threads` threads, the caller among
+ * them. Returns when all are done. */
+typedef void Piece(void *work, long n);
+__attribute__((unused)) static void share(int threads, long count, Piece *piece, void *work) {
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && count > 1)
+  for (long n = 0; n < count; n++) piece(work, n);
+}
+
 /* Scratch memory of the calling thread. It only grows, because fresh memory costs a page fault every 4 KiB, and it is
  * not freed when the thread ends, because an engine's threads live as long as the engine. */
 enum { SCRATCH_ROWS, SCRATCH_TILES, SCRATCH_PANELS, SCRATCHES };
