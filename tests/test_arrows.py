@@ -49,6 +49,7 @@ ARROWS: dict[str, set[str]] = {
         "keys",
         "core",
         "engine",
+        "machine",
         "obs",
         "runner",
         "sched",
