@@ -25,6 +25,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.cpu_noise import NoiseWatch, noise_figures, noise_in, under_banner
+
 MODULES = {
     "shoal": "shoal",
     "vllm": "vllm",
@@ -124,6 +126,7 @@ def run_once(args: argparse.Namespace, row: tuple[str, str, str], python: str) -
         "llama_context": args.llama_context,
         "lengths": lengths,
     }
+    watch = NoiseWatch()
     worker = Path(__file__).with_name("cpu_engines.py")
     done = subprocess.run(
         [python, str(worker), json.dumps(task)],
@@ -135,7 +138,8 @@ def run_once(args: argparse.Namespace, row: tuple[str, str, str], python: str) -
     if done.returncode:
         print(f"{engine}:{variant} failed ({done.returncode})\n{done.stdout[-2000:]}", file=sys.stderr)
         return None
-    return {"row": f"{engine}:{variant}", "requests": len(lengths), **json.loads(done.stdout.strip().splitlines()[-1])}
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"row": f"{engine}:{variant}", "requests": len(lengths), **found, **noise_figures(watch.noise())}
 
 
 def installed(rows: list[tuple[str, str, str]], interpreters: dict[str, str]) -> set[str]:
@@ -205,7 +209,8 @@ def main() -> None:
                 with args.figures.open("a") as file:
                     file.write(json.dumps(found) + "\n")
     best = best_of(runs)
-    print(json.dumps(best) if args.json else table(best))
+    noises = [noise_in(run) for run in runs]
+    print(json.dumps(best) if args.json else under_banner(table(best), noises))
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class ThreadFollower:
     """Keeps the number of threads right while the CPUs and the quota that we may use change.
 
     Called by the computing thread before each pass, because torch's number of threads belongs to the thread that sets
-    it. Looks at most once a second, which takes about 0.1 ms.
+    it. Looks at most once a second, which takes half a millisecond or less.
     """
 
     def __init__(
@@ -156,7 +156,9 @@ class ThreadFollower:
         possible, _ = _candidates(room, self.choice.needed_bytes)
         count, before = possible[-1 if self.choice.per_core else 0], torch.get_num_threads()
         if count != before:
-            log.warning("computing with %d instead of %d threads: there are %s now", count, before, in_words(room))
+            log.warning(
+                "computing with %d instead of %d threads: the engine may use %s now", count, before, in_words(room)
+            )
             torch.set_num_threads(count)
 
 
