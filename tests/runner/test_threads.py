@@ -106,7 +106,7 @@ def test_two_sockets(tmp_path: Path, free_choice: pytest.MonkeyPatch) -> None:
     choice = choose_threads(needed_bytes=2**20)
     assert (choice.threads, choice.cpus) == (64, frozenset(range(64)))
     assert choice.room_of_threads == CpuRoom(tuple(range(64)), None)
-    assert choose_threads(needed_bytes=2**40) == ThreadChoice(128, None, CpuRoom(tuple(range(128)), None), False, 2**40)
+    assert choose_threads(needed_bytes=2**40) == ThreadChoice(128, None, CpuRoom(tuple(range(128)), None), True, 2**40)
 
 
 class Clock:
@@ -148,6 +148,16 @@ def test_one_thread_per_core_stays_so(free_choice: pytest.MonkeyPatch, tmp_path:
     follower = ThreadFollower(choice, lambda: CpuRoom((0, 1, 2, 3), None), clock)
     follower()
     assert torch.get_num_threads() == 2
+
+
+def test_a_quota_that_goes_away_gives_one_thread_per_core(free_choice: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two per core would have to be measured, which is not done while requests run."""
+    plant(tmp_path, cpu_files(8, topology__thread_siblings_list="{pair}"))
+    machine_of(free_choice, tmp_path, 8, quota=2.0)
+    choice, clock = choose_threads(), Clock()
+    assert choice.threads == 2
+    ThreadFollower(choice, lambda: CpuRoom(tuple(range(8)), None), clock)()
+    assert torch.get_num_threads() == 4
 
 
 def test_a_fixed_number_does_not_follow() -> None:

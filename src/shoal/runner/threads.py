@@ -47,7 +47,7 @@ class ThreadChoice:
     threads: int
     cpus: frozenset[int] | None = None  # of one socket, on which the threads are to stay; None: on any
     room: CpuRoom | None = None  # what the choice was made for; None: the number is fixed
-    per_core: bool = False  # one thread per core was faster than one per CPU
+    per_core: bool = False  # one thread per core was faster than one per CPU, or was never compared with it
     needed_bytes: int = 0
 
     @property
@@ -90,7 +90,7 @@ def choose_threads(level: str = "auto", needed_bytes: int = 0) -> ThreadChoice:
             if times[count] < WORTH * times[best]:
                 best = count
     torch.set_num_threads(best)
-    return ThreadChoice(best, cpus, room, len(possible) > 1 and best == possible[-1], needed_bytes)
+    return ThreadChoice(best, cpus, room, best == possible[-1], needed_bytes)
 
 
 def _candidates(room: CpuRoom, needed_bytes: int, root: Path = ROOT) -> tuple[list[int], frozenset[int] | None]:
