@@ -6,10 +6,11 @@
 
 `machine/cpus.py` chooses the CPUs. If one candidate is left, nothing is measured: another program that happens to be
 busy must not decide for hours. While the engine runs, the number follows the CPUs and the quota that it is allowed.
-Also ends the OpenMP threads of a thread that computes no more. Where the system does not say which CPUs we may use,
+Also ends torch's OpenMP threads of a thread that computes no more. Where the system does not say which CPUs we may use,
 torch's own choice stays. Does not know models.
 """
 
+import ctypes
 import logging
 import os
 import time
@@ -20,13 +21,14 @@ from pathlib import Path
 
 import torch
 
-from shoal.kernels.cpu import CpuOps, Library, find, make
+from shoal.kernels.cpu import CpuOps, make
 from shoal.kernels.weights import DenseWeight
 from shoal.machine.cgroup import ROOT, cpu_quota
 from shoal.machine.cpus import allowed_cpus, choose_cpus
 
 log = logging.getLogger(__name__)
 SHAPE = (4096, 2048)  # of each of four matrices: 64 MiB, more than most caches hold
+OMP_PAUSE_HARD = 2  # of OpenMP
 ROWS = (1, 16)  # tokens of a pass with one request, and with some
 WORTH = 0.95  # fewer threads are chosen only if they take at most this share of the time
 LOOK_EVERY_S = 1.0  # between two looks at what we may use
@@ -85,7 +87,8 @@ def choose_threads(level: str = "auto", needed_bytes: int = 0) -> ThreadChoice:
     possible, cpus = _candidates(room, needed_bytes)
     best = possible[0]
     if len(possible) > 1:
-        times = {count: _seconds(make(level), count) for count in possible}
+        with staying_on(cpus):  # the kernels' threads may start here, and are kept
+            times = {count: _seconds(make(level), count) for count in possible}
         for count in possible[1:]:
             if times[count] < WORTH * times[best]:
                 best = count
@@ -171,14 +174,18 @@ def in_words(room: CpuRoom) -> str:
     return cpus if room.quota is None else f"{cpus}, a quota of {room.quota:g}"
 
 
-def release_threads(level: str = "auto") -> bool:
-    """End the OpenMP threads of the calling thread, because another thread computes from now on.
+def release_threads() -> bool:
+    """End the threads with which torch has computed for the calling thread, because another one computes from now on;
+    False: this OpenMP cannot.
 
-    Each computing thread has a pool of its own, and idle pools count: with more threads than CPUs, OpenMP puts waiting
-    threads to sleep at once, and waking one takes longer than a small operation.
+    Each computing thread has a team of its own, and idle teams count: with more threads than CPUs, OpenMP puts waiting
+    threads to sleep at once, and waking one takes longer than a small operation. (The C kernels have one pool for all.)
     """
-    found = find(level)
-    return isinstance(found, Library) and found.release_threads()
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    try:
+        return bool(ctypes.CDLL(str(found[0])).omp_pause_resource_all(OMP_PAUSE_HARD) == 0)
+    except (IndexError, OSError, AttributeError):
+        return False
 
 
 def _seconds(ops: CpuOps, threads: int) -> float:
