@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from shoal.bench.cpu_noise import NoiseWatch, banner, noise_figures
 from shoal.bench.record import Promise, summarise
 from shoal.bench.replay import replay
 from shoal.build import assemble, load
@@ -68,6 +69,7 @@ def main() -> None:
     prompts = make_prompts(trace, SHAPE["vocab_size"])
     outputs = sum(one.output for one in trace)
     rows = []
+    watch = NoiseWatch()
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
@@ -94,7 +96,11 @@ def main() -> None:
                 "padding": figures["padding_share"],
             }
         )
+    noise = watch.noise()
+    if headline := banner([noise]):
+        print(headline)
     for row in rows:
+        row |= noise_figures(noise)
         row["of_generate"] = row["output_tok_s"] / rows[0]["output_tok_s"]
         padding = "" if row["padding"] is None else f"{row['padding']:.0%}"
         print(

@@ -71,6 +71,7 @@ def main() -> int:
     keep_memory()
     import torch
 
+    from shoal.bench.cpu_noise import NoiseWatch, banner, noise_figures
     from shoal.kernels.cpu import Library, NativeOps, compiled, find
 
     torch.set_num_threads(args.threads or torch.get_num_threads())
@@ -100,9 +101,12 @@ def main() -> int:
         report["levels"][level] = {"bfloat16": found.bfloat16_products, "flags": found.flags, "wrong": wrong}
         print(f"{level:8} bfloat16 by {found.bfloat16_products}; {'; '.join(wrong) or 'right'}", flush=True)
     if not args.check:
+        watch = NoiseWatch()
         with torch.inference_mode():
             report["linear"] = linear_table(usable, args)
             report["attention"] = attention_table(usable, args)
+        report |= noise_figures(watch.noise())
+        print(f"\n{banner([watch.noise()])}".rstrip())
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1))
     return any(one["wrong"] for one in report["levels"].values())

@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.cpu_noise import NoiseWatch, noise_figures, noise_in, under_banner
+
 MODULES = {
     "shoal": "shoal",
     "vllm": "vllm",
@@ -137,6 +139,7 @@ def workload(args: argparse.Namespace) -> Lengths:
 def run_once(args: argparse.Namespace, row: Row, python: str) -> dict[str, Any] | None:
     engine, variant, _ = row
     lengths = workload(args)
+    watch = NoiseWatch()
     done = subprocess.run(
         [python, str(WORKER), json.dumps(task_of(args, row, lengths))],
         stdout=subprocess.PIPE,
@@ -147,7 +150,8 @@ def run_once(args: argparse.Namespace, row: Row, python: str) -> dict[str, Any] 
     if done.returncode:
         print(f"{engine}:{variant} failed ({done.returncode})\n{done.stdout[-2000:]}", file=sys.stderr)
         return None
-    return {"row": f"{engine}:{variant}", "requests": len(lengths), **json.loads(done.stdout.strip().splitlines()[-1])}
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return {"row": f"{engine}:{variant}", "requests": len(lengths), **found, **noise_figures(watch.noise())}
 
 
 def installed(rows: list[Row], interpreters: dict[str, str]) -> set[str]:
@@ -224,7 +228,8 @@ def main() -> None:
             runs.append(found)
             keep(args.figures, found)
     best = best_of(runs)
-    print(json.dumps(best) if args.json else table(best))
+    noises = [noise_in(run) for run in runs]
+    print(json.dumps(best) if args.json else under_banner(table(best), noises))
 
 
 if __name__ == "__main__":

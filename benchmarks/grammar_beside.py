@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.cpu_noise import NoiseWatch, banner, noise_figures
 from shoal.build import Built, build, need_tokenizer
 from shoal.config.engine import EngineConfig
 from shoal.core.job import GrammarSpec
@@ -109,11 +110,15 @@ def main() -> None:
     config = EngineConfig.from_mapping({"max_num_seqs": 2 * args.requests, "prefix_caching": False})
     bench = Bench(build(config), args.requests, args.tokens)
     bench.run("beside grammar")  # warm-up: loads and compiles everything
+    watch = NoiseWatch()
     passes: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
         for way in WAYS:
             passes[way] += bench.run(way)
+    noise = watch.noise()
     bench.loop.close()
+    if headline := banner([noise]):
+        print(headline)
     rows = [figures(way, args.requests, passes[way]) for way in WAYS]
     for row in rows:
         print(
@@ -124,7 +129,7 @@ def main() -> None:
     ratio = {key.removesuffix("_ms"): rows[2][key] / rows[1][key] for key in ("mean_ms", "p50_ms", "p99_ms")}
     print("grammar / plain beside:  " + "   ".join(f"{name} {value:.3f}" for name, value in ratio.items()))
     if args.json:
-        Path(args.json).write_text(json.dumps({"rows": rows, "ratio": ratio}, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps({"rows": rows, "ratio": ratio, **noise_figures(noise)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ import cpu_peers
 from cpu_engines import ONE
 from cpu_peers import EIGHT_BITS, WORKER, Row
 
-from shoal.bench.cpu_noise import DISTURBED, NoiseWatch
+from shoal.bench.cpu_noise import NoiseWatch, noise_figures, noise_in, under_banner, worst
 
 KINDS = {"throughput": "output tok/s", "single": "one request, decode tok/s"}
 LOAD_LIMIT_S, SETTLE_S, PROGRESS_S, REFERENCE_S = 600.0, 0.3, 0.2, 3.0
@@ -170,25 +170,26 @@ def measured(worker: Worker, neighbours: Neighbours, total: int, limit_s: float)
     if ready is None:
         return None
     points: list[tuple[float, int]] = []
+    watch = NoiseWatch()
     with neighbours.running():
         worker.go()
         for message in worker.messages(limit_s):
             points.append((round(message["s"], 4), message["tokens"]))
             if points[-1][1] == total:
                 break
+        noise = noise_figures(watch.noise())
     finished = bool(points) and points[-1][1] == total
     if not finished:
         if worker.ended:
             return None
         points.append((limit_s, points[-1][1] if points else 0))
-    return {"finished": finished, "points": points, **ready["ready"]}
+    return {"finished": finished, "points": points, **ready["ready"], **noise}
 
 
 def run_once(args: argparse.Namespace, row: Row, kind: str, neighbours: Neighbours, python: str) -> Run | None:
     engine, variant, _ = row
     lengths = [ONE] if kind == "single" else cpu_peers.workload(args)
     task = cpu_peers.task_of(args, row, lengths) | {"progress_s": PROGRESS_S}
-    noise = NoiseWatch()
     with tempfile.TemporaryFile() as errors:
         worker = Worker(python, task, cpu_peers.environment(engine, args.threads), errors)
         try:
@@ -204,7 +205,6 @@ def run_once(args: argparse.Namespace, row: Row, kind: str, neighbours: Neighbou
         "row": f"{engine}:{variant}",
         "kind": kind,
         "neighbours": neighbours.name,
-        "others": noise.others(),
         **found,
     }
 
@@ -263,7 +263,7 @@ def summary(runs: Sequence[Run], cases: Sequence[Neighbours], cores: int) -> dic
         given = [run["share"] for run in runs if run["row"] == "scheduler" and run["neighbours"] == case.name]
         figures["scheduler"][case.name] = statistics.median(given) if given else None
     engines = [run for run in runs if run["row"] != "scheduler"]
-    figures["others"] = statistics.median(run["others"] for run in engines) if engines else 0.0
+    figures |= noise_figures(worst(map(noise_in, engines)))
     grouped: dict[tuple[str, str, str], list[Run]] = {}
     for run in engines:
         grouped.setdefault((run["kind"], run["row"], run["neighbours"]), []).append(run)
@@ -324,10 +324,6 @@ def remarks(figures: dict[str, Any]) -> list[str]:
     versions = {row: next(iter(found.values()))["version"] for kind in KINDS for row, found in figures[kind].items()}
     lines = [f"{figures['cores']} cores; " + ", ".join(f"{row} {version}" for row, version in versions.items())]
     lines.append("Medians. *: runs were stopped at the limit.")
-    if figures["others"] > DISTURBED:
-        lines.append(
-            f"Other programs took {figures['others']:.0%} of the CPU (median): these figures are not reliable."
-        )
     return lines
 
 
@@ -418,7 +414,8 @@ def main() -> None:
             runs.append(run)
             cpu_peers.keep(args.figures, run)
     figures = summary(runs, args.neighbours, args.cores)
-    print(json.dumps(figures) if args.json else table(figures))
+    noises = [noise_in(run) for run in runs if run["row"] != "scheduler"]
+    print(json.dumps(figures) if args.json else under_banner(table(figures), noises))
     if args.plot:
         draw(figures, args.plot)
 

@@ -1,10 +1,22 @@
 """Wiring: what cannot be built is refused before anything is loaded."""
 
+import logging
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
-from shoal.build import pick_device
+from shoal import build as wiring
+from shoal.build import build, check_memory, check_size, host_blocks, kv_blocks, make_limits, pick_device
+from shoal.config.engine import EngineConfig
+from shoal.core.params import SamplingParams
+from shoal.core.request import Request
 from shoal.errors import BadConfig, UnknownName
+from shoal.models.spec import ModelSpec, spec_from_config
+from shoal.runner import threads
+from shoal.runner.kvstore import bytes_per_block
+from tests.story.models import SIZES, save_model
 
 
 def test_auto_is_a_device_that_is_there() -> None:
@@ -21,3 +33,93 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UnknownName, match="known: auto, cpu, cuda"):
         pick_device("tpu")
+
+
+# ---- memory limits --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return spec_from_config({"architectures": ["LlamaForCausalLM"], **SIZES})
+
+
+def in_a_container(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
+    monkeypatch.setattr(wiring, "total_bytes", lambda: total)
+    monkeypatch.setattr(wiring, "available_bytes", lambda: free)
+    monkeypatch.setattr(wiring, "memory_owner", lambda: "this container (its control group)")
+
+
+def test_the_kv_cache_is_sized_by_what_the_container_has_left(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
+    block = bytes_per_block(spec, 16, torch.float32)
+    in_a_container(monkeypatch, 100 * block, 40 * block)
+    assert kv_blocks(EngineConfig(block_size=16), spec, torch.float32) == 20
+    assert kv_blocks(EngineConfig(block_size=16, kv_share=0.25), spec, torch.float32) == 10
+    swapping = EngineConfig(block_size=16, when_short="swap")
+    assert host_blocks(swapping, spec, torch.float32, 20) == 10, "host memory is the same memory: a quarter of it"
+
+
+def test_no_memory_left_says_so(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
+    in_a_container(monkeypatch, 2**30, 1000)
+    with pytest.raises(BadConfig, match=r"does not fit; this container \(its control group\) has 0 MiB left"):
+        kv_blocks(EngineConfig(), spec, torch.float32)
+    with pytest.raises(BadConfig, match="raise --kv-memory"):
+        kv_blocks(EngineConfig(kv_memory=100), spec, torch.float32)
+
+
+def test_what_the_container_can_never_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_a_container(monkeypatch, 2**30, 2**30)
+    with pytest.raises(BadConfig, match=r"asks for 2.0 GiB.*: this container .* has 1.0 GiB in total"):
+        check_memory(EngineConfig(kv_memory=2**31), "cpu")
+    with pytest.raises(BadConfig, match=r"weights take 1\.9 GiB in float32, and this container .* 1\.0 GiB.*; do that"):
+        check_size(500_000_000, torch.float32, "cpu", "do that")
+    check_size(500_000_000, torch.bfloat16, "cpu", "")
+
+
+def test_a_model_larger_than_the_container_is_refused_before_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model")
+    in_a_container(monkeypatch, 2**16, 2**16)
+    with pytest.raises(BadConfig, match=r"weights take .* choose a smaller model, or --dtype bfloat16"):
+        build(EngineConfig(model=str(model), dtype="float32", device="cpu"))
+
+
+def test_a_short_context_for_lack_of_memory_is_a_warning(caplog: pytest.LogCaptureFixture, spec: ModelSpec) -> None:
+    with caplog.at_level(logging.INFO):
+        assert make_limits(EngineConfig(), spec, 64).max_model_len == 64
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "memory is short" in caplog.text
+
+
+# ---- CPUs that change -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2, reason="needs two CPUs")
+def test_a_running_engine_follows_its_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "LOOK_EVERY_S", 0.0)
+    before = torch.get_num_threads()
+    model = save_model(tmp_path / "model")
+    built = build(EngineConfig(model=str(model), device="cpu", kv_memory=2**20, max_model_len=128))
+    try:
+        worker = built.loop.executor._worker  # type: ignore[attr-defined]
+
+        def run(name: str) -> list[int]:
+            built.loop.submit(Request(name, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8), seed=0))
+            tokens: list[int] = []
+            while not built.loop.idle:
+                tokens += built.loop.step().tokens
+            return tokens
+
+        wanted = run("all")
+        cpus = sorted(os.sched_getaffinity(0))
+        worker.submit(os.sched_setaffinity, 0, cpus[:1]).result()
+        assert run("one") == wanted
+        assert worker.submit(torch.get_num_threads).result() == 1
+        worker.submit(os.sched_setaffinity, 0, cpus).result()
+        assert run("all again") == wanted
+        assert worker.submit(torch.get_num_threads).result() >= 1
+    finally:
+        built.loop.close()
+        torch.set_num_threads(before)

@@ -5,9 +5,10 @@ config ─► files ─► spec ─► weights ─► model ─► runner ─►
 """
 
 import logging
-import os
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.kernels.cpu import keep_in
+from shoal.machine.memory import available_bytes, memory_owner, total_bytes
 from shoal.models import Model, make_model
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner.kvstore import KVStore, bytes_per_block
@@ -39,7 +41,7 @@ from shoal.runner.loader import (
 )
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
-from shoal.runner.threads import choose_threads, release_threads
+from shoal.runner.threads import ThreadChoice, ThreadFollower, choose_threads, move_to, release_threads, staying_on
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
 from shoal.text.template import read_template
@@ -48,6 +50,7 @@ from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 log = logging.getLogger(__name__)
 OnTokenizer = Callable[[ModelFiles, Tokenizer], None]
 MOST_HOST_BYTES = 4 * 2**30  # of host memory for KV blocks, by default
+SHORT_CONTEXT = 1024  # tokens: a KV cache that holds fewer is worth a warning
 GRAPHS_BYTES = 2**30  # of GPU memory kept free for recorded graphs
 
 
@@ -61,6 +64,7 @@ class Loaded:
     device: str
     model: Model
     tokenizer: Tokenizer | None
+    threads: ThreadChoice
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,6 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
     """The model with its files, tokenizer and weights."""
     device = pick_device(config.device)
     check_memory(config, device)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    elif device == "cpu":
-        threads = choose_threads(config.cpu_kernels)
-        log.info("computing with %d threads", threads)
     if config.quantization != "none" and device != "cpu":
         raise BadConfig(
             f"quantization {config.quantization} works on CPUs only; leave it out on a GPU, or use --device cpu"
@@ -130,8 +129,22 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
         if on_tokenizer is not None:
             on_tokenizer(files, tokenizer)
     dtype = pick_dtype(config.dtype, spec, device)
-    model = load_model(config, files, spec, dtype, device, progress)
-    return Loaded(files, model.spec, dtype, device, model, tokenizer)
+    threads = pick_threads(config, spec, dtype, device)
+    with staying_on(threads.cpus):  # so that the weights are in the memory of that socket
+        model = load_model(config, files, spec, dtype, device, progress)
+    return Loaded(files, model.spec, dtype, device, model, tokenizer, threads)
+
+
+def pick_threads(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str) -> ThreadChoice:
+    """As configured, else, on a CPU, as many as the machine has for a model of this size."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if config.threads or device != "cpu":
+        return ThreadChoice(torch.get_num_threads())
+    choice = choose_threads(config.cpu_kernels, 2 * spec.parameters * dtype.itemsize)  # the weights, and as much for KV
+    where = f", on CPUs {min(choice.cpus)} to {max(choice.cpus)}" if choice.cpus else ""
+    log.info("computing with %d threads%s", choice.threads, where)
+    return choice
 
 
 def assemble(
@@ -155,7 +168,7 @@ def assemble(
     runner = Runner(loaded.model, store, scheduler.tables.rows.count, limits.max_model_len, device)
     # with depth 2 each answer costs one pass too many; on a CPU that is more than planning ahead gains
     depth = config.depth or (2 if device == "cuda" else 1)
-    executor, more = make_executor(runner, config)
+    executor, more = make_executor(runner, config, loaded.threads)
     loop = EngineLoop(scheduler, executor, clock or WallClock(), depth=depth, check=config.check)
     if in_idle_moments:
         loop.spare = more
@@ -177,7 +190,7 @@ def assemble(
     )
 
 
-def make_executor(runner: Runner, config: EngineConfig) -> tuple[Executor, Iterator[object]]:
+def make_executor(runner: Runner, config: EngineConfig, threads: ThreadChoice) -> tuple[Executor, Iterator[object]]:
     """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one."""
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
@@ -187,7 +200,7 @@ def make_executor(runner: Runner, config: EngineConfig) -> tuple[Executor, Itera
             return executor, iter(())
         return executor, executor.recordings(config.slots)
     release_threads(config.cpu_kernels)  # the threads that loaded the weights
-    return ThreadedExecutor(runner), iter(())
+    return ThreadedExecutor(runner, partial(move_to, threads.cpus), ThreadFollower(threads)), iter(())
 
 
 def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
@@ -215,11 +228,15 @@ def load_model(
 ) -> Model:
     """Weights from the files, or random ones."""
     if config.load_format == "dummy":
-        check_size(spec, dtype, device)
+        check_size(spec.parameters, dtype, device, "choose smaller sizes in config.json")
         params = dummy_weights(spec, dtype, device, seed=config.seed or 0)
     else:
         reader = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
         spec = untied_if_both(reader, spec)
+        # a config that claims more than the files hold is refused for that
+        held = min(spec.parameters, sum(math.prod(reader.shape(name)) for name in reader.names()))
+        smaller = ", or --dtype bfloat16" if dtype.itemsize > 2 else ""
+        check_size(held, dtype, device, f"give it more memory, or choose a smaller model{smaller}")
         params = load_weights(reader, spec, dtype, device, progress=progress)
     if config.quantization == "int8":
         params.convert(to_int8)
@@ -232,30 +249,25 @@ def free_memory(device: str = "cpu") -> int:
     """Bytes that can be allocated without swapping."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no /proc: half of the total
+    return available_bytes()
 
 
 def whole_memory(device: str = "cpu") -> int:
     """Bytes in total, free or not."""
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(torch.cuda.mem_get_info()[1]) if device == "cuda" else total_bytes()
 
 
-def check_size(spec: ModelSpec, dtype: torch.dtype, device: str) -> None:
-    """Refuse random weights that cannot fit; those in files are compared with what the files hold."""
-    needed, whole = spec.parameters * dtype.itemsize, whole_memory(device)
+def owner_of_memory(device: str) -> str:
+    return "the GPU" if device == "cuda" else memory_owner()
+
+
+def check_size(parameters: int, dtype: torch.dtype, device: str, change: str) -> None:
+    """Refuse weights that can never fit: the system would kill the process while it loads them."""
+    needed, whole = parameters * dtype.itemsize, whole_memory(device)
     if needed > whole:
         raise BadConfig(
-            f"random weights of this config's sizes take {needed / 2**30:.1f} GiB, and there are {whole / 2**30:.1f} "
-            "GiB in total; choose smaller sizes in config.json"
+            f"the weights take {needed / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, and "
+            f"{owner_of_memory(device)} has {whole / 2**30:.1f} GiB in total; {change}"
         )
 
 
@@ -265,10 +277,9 @@ def check_memory(config: EngineConfig, device: str) -> None:
     sizes = [("--kv-memory", config.kv_memory, device), ("--host-kv-memory", config.host_kv_memory, "cpu")]
     for flag, asked, where in sizes:
         if asked is not None and asked > (whole := whole_memory(where)):
-            owner = "the GPU" if where == "cuda" else "this machine"
             raise BadConfig(
-                f"{flag} asks for {asked / 2**30:.1f} GiB, which do not fit: {owner} has {whole / 2**30:.1f} GiB "
-                f"in total; lower {flag}"
+                f"{flag} asks for {asked / 2**30:.1f} GiB, which do not fit: {owner_of_memory(where)} has "
+                f"{whole / 2**30:.1f} GiB in total; lower {flag}"
             )
 
 
@@ -279,27 +290,31 @@ def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
     useful = config.slots * -(-longest // config.block_size)
     if config.kv_memory is not None:
         blocks = config.kv_memory // block_bytes
+        change = "raise --kv-memory or lower --block-size"
     else:
         free = free_memory(device)
         usable = int(free * (config.kv_share or 0.5))
         if device == "cuda":
             usable = min(int(free * (config.kv_share or 0.9)), free - GRAPHS_BYTES)
         blocks = min(useful, max(usable, 0) // block_bytes)
-    if blocks < 1:
-        raise BadConfig(
-            f"one KV block of {config.block_size} tokens takes {block_bytes:,} bytes and does not fit; "
-            f"raise --kv-memory or lower --block-size"
+        change = (
+            f"{owner_of_memory(device)} has {free / 2**20:,.0f} MiB left after the weights: give it more memory, "
+            "choose a smaller model, or set --kv-memory"
         )
+    if blocks < 1:
+        what = f"one KV block of {config.block_size} tokens takes {block_bytes:,} bytes and does not fit"
+        raise BadConfig(f"{what}; {change}")
     return blocks
 
 
 def host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, blocks: int) -> int:
-    """How many blocks host memory holds: as configured, else as many as the device if the policy swaps."""
+    """How many blocks host memory holds: as configured, else as many as the device if the policy swaps, but not more
+    than a quarter of the memory that is free."""
     block_bytes = bytes_per_block(spec, config.block_size, dtype)
     if config.host_kv_memory is not None:
         return config.host_kv_memory // block_bytes
     if config.when_short in ("swap", "auto"):
-        return min(blocks, max(1, MOST_HOST_BYTES // block_bytes))
+        return min(blocks, max(1, min(MOST_HOST_BYTES, available_bytes() // 4) // block_bytes))
     return 0
 
 
@@ -315,7 +330,14 @@ def make_limits(config: EngineConfig, spec: ModelSpec, kv_tokens: int) -> Limits
                 f"the KV cache holds {kv_tokens} tokens, fewer than max_model_len {asked}; "
                 f"raise --kv-memory or lower --max-model-len"
             )
-        log.info("the KV cache holds %d tokens, so sequences end there and not at %d", kv_tokens, longest)
+        short = kv_tokens < SHORT_CONTEXT
+        log.log(
+            logging.WARNING if short else logging.INFO,
+            "the KV cache holds %d tokens, so sequences end there and not at %d%s",
+            kv_tokens,
+            longest,
+            ": memory is short; give it more, or choose a smaller model" if short else "",
+        )
         longest = kv_tokens
     return Limits(longest, config.slots, config.pass_tokens, spec.vocab_size)
 

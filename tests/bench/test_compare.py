@@ -1,14 +1,13 @@
 """Replay and compare: times, swept groups, equal-latency ratios, and the whole command on a tiny model."""
 
 import json
-import os
 import re
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from shoal.bench import cpu_noise
+from shoal.bench import plots
 from shoal.bench.compare import (
     ComparePlan,
     arrive,
@@ -21,7 +20,7 @@ from shoal.bench.compare import (
     speed_up,
     variants,
 )
-from shoal.bench.cpu_noise import NoiseWatch
+from shoal.bench.cpu_noise import Noise, NoiseWatch
 from shoal.bench.giant import giant_rows, run_giant
 from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
 from shoal.bench.replay import replay
@@ -251,19 +250,37 @@ def test_invalid_flags_are_refused_with_the_reason(
 
 
 def test_a_disturbed_run_is_repeated_and_the_least_disturbed_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = [0.5, 0.2, 0.3]
-    monkeypatch.setattr(NoiseWatch, "others", lambda self: shares.pop(0))
-    run = run_one(make_plan(repeats=2), make_engine, "shoal", "shoal", {}, 20.0)
-    assert run.others == 0.2
+    shares: list[float | None] = [0.5, 0.2, 0.3]
+
+    def noise(self: NoiseWatch) -> Noise | None:
+        return None if (share := shares.pop(0)) is None else Noise(share, 0.0)
+
+    monkeypatch.setattr(NoiseWatch, "noise", noise)
+    again = partial(run_one, make_plan(repeats=2), make_engine, "shoal", "shoal", {}, 20.0)
+    assert again().noise == Noise(0.2, 0.0)
     assert not shares
     shares = [0.01, 0.9]
-    assert run_one(make_plan(repeats=2), make_engine, "shoal", "shoal", {}, 20.0).others == 0.01
+    assert again().noise == Noise(0.01, 0.0)
     assert shares == [0.9], "a quiet run is not repeated"
+    shares = [None, 0.9]
+    assert again().noise is None
+    assert shares == [0.9], "nor is one of which nothing is known"
 
 
-def test_noise_is_the_machines_cpu_time_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = os.cpu_count() or 1
-    monkeypatch.setattr(cpu_noise, "time", SimpleNamespace(monotonic=iter([0.0, 10.0]).__next__))
-    monkeypatch.setattr(cpu_noise, "busy_seconds", iter([100.0, 100.0 + 7.0 * cores]).__next__)
-    monkeypatch.setattr(cpu_noise, "own_seconds", iter([50.0, 50.0 + 4.0 * cores]).__next__)
-    assert cpu_noise.NoiseWatch().others() == pytest.approx(0.3)
+def test_noise_is_in_the_report_s_headline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(tmp_path / "model")
+    argv = ["compare", "--model", str(model), "--presets", "shoal", "--requests", "3", "--threads", "1"]
+    monkeypatch.setattr(plots, "PLOTS", {"work": plots.PLOTS["work"]})
+    for share, wanted in ((0.3, True), (0.04, False)):
+        monkeypatch.setattr(NoiseWatch, "noise", lambda self, share=share: Noise(share, 0.0))
+        out = tmp_path / str(share)
+        assert main([*argv, "--out", str(out)]) == 0
+        table, *_ = capsys.readouterr().out.splitlines()
+        html, markdown = (out / "report.html").read_text(), (out / "report.md").read_text()
+        for text in (table, html.partition("<nav")[0], markdown.partition("## ")[0]):
+            assert ("Noisy machine: other programs and stolen time took 30% of the CPUs" in text) == wanted
+        assert ("noisy machine" in (out / "work.svg").read_text()) == wanted
+        (run,) = json.loads((out / "results.json").read_text())["runs"]
+        assert (run["others"], run["stolen"]) == (share, 0.0)

@@ -113,6 +113,34 @@ def test_it_follows_a_machine_that_gets_slower() -> None:
     assert model.seconds(128, 100) == pytest.approx(3 * 0.138, rel=0.1)
 
 
+def test_a_quota_of_half_a_core_is_no_surprise() -> None:
+    """Linux stops the process for the rest of a period when its quota is used up: most passes take their CPU time, and
+    some 50 ms more. The model predicts what they take on average, at any time."""
+    model, now_s, left_s = StepModel(), 0.0, 0.05
+
+    def take(cpu_s: float) -> float:
+        """Seconds until so much CPU time was given: 50 ms in each period of 100 ms."""
+        nonlocal now_s, left_s
+        begun_s = now_s
+        while cpu_s > left_s:
+            cpu_s -= left_s
+            now_s, left_s = 0.1 * (int((now_s + left_s) / 0.1 + 1e-9) + 1), 0.05
+        now_s, left_s = now_s + cpu_s, left_s - cpu_s
+        return now_s - begun_s
+
+    ratios = []
+    for number in range(1, 600):
+        tokens = 128 if number % 12 == 0 else 8
+        model.learn(tokens, 100, take(0.002 + 0.001 * tokens), prompts=tokens > 8)
+        if number > 100:
+            ratios.append((model.seconds(8, 100) / 0.020, model.seconds(128, 100) / 0.260))
+    for one in zip(*ratios, strict=True):
+        assert min(one) > 0.5
+        assert max(one) < 2.0
+        assert sum(one) / len(one) == pytest.approx(1.0, abs=0.15)
+    assert model.miss < 1.5
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e9])
 def test_times_that_mean_nothing_are_not_learned(seconds: float) -> None:
     model = StepModel()

@@ -324,6 +324,7 @@ def check_figures(figures: dict[str, Any]) -> None:
     assert figures["fraction_of_floor"] == pytest.approx(floor["total_s"] / figures["seconds"])
     assert all(value >= 0 for value in floor.values() if isinstance(value, float))
     assert all(value > 0 for value in figures["machine"].values() if isinstance(value, float))
+    assert {"others", "stolen"} <= set(figures)
 
 
 def test_bench_of_a_model(model: Path, tmp_path: Path, workload: str, capsys: Capture) -> None:
@@ -367,6 +368,7 @@ def test_bench_latency(model: Path, tmp_path: Path, capsys: Capture) -> None:
         assert 0 < row["gap_p50_s"] <= row["gap_p99_s"]
         assert 0 < row["ttft_p50_s"] <= row["ttft_last_s"]
         assert row["gap_fraction"] == pytest.approx(row["least_gap_s"] / row["gap_p50_s"])
+        assert {"others", "stolen"} <= set(row)
     assert "gap p50" in capsys.readouterr().out
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from shoal import LLM, SamplingParams
+from shoal.bench.cpu_noise import Noise, NoiseWatch
 from shoal.cli import main
 from shoal.kernels.cpu import VARIABLE, Library, compiled, find
+from shoal.machine.cgroup import MemoryLimit
 from tests.story.models import greedy, open_llm, token_ids
 
 LEVELS = ["off", *(level for level in compiled.NEEDS if getattr(find(level), "level", "") == level)]
@@ -80,6 +82,8 @@ def test_doctor_at_every_level(capsys: Capture, monkeypatch: pytest.MonkeyPatch,
     assert report["matrix_gflop_s"] > 0
     assert [one["type"] for one in report["linear"]] == ["float32", "bfloat16", "int8"]
     assert all(one["one_row_gb_s"] > 0 and one["many_rows_gflop_s"] > 0 for one in report["linear"])
+    assert {"others", "stolen", "cpu_quota", "memory_limit_bytes"} <= set(report)
+    assert all({"others", "stolen"} <= set(one) for one in report["linear"])
 
 
 def test_doctor(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +92,15 @@ def test_doctor(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = capsys.readouterr().out
     assert str(find()) in shown
     assert "GB/s read" in shown
+    monkeypatch.setattr(NoiseWatch, "noise", lambda self: Noise(0.2, 0.1))
+    monkeypatch.setattr("shoal.bench.doctor.cpu_quota", lambda: 1.5)
+    monkeypatch.setattr("shoal.bench.doctor.memory_limit", lambda: MemoryLimit(3 * 2**30, 2**30))
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Noisy machine: other programs and stolen time took 30% of the CPUs (10% stolen) during")
+    assert shown.count("(others used 30% of the CPUs)") == 5, "at each figure"
+    assert "a quota of 1.5 CPUs" in shown
+    assert "3.0 GiB (control group)" in shown
     assert main(["doctor", "--cpu-kernels", "mmx"]) == 2
     assert "portable" in capsys.readouterr().err
 

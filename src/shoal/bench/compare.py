@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from shoal.bench.cpu_noise import DISTURBED, NoiseWatch
+from shoal.bench.cpu_noise import NoiseWatch
 from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.replay import replay
 from shoal.config.presets import preset_of
@@ -124,12 +124,12 @@ def run_one(
     if bar is not None:
         bar.set_description(name)
     runs: list[RunRecord] = []
-    while len(runs) < 1 + plan.repeats and (not runs or runs[-1].others > DISTURBED):
-        if runs and bar is not None:
-            bar.write(f"{name}: other programs took {runs[-1].others:.0%} of the CPU; running it again")
+    while len(runs) < 1 + plan.repeats and (not runs or (runs[-1].noise and runs[-1].noise.disturbs)):
+        if runs and runs[-1].noise and bar is not None:
+            bar.write(f"{name}: {runs[-1].noise.remark()}; running it again")
             bar.total = (bar.total or 0) + len(plan.trace)
         runs.append(run_once(plan, make_engine, preset, label, settings, rate, bar))
-    return min(runs, key=lambda run: run.others)
+    return min(runs, key=lambda run: run.noise.share if run.noise else 0.0)
 
 
 def run_once(
@@ -143,8 +143,8 @@ def run_once(
 ) -> RunRecord:
     """One run on a new engine."""
     chosen = {**preset_of(preset).settings, **settings}
-    watch = NoiseWatch()
     loop = make_engine(chosen)
+    watch = NoiseWatch()
     try:
         run = replay(
             loop,
@@ -157,10 +157,11 @@ def run_once(
             users=plan.users,
             bar=bar,
         )
+        noise = watch.noise()
     finally:
         loop.close()
     run.settings = chosen
-    run.others = watch.others()
+    run.noise = noise
     return run
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-HEADERS = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+HEADERS = (
+    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+)
 
 
 class Choice(msgspec.Struct):

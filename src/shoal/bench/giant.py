@@ -7,6 +7,7 @@ slightly longer. Takes a make_engine; knows the experiment, not how it is drawn.
 from collections.abc import Callable
 from typing import Any
 
+from shoal.bench.cpu_noise import NoiseWatch, noise_figures
 from shoal.bench.record import RunRecord
 from shoal.bench.replay import Replay
 from shoal.engine.loop import EngineLoop
@@ -53,8 +54,10 @@ def _one(
     trace = [TraceRequest(0.0, 8, output)] * streams + [TraceRequest(0.0, giant, 4)]
     replay = GiantReplay(loop, trace, make_prompts(trace, vocab_size), max_tokens=output, users=streams + 1)
     replay.warm_passes = warm_passes
+    watch = NoiseWatch()
     seconds, busy_s = replay.run()
-    return RunRecord(way, way, 0.0, {"prefill": way}, streams + 1, replay.records, replay.passes, seconds, busy_s)
+    records, passes, noise = replay.records, replay.passes, watch.noise()
+    return RunRecord(way, way, 0.0, {"prefill": way}, streams + 1, records, passes, seconds, busy_s, noise)
 
 
 def giant_rows(runs: dict[str, RunRecord]) -> list[dict[str, Any]]:
@@ -63,7 +66,9 @@ def giant_rows(runs: dict[str, RunRecord]) -> list[dict[str, Any]]:
     for way, run in runs.items():
         *streams, giant = run.requests
         gap_s = max(gap for stream in streams for gap in stream.gaps_s)
-        rows.append({"prefill": way, "largest_gap_s": gap_s, "giant_ttft_s": giant.ttft_s or 0.0})
+        rows.append(
+            {"prefill": way, "largest_gap_s": gap_s, "giant_ttft_s": giant.ttft_s or 0.0} | noise_figures(run.noise)
+        )
     inline = next(row for row in rows if row["prefill"] == "inline")
     for row in rows:
         row["gap_of_inline"] = row["largest_gap_s"] / inline["largest_gap_s"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench import plot_style
+from shoal.bench.cpu_noise import short_banner
 from shoal.bench.plot_runs import NOTHING, SINCE
 from shoal.bench.record import RunRecord
 
@@ -31,6 +32,7 @@ def giant_plot(runs_by_prefill: Mapping[str, RunRecord]) -> "Figure":
         low, high = axes[0].get_ylim()
         axes[0].set_ylim(low, high * 2.5)
     giant_legend(figure)
+    plot_style.add_to_title(figure, short_banner([run.noise for run in runs_by_prefill.values()]))
     return figure
 
 

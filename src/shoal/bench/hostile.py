@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.bench.cpu_noise import NoiseWatch, noise_figures
 from shoal.bench.hostile_bodies import Attack
 
 PIECE = 1 << 20
@@ -36,14 +37,25 @@ class AttackResult:
     health_ms: dict[str, float] = field(default_factory=dict)  # p50, p99, p100 of /health meanwhile
     front_mb: float = 0.0  # the largest front, at its peak
     front_cpu_s: float = 0.0  # of all fronts
+    others: float | None = None  # share of the CPUs that neither this program nor the server used; None: unknown
+    stolen: float | None = None  # the part of it that the hypervisor took
 
     def row(self) -> list[str]:
         answers = ", ".join(f"{count} x {status}" for status, count in sorted(self.answers.items()))
         health = [f"{self.health_ms.get(name, float('nan')):.1f}" for name in ("p50", "p99", "p100")]
-        return [self.name, answers, f"{self.seconds:.1f}", *health, f"{self.front_mb:.0f}", f"{self.front_cpu_s:.1f}"]
+        others = "?" if self.others is None else f"{self.others:.0%}"
+        return [
+            self.name,
+            answers,
+            f"{self.seconds:.1f}",
+            *health,
+            f"{self.front_mb:.0f}",
+            f"{self.front_cpu_s:.1f}",
+            others,
+        ]
 
 
-HEADER = ["attack", "answers", "s", "/health p50 ms", "p99", "p100", "front MB", "front CPU s"]
+HEADER = ["attack", "answers", "s", "/health p50 ms", "p99", "p100", "front MB", "front CPU s", "others"]
 
 
 # ---- the client -----------------------------------------------------------------------------------------------------
@@ -186,6 +198,7 @@ def measured(probe: HealthProbe, root: int, name: str, sent: int, work: Callable
     fronts = fronts_of(root)
     for pid in fronts:
         forget_peak(pid)
+    watch = NoiseWatch()  # the server is a child of this process
     began_s, used_s = time.monotonic(), sum(map(cpu_s, fronts))
     answers = work()
     ended_s = time.monotonic()
@@ -198,4 +211,5 @@ def measured(probe: HealthProbe, root: int, name: str, sent: int, work: Callable
         probe.spread_ms(began_s),
         round(max(map(peak_mb, fronts), default=0.0), 1),
         round(sum(map(cpu_s, fronts)) - used_s, 2),
+        **noise_figures(watch.noise()),
     )

@@ -6,10 +6,12 @@ request a token.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median, quantiles
+from typing import Any
 
+from shoal.bench.cpu_noise import Noise, NoiseWatch, noise_figures
 from shoal.bench.floor import Machine, decode_pass_s, prompts_s
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
@@ -33,6 +35,7 @@ class Latency:
     least_ttft_s: float  # of the last request
     least_gap_s: float
     output_tok_s: float
+    noise: Noise | None = None  # what other programs took of the CPUs meanwhile
 
     @property
     def ttft_fraction(self) -> float:
@@ -48,6 +51,7 @@ def run_latency(
 ) -> Latency:
     """One batch, from the first submission to the last token."""
     lengths = [Lengths(prompt, output)] * batch
+    watch = NoiseWatch()
     begun = time.perf_counter()
     for number, ids in enumerate(random_prompts(lengths, spec.vocab_size, seed)):
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
@@ -76,7 +80,16 @@ def run_latency(
         least_ttft_s=prompts_s(lengths, spec, itemsize, machine),
         least_gap_s=decode_pass_s(batch, prompt + output // 2, spec, itemsize, machine),
         output_tok_s=batch * output / seconds,
+        noise=watch.noise(),
     )
+
+
+def latency_figures(run: Latency) -> dict[str, Any]:
+    """All figures of one batch, for machines."""
+    own = {name: value for name, value in asdict(run).items() if name != "noise"}
+    return {
+        **own, "ttft_fraction": run.ttft_fraction, "gap_fraction": run.gap_fraction, **noise_figures(run.noise)
+    }  # fmt: skip
 
 
 def best_of(runs: Sequence[Latency]) -> Latency:

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+from shoal.bench.cpu_noise import banner, noise_in
 from shoal.bench.page_style import CSS, SCRIPT
 
 Row = Mapping[str, Any]  # {"preset", "label", "rate", **summarise(run)}
@@ -111,7 +112,7 @@ COLUMNS = (
     Column("recomputed", "recomputed_tokens", number(0), "low", "positions recomputed after a preemption"),
     Column("KV waste", "kv_waste", share, "low", "share of held KV memory that is unused"),
     Column("busy", "device_busy", share, "", "share of the time in which the device computed"),
-    Column("others", "others", share, "", "share of the CPU that other programs took; above 5% a run is not reliable"),
+    Column("others", "others", share, "", "share of the CPUs that others took; above 5% a run is not reliable"),
     Column("cost/M tok", "cost_per_million_tokens", number(2), "low", "price of a million output tokens"),
 )
 
@@ -232,6 +233,11 @@ def plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def noise_banner(rows: Sequence[Row]) -> list[str]:
+    """The headline on other programs, if they disturbed a run."""
+    return [text] if (text := banner([noise_in(row) for row in rows])) else []
+
+
 def title_of(meta: Mapping[str, Any]) -> str:
     return str(meta.get("title", "Every batching system in one engine"))
 
@@ -259,6 +265,7 @@ def write_html(path: Path, meta: Mapping[str, Any], rows: Sequence[Row], figures
     intro = [str(meta["summary"])] if meta.get("summary") else []
     parts = [
         f"<h1>{title}</h1>",
+        *(f'<p class="banner" role="note">{html.escape(text)}</p>' for text in noise_banner(rows)),
         *(f'<p class="summary">{html.escape(text)}</p>' for text in [*intro, summary(rows)]),
         '<nav aria-label="plots">' + " ".join(nav_link(name) for name in figures) + "</nav>",
         '<section id="table"><h2>Figures</h2>' + html_table(rows) + html_details(rows) + "</section>",
@@ -410,7 +417,8 @@ def write_markdown(path: Path, meta: Mapping[str, Any], rows: Sequence[Row], ima
     """The same as report.md; images are linked relative to it."""
     rows = by_rate(rows)
     intro = [str(meta["summary"])] if meta.get("summary") else []
-    parts = [f"# {md(title_of(meta))}", *(md(text) for text in [*intro, summary(rows)])]
+    parts = [f"# {md(title_of(meta))}", *(f"> **{md(text)}**" for text in noise_banner(rows))]
+    parts += [md(text) for text in [*intro, summary(rows)]]
     parts += ["## Figures", md_table(rows), "Best of each rate in bold."]
     for name, image in image_paths.items():
         heading, how = caption(name)

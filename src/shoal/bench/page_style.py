@@ -13,6 +13,7 @@ main{max-width:1240px;margin:0 auto;padding:2rem 1.25rem 4rem}
 h1{font-size:1.9rem;line-height:1.2;margin:0 0 1rem}
 h2{font-size:1.3rem;margin:2.6rem 0 .6rem}
 .summary{font-size:1.06rem;max-width:75ch}
+.banner{max-width:75ch;padding:.6rem .9rem;border-left:4px solid #d55e00;background:var(--head);font-weight:600}
 .note,figcaption{color:var(--soft);font-size:.92rem}
 nav{display:flex;flex-wrap:wrap;gap:.4rem 1.1rem;font-size:.92rem;margin:1.2rem 0}
 a{color:inherit;text-underline-offset:.2em}

@@ -26,6 +26,7 @@ KNOWN_DASHED = ("transformers", "fastertransformer", "classic-dynamic", "trtllm-
 
 PROMPT_COLOUR, DECODE_COLOUR, AGAIN_COLOUR, WASTE_COLOUR = "#E69F00", "#0072B2", "#CC3311", "#8C8C8C"
 TEXT, SOFT, PALE = "#262626", "#6B6B6B", "#E3E8EE"
+TITLE: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": TEXT}
 WIDE_IN = 12.0
 LONGEST_LABEL = 26
 
@@ -82,8 +83,14 @@ def new_figure(title: str, tall_in: float) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDE_IN, tall_in), layout="constrained", facecolor="white")
-    figure.suptitle(title, x=0.008, ha="left", fontsize=13, fontweight="bold", color=TEXT)
+    figure.suptitle(title, x=0.008, ha="left", **TITLE)
     return figure
+
+
+def add_to_title(figure: "Figure", remark: str) -> None:
+    """A second line of the title, if there is something to remark."""
+    if remark:
+        figure.suptitle(f"{figure.get_suptitle()}\n{remark}", x=0.008, ha="left", **TITLE)
 
 
 def panels(figure: "Figure", rows: int, columns: int, **share: Any) -> "list[Axes]":

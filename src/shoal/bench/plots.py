@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.bench import plot_style
+from shoal.bench.cpu_noise import short_banner
 from shoal.bench.latency_plots import latency_plot, sweep_plot, waiting_plot
 from shoal.bench.pass_plots import kv_plot, tokens_plot, work_plot
 from shoal.bench.plot_runs import Runs
@@ -32,4 +33,10 @@ PLOTS: dict[str, Draw] = {
 
 def draw_all(runs: Runs, promise: Promise, folder: Path) -> dict[str, Path]:
     """Every plot as folder/name.svg and name.png; returns the path of each SVG, in the order to show them."""
-    return {name: plot_style.save(draw(runs, promise), folder, name) for name, draw in PLOTS.items()}
+    remark = short_banner([run.noise for run in runs])
+    paths = {}
+    for name, draw in PLOTS.items():
+        figure = draw(runs, promise)
+        plot_style.add_to_title(figure, remark)
+        paths[name] = plot_style.save(figure, folder, name)
+    return paths

@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench.cpu_noise import DISTURBED, NoiseWatch
+from shoal.bench.cpu_noise import NoiseWatch, under_banner
 from shoal.bench.record import RequestRecord, RunRecord, spread
 from shoal.bench.replay import Replay
 from shoal.core.events import PassEvents
@@ -109,10 +109,10 @@ class Lab:
         """
         for last in (False, False, True):
             record = self._run(label, planned, settings, until)
-            if record.others <= DISTURBED:
+            if record.noise is None or not record.noise.disturbs:
                 break
             what = "its times are not reliable" if last else "running it again"
-            self.warn(f"{label}: other programs took {record.others:.0%} of the CPU; {what}")
+            self.warn(f"{label}: {record.noise.remark()}; {what}")
         return record
 
     def _run(self, label: str, planned: Sequence[PlannedRequest], settings: dict[str, Any], until: str) -> RunRecord:
@@ -126,10 +126,11 @@ class Lab:
             watch = NoiseWatch()
             with tqdm(total=len(trace), desc=label, unit="req", disable=not self.progress, leave=False) as bar:
                 seconds, busy_s = replay.run(bar)
+            noise = watch.noise()
         finally:
             loop.close()
-        others, slots = watch.others(), self.sizes.slots
-        return RunRecord(label, label, 0.0, settings, slots, replay.records, replay.passes, seconds, busy_s, others)
+        slots, records = self.sizes.slots, replay.records
+        return RunRecord(label, label, 0.0, settings, slots, records, replay.passes, seconds, busy_s, noise)
 
     def chats(self, count: int, seed: int = 0) -> list[TraceRequest]:
         """Lengths of chats, scaled to this machine."""
@@ -392,7 +393,8 @@ def table(finding: Finding) -> str:
     lines = [f"{finding.name}: {finding.title}"]
     lines += [_line(line, widths) for line in [columns, *cells]]
     lines += [f"{name} = {value:.3f}" for name, value in finding.figures.items()]
-    return "\n".join(lines)
+    lines += [f"{name}: {run.noise.remark()}" for name, run in finding.runs.items() if run.noise and run.noise.remark()]
+    return under_banner("\n".join(lines), [run.noise for run in finding.runs.values()])
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

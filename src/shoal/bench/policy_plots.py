@@ -6,6 +6,7 @@ Knows findings and how they are drawn; knows no engine.
 from typing import TYPE_CHECKING
 
 from shoal.bench import plot_style
+from shoal.bench.cpu_noise import short_banner
 from shoal.bench.policies import Finding
 from shoal.bench.record import RequestRecord
 
@@ -20,6 +21,7 @@ def finding_plot(finding: Finding) -> "Figure":
     """One row for each kind of request: first tokens on the left, gaps on the right, a line for each policy."""
     kinds = list(dict.fromkeys(kind for run in finding.kinds.values() for kind in run))
     figure = plot_style.new_figure(f"{finding.name}: {finding.title}", 0.8 + 2.9 * len(kinds))
+    plot_style.add_to_title(figure, short_banner([run.noise for run in finding.runs.values()]))
     axes = plot_style.panels(figure, len(kinds), 2)
     looks = plot_style.styles(finding.runs)
     for number, kind in enumerate(kinds):

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from shoal.bench.cpu_noise import Noise, noise_figures
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -74,7 +76,7 @@ class RunRecord:
     passes: list[PassRecord]
     seconds: float
     busy_s: float  # seconds in which the device computed
-    others: float = 0.0  # share of the machine's CPU that other programs took during the run
+    noise: Noise | None = None  # what other programs took of the CPUs during the run; None: unknown
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def summarise(run: RunRecord, promise: Promise, price_per_hour: float) -> dict[s
         "preemptions": sum(request.preemptions for request in run.requests),
         "slot_use": sum(one.running for one in run.passes) / max(len(run.passes) * run.slots, 1),
         "budget_use": sum(one.useful + one.padded for one in run.passes) / max(budget, 1),
-        "others": run.others,
+        **noise_figures(run.noise),
         "device_busy": run.busy_s / max(run.seconds, 1e-9),
         "kv_waste": 1 - sum(one.kv_used for one in run.passes) / held if held else 0.0,
         "kv_peak": max((one.kv_held / max(one.kv_total, 1) for one in run.passes), default=0.0),

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from shoal.bench.cpu_noise import noise_figures, noise_in, under_banner
 from shoal.bench.floor import Floor, Machine
 from shoal.bench.throughput import Throughput
 
@@ -12,7 +13,8 @@ def throughput_figures(run: Throughput, least: Floor, machine: Machine, model: s
     return {
         "model": model,
         "dtype": dtype,
-        **asdict(run),
+        **{name: value for name, value in asdict(run).items() if name != "noise"},
+        **noise_figures(run.noise),
         "output_tok_s": run.output_tok_s,
         "total_tok_s": run.total_tok_s,
         "machine": asdict(machine),
@@ -42,8 +44,11 @@ def throughput_table(figures: dict[str, Any]) -> str:
         ),
         ("reached", f"{figures['fraction_of_floor']:.1%} of the floor"),
     ]
+    noise = noise_in(figures)
+    if noise and noise.remark():
+        rows.append(("noise", noise.remark()))
     wide = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{wide}}  {value}" for name, value in rows)
+    return under_banner("\n".join(f"{name:<{wide}}  {value}" for name, value in rows), [noise])
 
 
 def latency_table(figures: dict[str, Any]) -> str:
@@ -55,10 +60,15 @@ def latency_table(figures: dict[str, Any]) -> str:
     lines += [
         f"{row['batch']:>5}  {1000 * row['ttft_p50_s']:>15.1f}  {1000 * row['ttft_last_s']:>6.1f}  "
         f"{row['ttft_fraction']:>8.0%}  {1000 * row['gap_p50_s']:>7.2f}  {1000 * row['gap_p99_s']:>6.2f}  "
-        f"{row['gap_fraction']:>8.0%}  {row['output_tok_s']:>12,.0f}"
+        f"{row['gap_fraction']:>8.0%}  {row['output_tok_s']:>12,.0f}{_remark(row)}"
         for row in figures["batches"]
     ]
-    return "\n".join(lines)
+    return under_banner("\n".join(lines), [noise_in(row) for row in figures["batches"]])
+
+
+def _remark(row: dict[str, Any]) -> str:
+    noise = noise_in(row)
+    return f"  {noise.remark()}" if noise and noise.remark() else ""
 
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -67,6 +77,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("KV waste", "kv_waste", ".0%"),
     ("preempt", "preemptions", "d"),
     ("busy", "device_busy", ".0%"),
+    ("others", "others", ".0%"),
     ("TTFT p50", "ttft_s.p50", ".2f"),
     ("p99", "ttft_s.p99", ".2f"),
     ("gap p50", "gap_s.p50", ".3f"),
@@ -85,7 +96,7 @@ def compare_table(rows: list[dict[str, Any]]) -> str:
         found: Any = row
         for part in path.split("."):
             found = found[part]
-        return format(found, form)
+        return "?" if found is None else format(found, form)
 
     head = ["preset", "req/s", *(name for name, _, _ in COLUMNS)]
     lines = [[row["label"], f"{row['rate']:g}", *(value(row, path, form) for _, path, form in COLUMNS)] for row in rows]
@@ -94,7 +105,8 @@ def compare_table(rows: list[dict[str, Any]]) -> str:
         "  ".join(f"{text:<{wide[0]}}" if i == 0 else f"{text:>{wide[i]}}" for i, text in enumerate(line))
         for line in [head, *lines]
     ]
-    return "\n".join([shown[0], "-" * len(shown[0]), *shown[1:]])
+    table = "\n".join([shown[0], "-" * len(shown[0]), *shown[1:]])
+    return under_banner(table, [noise_in(row) for row in rows])
 
 
 def giant_table(rows: list[dict[str, Any]]) -> str:
@@ -102,7 +114,7 @@ def giant_table(rows: list[dict[str, Any]]) -> str:
     lines = ["prefill    largest gap s  of inline  giant's TTFT s  of inline"]
     lines += [
         f"{row['prefill']:<9}  {row['largest_gap_s']:>13.3f}  {row['gap_of_inline']:>8.2f}x  "
-        f"{row['giant_ttft_s']:>14.3f}  {row['ttft_of_inline']:>8.2f}x"
+        f"{row['giant_ttft_s']:>14.3f}  {row['ttft_of_inline']:>8.2f}x{_remark(row)}"
         for row in rows
     ]
-    return "\n".join(lines)
+    return under_banner("\n".join(lines), [noise_in(row) for row in rows])

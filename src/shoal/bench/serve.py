@@ -18,6 +18,7 @@ import aiohttp
 from tqdm import tqdm
 from yarl import URL
 
+from shoal.bench.cpu_noise import noise_in, under_banner, watch_server
 from shoal.bench.record import Promise, RequestRecord, RunRecord, spread, summarise
 from shoal.bench.sse import Events, StreamedAnswer, error_text
 from shoal.errors import BadConfig
@@ -83,6 +84,7 @@ async def run_serve(
     if not timeout_s > 0:
         raise BadConfig(f"timeout must be above 0 seconds, not {timeout_s}")
     server = base_url(url)
+    watch = watch_server(server.host or "", server.port or 0)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
     async with aiohttp.ClientSession(
         connector=connector,
@@ -117,6 +119,7 @@ async def run_serve(
         passes=[],
         seconds=max((one.ended_s or 0.0 for one in records), default=0.0),
         busy_s=0.0,
+        noise=watch.noise() if watch else None,
     )
 
 
@@ -357,8 +360,12 @@ def serve_table(summary: dict[str, Any]) -> str:
         rows.append(
             ("note", f"this client sent up to {summary['client_late_s']['max']:.2f} s late (counted as latency)")
         )
+    noise = noise_in(summary)
+    if noise and noise.remark():
+        rows.append(("noise", f"{noise.remark()} of this machine, beside the client and a server that is here"))
     wide = max(len(name) for name, _ in rows)
-    return "\n".join([*(f"{name:<{wide}}  {value}" for name, value in rows), "", _spreads(summary)])
+    lines = [*(f"{name:<{wide}}  {value}" for name, value in rows), "", _spreads(summary)]
+    return under_banner("\n".join(lines), [noise])
 
 
 def _goodput(summary: dict[str, Any], promise: dict[str, float]) -> str:

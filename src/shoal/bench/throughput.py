@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
+from shoal.bench.cpu_noise import Noise, NoiseWatch
 from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
@@ -31,6 +32,7 @@ class Throughput:
     preemptions: int
     peak_kv_share: float
     mean_batch: float
+    noise: Noise | None = None  # what other programs took of the CPUs meanwhile
 
     @property
     def output_tok_s(self) -> float:
@@ -54,6 +56,7 @@ def run_throughput(
     outputs = sum(one.output for one in lengths)
     passes = computed = recomputed = preemptions = scheduled = 0
     peak = 0.0
+    watch = NoiseWatch()
     begun = time.perf_counter()
     for number, (one, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         own = replace(params or SamplingParams(temperature=0.0), max_tokens=one.output, ignore_eos=True).resolved({})
@@ -84,4 +87,5 @@ def run_throughput(
         preemptions=preemptions,
         peak_kv_share=peak,
         mean_batch=scheduled / max(passes, 1),
+        noise=watch.noise(),
     )

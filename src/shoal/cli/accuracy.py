@@ -59,6 +59,8 @@ def read_texts(path: str) -> list[str]:
 def run_accuracy(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
+    from shoal.bench.cpu_noise import banner, noise_in
+
     names = args.types.split(",")
     for name in names:
         if name not in SETTINGS:
@@ -74,6 +76,8 @@ def run_accuracy(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows))
         return 0
+    if headline := banner([noise_in(row) for row in rows]):
+        print(f"{headline}\n")
     print("type        perplexity   versus the first    tokens  seconds")
     for row in rows:
         change = f"{row['ratio'] - 1:+.3%}"
@@ -85,9 +89,10 @@ def run_accuracy(args: argparse.Namespace) -> int:
 
 def perplexity(options: dict[str, Any], texts: list[str], most: int) -> dict[str, Any]:
     """exp of the mean negative logprob over all tokens but the first of each text."""
+    from shoal.bench.cpu_noise import NoiseWatch, noise_figures
     from shoal.llm.llm import LLM
 
-    begun = time.perf_counter()
+    watch, begun = NoiseWatch(), time.perf_counter()
     with LLM(**options) as llm:
         prompts: list[list[int]] = []
         for text in texts:
@@ -103,4 +108,5 @@ def perplexity(options: dict[str, Any], texts: list[str], most: int) -> dict[str
         "perplexity": math.exp(-sum(logprobs) / len(logprobs)),
         "tokens": len(logprobs),
         "seconds": time.perf_counter() - begun,
+        **noise_figures(watch.noise()),
     }

@@ -24,6 +24,6 @@ def run_doctor(args: argparse.Namespace) -> int:
     from shoal.bench.doctor import examine, report_table
     from shoal.runner.threads import choose_threads
 
-    report = examine(args.cpu_kernels, args.threads or choose_threads(args.cpu_kernels))
+    report = examine(args.cpu_kernels, args.threads or choose_threads(args.cpu_kernels).threads)
     print(json.dumps(report) if args.json else report_table(report))
     return 0

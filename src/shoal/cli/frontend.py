@@ -43,6 +43,7 @@ def add_frontend(kinds: Any) -> None:
 
 
 def run_frontend(args: argparse.Namespace) -> int:
+    from shoal.bench.cpu_noise import banner, noise_in
     from shoal.cli.compare import numbers
 
     rows = []
@@ -54,12 +55,16 @@ def run_frontend(args: argparse.Namespace) -> int:
             print(one_line(rows[-1]), flush=True)
     if args.json:
         print(json.dumps(rows))
+    elif headline := banner([noise_in(row) for row in rows]):
+        print(headline)
     return 0
 
 
 def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
     """One rate, with new processes."""
+    from shoal.bench.cpu_noise import NoiseWatch, noise_figures
     from shoal.bench.frontend import figures, run_streams
+    from shoal.machine.cpus import allowed_cpus
 
     tokens = max(2, round(rate * args.seconds / args.streams))
     serve = ServeConfig(port=0, api_workers=args.api_workers, log_level="warning")
@@ -75,16 +80,19 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
         )
         processes = [stack.enter_context(Running(child)) for child in [paced_engine, *fronts]]
         host, port = listener.getsockname()[:2]
+        cpus = allowed_cpus()  # before this process is pinned to some of them
         if args.pin:
             pin(processes)
         wait_healthy(address(serve, listener))
+        watch = NoiseWatch(cpus=cpus)
         seen = run_streams(host, port, args.streams, tokens)
+        noise = noise_figures(watch.noise())
         cpu_s = [cpu_seconds(process.pid) for process in processes[1:]]
         for process in reversed(processes):  # the engine last; it writes its emission times
             process.send_signal(signal.SIGTERM)
             process.wait(30)
         found = figures(json.loads((folder / "sent").read_text()), seen, rate)
-    return {**found, "front_cpu_us_per_token": round(sum(cpu_s) / max(found.get("tokens", 1), 1) * 1e6, 1)}
+    return {**found, **noise, "front_cpu_us_per_token": round(sum(cpu_s) / max(found.get("tokens", 1), 1) * 1e6, 1)}
 
 
 class Running:
@@ -151,11 +159,14 @@ def wait_healthy(url: str) -> None:
 def one_line(row: dict[str, Any]) -> str:
     if not row["tok_s"]:
         return f"offered {row['offered_tok_s']:,.0f} tok/s: nothing arrived; {row['problems']}"
-    delay = row["delay_ms"]
+    from shoal.bench.cpu_noise import noise_in
+
+    delay, noise = row["delay_ms"], noise_in(row)
     return (
         f"offered {row['offered_tok_s']:,.0f} tok/s: {row['tok_s']:,.0f} arrived "
         f"({row['tok_s'] / row['offered_tok_s']:.0%}), "
         f"added delay p50 {delay['p50']:.1f} p90 {delay['p90']:.1f} p99 {delay['p99']:.1f} ms, "
         f"{row['front_cpu_us_per_token']:.0f} µs of the fronts' CPU per token"
+        + (f"; {noise.remark()}" if noise and noise.remark() else "")
         + (f"; {row['missing']} missing, {len(row['problems'])} problems" if row["missing"] or row["problems"] else "")
     )

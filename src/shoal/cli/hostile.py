@@ -45,6 +45,7 @@ def add_hostile(kinds: Any) -> None:
 
 
 def run_hostile(args: argparse.Namespace) -> int:
+    from shoal.bench.cpu_noise import banner, noise_in
     from shoal.bench.hostile import HEADER, attack_all
 
     if sys.platform != "linux":
@@ -64,11 +65,13 @@ def run_hostile(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(one) for one in results]))
         return 0
+    headline = banner([noise_in(asdict(one)) for one in results])
     idle, *others = results
     worst = max(others, key=lambda one: one.health_ms["p100"])
     largest = max(others, key=lambda one: one.front_mb)
     print(
-        f"\n/health took {worst.health_ms['p100']:.0f} ms at most ({worst.name}; aim: below {AIM_MS}), "
+        (f"\n{headline}" if headline else "")
+        + f"\n/health took {worst.health_ms['p100']:.0f} ms at most ({worst.name}; aim: below {AIM_MS}), "
         f"{worst.health_ms['p100'] / idle.health_ms['p100']:.1f} times the idle {idle.health_ms['p100']:.0f} ms; "
         f"the front took {largest.front_mb:.0f} MB at most ({largest.name}; aim: below {AIM_MB})"
     )

@@ -36,7 +36,7 @@ def add_latency(kinds: Any) -> None:
 
 def run_bench_latency(args: argparse.Namespace) -> int:
     from shoal.bench.floor import measure
-    from shoal.bench.latency import best_of, run_latency
+    from shoal.bench.latency import best_of, latency_figures, run_latency
     from shoal.bench.report import latency_table
     from shoal.build import build
 
@@ -67,9 +67,7 @@ def run_bench_latency(args: argparse.Namespace) -> int:
         "model": built.files.name,
         "dtype": str(built.dtype).removeprefix("torch."),
         "machine": asdict(machine),
-        "batches": [
-            {**asdict(row), "ttft_fraction": row.ttft_fraction, "gap_fraction": row.gap_fraction} for row in rows
-        ],
+        "batches": [latency_figures(row) for row in rows],
     }
     if args.json == "-":
         print(json.dumps(figures))

@@ -48,6 +48,7 @@ def add_policies(kinds: Any) -> None:
 
 
 def run_bench_policies(args: argparse.Namespace) -> int:
+    from shoal.bench.cpu_noise import noise_figures
     from shoal.bench.plot_style import save
     from shoal.bench.policies import EXPERIMENTS, Lab, Sizes, table
     from shoal.bench.policy_plots import finding_plot
@@ -71,9 +72,9 @@ def run_bench_policies(args: argparse.Namespace) -> int:
     for experiment in experiments:
         finding = experiment(lab)
         save(finding_plot(finding), folder, finding.name)
-        others = {name: run.others for name, run in finding.runs.items()}  # share of the CPU that other programs took
+        noise = {name: noise_figures(run.noise) for name, run in finding.runs.items()}
         found[finding.name] = {
-            "title": finding.title, "rows": finding.rows, "figures": finding.figures, "others": others
+            "title": finding.title, "rows": finding.rows, "figures": finding.figures, "noise": noise
         }  # fmt: skip
         (folder / "policies.json").write_text(json.dumps(found, indent=1) + "\n")
         if not args.json:

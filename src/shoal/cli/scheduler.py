@@ -51,6 +51,7 @@ def add_scheduler(kinds: Any) -> None:
 def run_bench_scheduler(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    from shoal.bench.cpu_noise import NoiseWatch, noise_figures, under_banner
     from shoal.bench.scheduler import measure, table
 
     sizes = _sizes(args.running)
@@ -59,6 +60,7 @@ def run_bench_scheduler(args: argparse.Namespace) -> int:
     names = list(POLICIES) if args.policies == "all" else [one.strip() for one in args.policies.split(",")]
     costs = []
     pinned = _on_one_core()
+    watch = NoiseWatch()
     try:
         for name in tqdm(names, unit="policy", file=sys.stderr):
             settings = pick(POLICIES, name, "policy")
@@ -67,10 +69,14 @@ def run_bench_scheduler(args: argparse.Namespace) -> int:
                 tiers = ("premium",)  # the tier that may use all of it
             make = _maker(settings, args.passes)
             costs += [measure(make, name, size, args.passes, tiers) for size in sizes]
+        noise = watch.noise()
     finally:
         if pinned is not None:
             os.sched_setaffinity(0, pinned)
-    print(json.dumps([{**asdict(one), "each_us": one.each_us} for one in costs]) if args.json else table(costs))
+    if args.json:
+        print(json.dumps([{**asdict(one), "each_us": one.each_us, **noise_figures(noise)} for one in costs]))
+    else:
+        print(under_banner(table(costs), [noise]))
     return 0
 
 

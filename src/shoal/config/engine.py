@@ -168,7 +168,8 @@ class EngineConfig(Options):
     )
     host_kv_memory: int | None = option(
         None,
-        "host memory for KV blocks swapped out; default: none, or as much as the KV cache for swap and auto",
+        "host memory for KV blocks swapped out; default: none, or for swap and auto as much as the KV cache, at most "
+        "4 GiB and a quarter of the free memory",
         parse=parse_bytes,
         group="memory",
     )
@@ -255,7 +256,10 @@ class EngineConfig(Options):
         None, "passes in flight: 2 plans the next while one computes; default: 2 on a GPU, 1 on a CPU", parse=int
     )
     threads: int | None = option(
-        None, "CPU threads; default: one per available CPU or per core, whichever is faster", parse=int
+        None,
+        "CPU threads; default: one per available CPU or per core, whichever is faster, within the CPU quota, on the "
+        "fast cores of one socket",
+        parse=int,
     )
     cpu_kernels: str = option(
         "auto",

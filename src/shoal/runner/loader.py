@@ -5,7 +5,6 @@ Does not know layers' arithmetic, schedules or KV blocks.
 """
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights, shown
 from shoal.files.reading import has_file, read_json
 from shoal.kernels.weights import DenseWeight, Parameters, Weight, quantize
+from shoal.machine.cpus import count_cpus
 from shoal.models import ModelSpec, model_class
 from shoal.models.layout import Place, places, shapes
 
@@ -172,7 +172,7 @@ def load_weights(
             tensors[place.parameter][place.first : place.first + place.rows].copy_(tensor)
         return ""
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="weights") as pool:
+    with ThreadPoolExecutor(min(8, count_cpus()), thread_name_prefix="weights") as pool:
         done = tqdm(pool.map(load, place_of.items()), "weights", len(place_of), unit="tensor", disable=not progress)
         _raise_if_any([problem for problem in done if problem])
     return _parameters(tensors)

@@ -6,6 +6,7 @@ submitted. Knows nothing of what a pass is.
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,11 +16,17 @@ from shoal.runner.runner import ForwardState, Runner
 
 
 class ThreadedExecutor:
-    """One worker thread around one runner."""
+    """One worker thread around one runner. It calls `on_start` when it starts and `before_pass` before each pass."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        on_start: Callable[[], None] = lambda: None,
+        before_pass: Callable[[], None] = lambda: None,
+    ) -> None:
         self.runner = runner
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner")
+        self._before_pass = before_pass
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner", initializer=on_start)
         self._forwards: deque[tuple[StepPlan, Future[tuple[float, ForwardState | None]]]] = deque()
         self._results: deque[Future[StepResult]] = deque()
 
@@ -27,6 +34,7 @@ class ThreadedExecutor:
         self._forwards.append((plan, self._worker.submit(self._forward, plan)))
 
     def _forward(self, plan: StepPlan) -> tuple[float, ForwardState | None]:
+        self._before_pass()
         begun_s = time.perf_counter()
         state = self.runner.forward(plan)
         return time.perf_counter() - begun_s, state

@@ -115,7 +115,7 @@ class StepModel:
         return min(int(left / per_token), 2**31) if per_token > 0 else 2**31
 
     def _solve(self) -> Fit:
-        """The best fit of both slopes, or, where one would be below zero, the best without it."""
+        """The best fit, or, where a coefficient would be below zero, the best without it."""
         points = [(min(one.passes, MOST_WEIGHT), one) for one in self._points.values()]
         if not points:
             return 0.0, 0.0, 0.0
@@ -137,15 +137,22 @@ class StepModel:
         rr += RIDGE * total * r * r
         slopes = [_both(tt, tr, rr, ts, rs), (ts / tt if tt else 0.0, 0.0), (0.0, rs / rr if rr else 0.0), (0.0, 0.0)]
         fits = [(s - a * t - b * r, a, b) for a, b in slopes]
-        sound = [fit for fit in fits if min(fit) >= 0]
-        if len(sound) == 1 and ts > 0:  # time grows faster than tokens: through the origin
-            return 0.0, s / t, 0.0
+        # and through the origin: where time grows faster than tokens, the constant would be below zero
+        tt0, rr0, tr0, ts0, rs0 = (
+            tt + total * t * t,
+            rr + total * r * r,
+            tr + total * t * r,
+            ts + total * t * s,
+            rs + total * r * s,
+        )
+        fits += [(0.0, *_both(tt0, tr0, rr0, ts0, rs0)), (0.0, ts0 / tt0, 0.0), (0.0, 0.0, rs0 / rr0 if rr0 else 0.0)]
 
         def error(fit: Fit) -> float:
-            _, a, b = fit
-            return a * a * tt + b * b * rr + 2 * a * b * tr - 2 * (a * ts + b * rs)
+            constant, a, b = fit
+            off = s - constant - a * t - b * r
+            return a * a * tt + b * b * rr + 2 * a * b * tr - 2 * (a * ts + b * rs) + total * off * off
 
-        return min(sound, key=error)
+        return min((fit for fit in fits if min(fit) >= 0), key=error)
 
 
 def _both(tt: float, tr: float, rr: float, ts: float, rs: float) -> tuple[float, float]:

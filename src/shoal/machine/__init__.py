@@ -1,0 +1,1 @@
+"""What this machine lets the engine use: CPUs, CPU time and memory, as Linux's files tell it."""
