@@ -85,7 +85,7 @@ def test_neighbours_end_when_the_benchmark_is_stopped(number: signal.Signals, tm
         "    print('running', flush=True)\n"
         "    time.sleep(600)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(neighbours.__file__).parent)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as process:
         assert process.stdout
