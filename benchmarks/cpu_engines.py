@@ -3,8 +3,10 @@
     python benchmarks/cpu_engines.py '{"engine": "vllm", "variant": "float32", "model": DIR, …}'
 
 Owns how each engine is started and given token ids, so that all get the same: prompts, lengths, threads, KV memory,
-greedy, no end token, no prefix cache. Measures one engine, prints its figures as the last line. Imports an engine only
-inside its own function, since no environment has all of them. Knows nothing of the other runs.
+greedy, no end token, no prefix cache. Measures one engine, prints its figures as the last line. With a `progress_s` in
+the task (neighbours.py), it loads, prints "ready", waits for a line of input, runs `lengths`, and prints the seconds
+since then and the tokens so far as it goes. Imports an engine only inside its own function, since no environment has
+all of them. Knows nothing of the other runs.
 """
 
 import json
@@ -21,9 +23,11 @@ from typing import Any
 SLOTS, PASS_TOKENS, LONGEST = 32, 512, 2048
 KV_BYTES = 4_000_000_000
 ONE, PREFILL = (32, 128), (1024, 1)  # one request: prompt and output tokens
+WARM_UP = ((16, 4), (64, 4), (64, 4), (64, 4))
 Lengths = Sequence[tuple[int, int]]
 Tokens = list[list[int]]
-Run = Callable[[Lengths, Tokens], Tokens]
+Count = Callable[[int], None]  # told how many output tokens are new: after each pass where an engine allows it
+Run = Callable[[Lengths, Tokens, Count], Tokens]
 Task = dict[str, Any]
 
 
@@ -45,15 +49,20 @@ def shoal(task: Task) -> Run:
         prefix_caching=False,
     )
 
-    def run(lengths: Lengths, prompts: Tokens) -> Tokens:
+    def run(lengths: Lengths, prompts: Tokens, count: Count) -> Tokens:
         params = [SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True) for _, output in lengths]
-        return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+        answers: Tokens = [[] for _ in prompts]
+        for chunk in llm.stream(prompts, params):
+            answers[chunk.prompt] += chunk.token_ids
+            count(len(chunk.token_ids))
+        return answers
 
     return run
 
 
 def vllm(task: Task) -> Run:
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     kind, _, compiled = task["variant"].partition("-")
     llm = LLM(
@@ -66,13 +75,22 @@ def vllm(task: Task) -> Run:
         skip_tokenizer_init=True,
     )
 
-    def run(lengths: Lengths, prompts: Tokens) -> Tokens:
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
-            for _, output in lengths
-        ]
-        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in found]
+    def run(lengths: Lengths, prompts: Tokens, count: Count) -> Tokens:
+        answers: Tokens = [[] for _ in prompts]
+        for number, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=output,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        while llm.llm_engine.has_unfinished_requests():
+            for one in llm.llm_engine.step():
+                answers[int(one.request_id)] += one.outputs[0].token_ids
+                count(len(one.outputs[0].token_ids))
+        return answers
 
     return run
 
@@ -90,19 +108,26 @@ def openvino(task: Task) -> Run:
     import openvino_genai as genai
     from openvino import Tensor
 
-    settings = genai.SchedulerConfig()
-    settings.cache_size, settings.max_num_seqs = KV_BYTES // 10**9, SLOTS
-    settings.max_num_batched_tokens, settings.enable_prefix_caching = PASS_TOKENS, False
-    pipe = genai.ContinuousBatchingPipeline(task["model"], settings, "CPU", openvino_options(task))
+    limits = genai.SchedulerConfig()
+    limits.cache_size, limits.max_num_seqs = KV_BYTES // 10**9, SLOTS
+    limits.max_num_batched_tokens, limits.enable_prefix_caching = PASS_TOKENS, False
+    pipe = genai.ContinuousBatchingPipeline(task["model"], limits, "CPU", openvino_options(task))
 
-    def run(lengths: Lengths, prompts: Tokens) -> Tokens:
-        params = []
-        for _, output in lengths:
-            one = genai.GenerationConfig()
-            one.max_new_tokens, one.ignore_eos, one.do_sample = output, True, False
-            params.append(one)
-        found = pipe.generate([Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts], params)
-        return [list(one.m_generation_ids[0]) for one in found]
+    def run(lengths: Lengths, prompts: Tokens, count: Count) -> Tokens:
+        handles = []
+        for number, (prompt, (_, output)) in enumerate(zip(prompts, lengths, strict=True)):
+            settings = genai.GenerationConfig()
+            settings.max_new_tokens, settings.ignore_eos, settings.do_sample = output, True, False
+            handles.append(pipe.add_request(number, Tensor(np.array([prompt], dtype=np.int64)), settings))
+        answers: Tokens = [[] for _ in prompts]
+        while pipe.has_non_finished_requests():
+            pipe.step()
+            for answer, handle in zip(answers, handles, strict=True):
+                if handle.can_read():
+                    new = handle.read()[0].generated_ids
+                    answer += new
+                    count(len(new))
+        return answers
 
     return run
 
@@ -171,7 +196,7 @@ def llama_cpp(task: Task) -> Run:
         batch.n_tokens = index
         return ends
 
-    def run(lengths: Lengths, prompts: Tokens) -> Tokens:
+    def run(lengths: Lengths, prompts: Tokens, count: Count) -> Tokens:
         _ = quiet  # keeps the callback alive as long as llama.cpp may call it
         api.llama_memory_clear(memory, False)
         requests = [LlamaRequest(prompt, output) for prompt, (_, output) in zip(prompts, lengths, strict=True)]
@@ -189,6 +214,7 @@ def llama_cpp(task: Task) -> Run:
                 if len(running[slot].answer) == running[slot].max_tokens:
                     del running[slot]
                     api.llama_memory_seq_rm(memory, slot, -1, -1)
+            count(len(ends))
         return [one.answer for one in requests]
 
     return run
@@ -207,7 +233,7 @@ def loaded_by_transformers(task: Task) -> Any:
 def in_padded_groups(generate: Callable[[Tokens, Tokens, int], Tokens]) -> Run:
     """Groups of consecutive requests, padded on the left; tokens after an answer's end are dropped."""
 
-    def run(lengths: Lengths, prompts: Tokens) -> Tokens:
+    def run(lengths: Lengths, prompts: Tokens, count: Count) -> Tokens:
         answers: Tokens = []
         for first in range(0, len(lengths), SLOTS):
             group, some = prompts[first : first + SLOTS], lengths[first : first + SLOTS]
@@ -216,6 +242,7 @@ def in_padded_groups(generate: Callable[[Tokens, Tokens, int], Tokens]) -> Run:
             mask = [[0] * (width - len(one)) + [1] * len(one) for one in group]
             found = generate(ids, mask, max(output for _, output in some))
             answers += [row[:output] for row, (_, output) in zip(found, some, strict=True)]
+            count(sum(output for _, output in some))
         return answers
 
     return run
@@ -259,7 +286,7 @@ def transformers_batching(task: Task) -> Run:
     )
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=LONGEST)
 
-    def run(lengths: Lengths, prompts: Tokens) -> Tokens:
+    def run(lengths: Lengths, prompts: Tokens, count: Count) -> Tokens:
         with model.continuous_batching_context_manager(
             generation_config=greedy, continuous_batching_config=settings, persistent_manager=True
         ) as manager:
@@ -272,6 +299,7 @@ def transformers_batching(task: Task) -> Run:
                 one = manager.get_result(timeout=1)
                 if one is not None and one.is_finished():
                     answers[one.request_id] = one.generated_tokens
+                    count(len(one.generated_tokens))
                 elif one is None and not manager.is_running():
                     raise SystemExit("transformers' continuous batching stopped; its messages are above")
         return [answers[name] for name in names]
@@ -295,32 +323,68 @@ def prompts_of(lengths: Lengths, vocab: int) -> Tokens:
     return [[source.randrange(10, vocab - 10) for _ in range(prompt)] for prompt, _ in lengths]
 
 
-def measure(task: Task) -> dict[str, Any]:
+def checked(run: Run, lengths: Lengths, vocab: int, count: Count = lambda new: None) -> tuple[float, Tokens]:
+    """Seconds taken, and the answers."""
+    prompts = prompts_of(lengths, vocab)
+    started = time.perf_counter()
+    answers = run(lengths, prompts, count)
+    taken_s = time.perf_counter() - started
+    if [len(answer) for answer in answers] != [output for _, output in lengths]:
+        raise SystemExit("an answer does not have the requested length")
+    return taken_s, answers
+
+
+def load(task: Task) -> tuple[Run, dict[str, Any]]:
     make, package = ENGINES[task["engine"]]
     begun = time.perf_counter()
     run = make(task)
-    figures: dict[str, Any] = {"version": version(package), "load_s": time.perf_counter() - begun}
+    return run, {"version": version(package), "load_s": time.perf_counter() - begun}
 
-    def timed(lengths: Lengths) -> tuple[float, Tokens]:
-        prompts = prompts_of(lengths, task["vocab"])
-        started = time.perf_counter()
-        answers = run(lengths, prompts)
-        taken_s = time.perf_counter() - started
-        if [len(answer) for answer in answers] != [output for _, output in lengths]:
-            raise SystemExit("an answer does not have the requested length")
-        return taken_s, answers
 
-    timed([(16, 4)])
-    first_s, _ = timed([(ONE[0], 1)])
-    all_s, answers = timed([ONE])
+def measure(task: Task) -> dict[str, Any]:
+    run, figures = load(task)
+    vocab = task["vocab"]
+    checked(run, [(16, 4)], vocab)
+    first_s, _ = checked(run, [(ONE[0], 1)], vocab)
+    all_s, answers = checked(run, [ONE], vocab)
     figures["one_tok_s"] = (ONE[1] - 1) / (all_s - first_s)
     figures["first_tokens"] = answers[0][:8]
-    figures["prefill_tok_s"] = PREFILL[0] / timed([PREFILL])[0]
+    figures["prefill_tok_s"] = PREFILL[0] / checked(run, [PREFILL], vocab)[0]
     if task["lengths"]:
-        figures["output_tok_s"] = sum(output for _, output in task["lengths"]) / timed(task["lengths"])[0]
+        figures["output_tok_s"] = sum(output for _, output in task["lengths"]) / checked(run, task["lengths"], vocab)[0]
     figures["memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     return figures
 
 
+def stream(task: Task) -> None:
+    """Prints {"ready": figures}, then {"s": seconds, "tokens": so far} at most once in `progress_s`, and at the end."""
+    run, figures = load(task)
+    checked(run, WARM_UP, task["vocab"])
+    tell({"ready": figures})
+    if not sys.stdin.readline():
+        return  # the other end has gone
+    started = time.perf_counter()
+    tokens, told_s = 0, -task["progress_s"]
+
+    def count(new: int) -> None:
+        nonlocal tokens, told_s
+        tokens += new
+        now_s = time.perf_counter() - started
+        if new and now_s - told_s >= task["progress_s"]:
+            told_s = now_s
+            tell({"s": now_s, "tokens": tokens})
+
+    taken_s, _ = checked(run, task["lengths"], task["vocab"], count)
+    tell({"s": taken_s, "tokens": tokens})
+
+
+def tell(what: dict[str, Any]) -> None:
+    print("\n" + json.dumps(what), flush=True)
+
+
 if __name__ == "__main__":
-    print("\n" + json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
+    given = json.loads(sys.argv[1])
+    if "progress_s" in given:
+        stream(given)
+    else:
+        tell(measure(given))

@@ -22,6 +22,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,14 @@ VARIANTS = {
 EIGHT_BITS = ("int8", "q8_0")
 COLUMNS = (("workload tok/s", "output_tok_s"), ("decode tok/s", "one_tok_s"), ("prefill tok/s", "prefill_tok_s"))
 COSTS = (("load s", "load_s"), ("memory GB", "memory_gb"))
+WORKER = Path(__file__).with_name("cpu_engines.py")
 Best = dict[str, dict[str, float]]
+Row = tuple[str, str, str]  # engine, variant, path of the model
+Lengths = Sequence[Sequence[int]]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(about: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", help="JSON list of [prompt, output] lengths; none: single requests only")
     parser.add_argument("--requests", type=int, help="use only the first N")
     parser.add_argument("--model", required=True, help="Hugging Face folder")
@@ -68,11 +72,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=INTERPRETER")
     parser.add_argument("--figures", type=Path, help="file to which runs are appended; the table covers all runs in it")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
+    return parser
 
 
-def rows_of(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """(engine, variant, path of the model) of everything that can run."""
+def rows_of(args: argparse.Namespace) -> list[Row]:
+    """Everything that can run."""
     exported = pairs(args.openvino)
     paths = {"llama.cpp": pairs(args.gguf), "openvino": exported, "openvino-padded": exported}
     weights = any(Path(args.model).glob("*.safetensors"))
@@ -112,11 +116,11 @@ def environment(engine: str, threads: int) -> dict[str, str]:
     return {**os.environ, **more}
 
 
-def run_once(args: argparse.Namespace, row: tuple[str, str, str], python: str) -> dict[str, Any] | None:
+def task_of(args: argparse.Namespace, row: Row, lengths: Lengths) -> dict[str, Any]:
+    """What cpu_engines.py is to run."""
     engine, variant, path = row
     config = json.loads(Path(args.model, "config.json").read_text())
-    lengths = json.loads(Path(args.workload).read_text())[: args.requests] if args.workload else []
-    task = {
+    return {
         "engine": engine,
         "variant": variant,
         "model": path,
@@ -126,10 +130,18 @@ def run_once(args: argparse.Namespace, row: tuple[str, str, str], python: str) -
         "llama_context": args.llama_context,
         "lengths": lengths,
     }
+
+
+def workload(args: argparse.Namespace) -> Lengths:
+    return json.loads(Path(args.workload).read_text())[: args.requests] if args.workload else []
+
+
+def run_once(args: argparse.Namespace, row: Row, python: str) -> dict[str, Any] | None:
+    engine, variant, _ = row
+    lengths = workload(args)
     watch = NoiseWatch()
-    worker = Path(__file__).with_name("cpu_engines.py")
     done = subprocess.run(
-        [python, str(worker), json.dumps(task)],
+        [python, str(WORKER), json.dumps(task_of(args, row, lengths))],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -142,7 +154,7 @@ def run_once(args: argparse.Namespace, row: tuple[str, str, str], python: str) -
     return {"row": f"{engine}:{variant}", "requests": len(lengths), **found, **noise_figures(watch.noise())}
 
 
-def installed(rows: list[tuple[str, str, str]], interpreters: dict[str, str]) -> set[str]:
+def installed(rows: list[Row], interpreters: dict[str, str]) -> set[str]:
     found = set()
     for engine in sorted({engine for engine, _, _ in rows}):
         python = interpreters.get(engine, sys.executable)
@@ -191,23 +203,30 @@ def table(best: Best) -> str:
     return "\n".join(lines)
 
 
+def kept(path: Path | None) -> list[dict[str, Any]]:
+    """The runs of earlier calls."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
+
+
+def keep(path: Path | None, run: dict[str, Any]) -> None:
+    if path:
+        with path.open("a") as file:
+            file.write(json.dumps(run) + "\n")
+
+
 def main() -> None:
-    args = arguments()
+    args = options(__doc__).parse_args()
     interpreters = pairs(args.python)
     rows = rows_of(args)
     usable = installed(rows, interpreters) if args.runs else set()
-    runs = []
-    if args.figures and args.figures.exists():
-        runs = [json.loads(line) for line in args.figures.read_text().splitlines()]
+    runs = kept(args.figures)
     for _ in range(args.runs):
         for row in (row for row in rows if row[0] in usable):
             found = run_once(args, row, interpreters.get(row[0], sys.executable))
             if found is None:
                 continue
             runs.append(found)
-            if args.figures:
-                with args.figures.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
+            keep(args.figures, found)
     best = best_of(runs)
     noises = [noise_in(run) for run in runs]
     print(json.dumps(best) if args.json else under_banner(table(best), noises))
