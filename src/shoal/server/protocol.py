@@ -120,7 +120,7 @@ class Protocol(HttpToolsProtocol):
 
     def _answer_and_close(self, status: int, phrase: str, message: str) -> None:
         """Answer input that never became a request, and end the connection."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self.lingering:
             return
         self._closing = True
         body = HttpError(status, message).body()
@@ -222,7 +222,7 @@ class Protocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open, since the client may still read its answer."""
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body or self._tls():
+        if cycle is None or cycle.response_complete or cycle.more_body or self._tls() or self.lingering:
             return False
         if not cycle.response_started and self.scope["http_version"] == "1.0":
             return False
