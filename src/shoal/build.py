@@ -186,7 +186,7 @@ def make_executor(runner: Runner, config: EngineConfig) -> tuple[Executor, Itera
         if config.layout == "padded":  # its passes do not run as graphs
             return executor, iter(())
         return executor, executor.recordings(config.slots)
-    release_threads(config.cpu_kernels)  # the threads that loaded the weights
+    release_threads()  # the threads that loaded the weights
     return ThreadedExecutor(runner), iter(())
 
 

@@ -492,7 +492,7 @@ def test_every_included_file_is_part_of_the_cached_files_name(monkeypatch: pytes
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(compiled, "SOURCE", tmp_path / "native.c")
-    monkeypatch.setattr(compiled, "_make", lambda compiler, flags, target: None)
+    monkeypatch.setattr(compiled, "_run", lambda command: "gcc 13")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     compiler = compiled._compiler()
     if compiler is None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.kernels.cpu import Library, find, make, plain
-from shoal.kernels.weights import DenseWeight
+from shoal.kernels.cpu import make, plain
 from shoal.runner import threads
 from shoal.runner.threads import choose_threads, possible_threads, release_threads
 
@@ -81,22 +80,18 @@ def test_the_environment_variable_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_threads() == 1
 
 
-@pytest.mark.skipif(not isinstance(find(), Library), reason="needs the C kernels")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
-def test_threads_of_a_thread_that_computes_no_more_are_ended() -> None:
+def test_torch_threads_of_a_thread_that_computes_no_more_are_ended() -> None:
     """And come back when they are needed again, with the same result."""
     torch.set_num_threads(2)
-    ops, x, weight = make(), torch.randn(64, 512), DenseWeight(torch.randn(512, 512))
-    wanted = ops.linear(x, weight, None)
+    x = torch.randn(2_000_000)
+    wanted = x.exp()
     before = len(os.listdir("/proc/self/task"))
-    assert release_threads()
+    if not release_threads():
+        pytest.skip("torch has an OpenMP that cannot")
     for _ in range(200):
         if len(os.listdir("/proc/self/task")) < before:
             break
         time.sleep(0.05)
     assert len(os.listdir("/proc/self/task")) < before
-    assert torch.equal(ops.linear(x, weight, None), wanted)
-
-
-def test_without_the_kernels_there_is_nothing_to_release() -> None:
-    assert not release_threads("off")
+    assert torch.equal(x.exp(), wanted)

@@ -495,6 +495,33 @@ def test_a_client_that_is_still_sending_gets_its_answer_and_no_reset(why: str) -
     run(work)
 
 
+def test_a_client_that_waits_to_be_invited_and_then_sends_nonsense(caplog: pytest.LogCaptureFixture) -> None:
+    """By the time the body is asked for, the connection is at its end."""
+
+    async def work() -> None:
+        head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += "Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+        async with listening(front(FakeClient())) as port, connected(port) as (reader, writer):
+            writer.write(head.encode() + b"nonsense\r\n")
+            answer = await asyncio.wait_for(reader.read(), 30)
+            assert answer.split()[1] == b"400"
+            assert answer.count(b"HTTP/1.1") == 1
+
+    run(work)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_large_head_that_is_not_http_gets_one_answer(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with listening(front(FakeClient(), max_head_bytes=1000)) as port, connected(port) as (reader, writer):
+            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * 2000 + b"\r\nb\x00ad header\r\n")
+            answer = await asyncio.wait_for(reader.read(), 30)
+            assert answer.count(b"HTTP/1.1") == 1
+
+    run(work)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def send_for_ever(writer: asyncio.StreamWriter) -> None:
     while True:
         writer.write(b"x" * 2**16)

@@ -5,10 +5,11 @@
     the CPU quota itself ───────────┘
 
 If one candidate is left, nothing is measured: another program that happens to be busy must not decide for hours.
-Also ends the OpenMP threads of a thread that computes no more.
+Also ends torch's OpenMP threads of a thread that computes no more.
 Knows Linux's files about CPUs; elsewhere torch's own choice stays. Does not know models.
 """
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ from pathlib import Path
 
 import torch
 
-from shoal.kernels.cpu import CpuOps, Library, find, make
+from shoal.kernels.cpu import CpuOps, make
 from shoal.kernels.weights import DenseWeight
 
 SHAPE = (4096, 2048)  # of each of four matrices: 64 MiB, more than most caches hold
+OMP_PAUSE_HARD = 2  # of OpenMP
 ROWS = (1, 16)  # tokens of a pass with one request, and with some
 WORTH = 0.95  # fewer threads are chosen only if they take at most this share of the time
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -54,14 +56,18 @@ def choose_threads(level: str = "auto") -> int:
     return best
 
 
-def release_threads(level: str = "auto") -> bool:
-    """End the OpenMP threads of the calling thread, because another thread computes from now on.
+def release_threads() -> bool:
+    """End the threads with which torch has computed for the calling thread, because another one computes from now on;
+    False: this OpenMP cannot.
 
-    Each computing thread has a pool of its own, and idle pools count: with more threads than CPUs, OpenMP puts waiting
-    threads to sleep at once, and waking one takes longer than a small operation.
+    Each computing thread has a team of its own, and idle teams count: with more threads than CPUs, OpenMP puts waiting
+    threads to sleep at once, and waking one takes longer than a small operation. (The C kernels have one pool for all.)
     """
-    found = find(level)
-    return isinstance(found, Library) and found.release_threads()
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    try:
+        return bool(ctypes.CDLL(str(found[0])).omp_pause_resource_all(OMP_PAUSE_HARD) == 0)
+    except (IndexError, OSError, AttributeError):
+        return False
 
 
 def _siblings(cpu: int) -> str | None:

@@ -13,7 +13,7 @@ import select
 import socket
 import termios
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -120,7 +120,7 @@ class Protocol(HttpToolsProtocol):
 
     def _answer_and_close(self, status: int, phrase: str, message: str) -> None:
         """Answer input that never became a request, and end the connection."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self.lingering:
             return
         self._closing = True
         body = HttpError(status, message).body()
@@ -172,7 +172,7 @@ class Protocol(HttpToolsProtocol):
             self._stop_watching()  # its answer is added to the unsent bytes, until they reach the limit
         super().on_headers_complete()
         if self.cycle is not None:
-            self.cycle.transport = AnswerTransport(self.transport, self.close_after_answer)  # type: ignore[assignment]
+            self.cycle.transport = AnswerTransport(self)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         if not self._closing:
@@ -193,9 +193,14 @@ class Protocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    @property
+    def lingering(self) -> bool:
+        """Nothing is sent any more."""
+        return self._linger_timer is not None
+
     def _linger(self) -> None:
         """Finish sending, and drop what still comes for a while."""
-        if self.transport.is_closing() or self._linger_timer is not None:
+        if self.transport.is_closing() or self.lingering:
             return
         self._closing = True
         if self.transport.can_write_eof():
@@ -204,7 +209,7 @@ class Protocol(HttpToolsProtocol):
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _drop(self, data: bytes) -> None:
-        if self._linger_timer is not None:
+        if self.lingering:
             self._linger_bytes -= len(data)
             if self._linger_bytes < 0:
                 self.transport.close()
@@ -217,7 +222,7 @@ class Protocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open, since the client may still read its answer."""
         cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body or self._tls():
+        if cycle is None or cycle.response_complete or cycle.more_body or self._tls() or self.lingering:
             return False
         if not cycle.response_started and self.scope["http_version"] == "1.0":
             return False
@@ -312,10 +317,15 @@ class Protocol(HttpToolsProtocol):
 class AnswerTransport:
     """The transport that uvicorn writes an answer to; closing it is up to the protocol."""
 
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol = protocol
+        self.is_closing = protocol.transport.is_closing
+        self.close = protocol.close_after_answer
+
+    def write(self, data: bytes) -> None:
+        """What comes after the last answer is dropped: uvicorn may still invite a client to send its body."""
+        if not self.protocol.lingering:
+            self.protocol.transport.write(data)
 
 
 def in_kernel(sock: Any) -> int:

@@ -178,6 +178,30 @@ static long rows_together(const Attention *a, int threads) {
   return MOST_ROWS;
 }
 
+/* the pieces of a call are its blocks */
+typedef struct {
+  const Attention *attention;
+  const Block *blocks;
+  long count;
+  int threads;
+} AttentionPieces;
+
+static void attention_piece(void *work, long n) {
+  const AttentionPieces *p = work;
+  long next = n + p->threads; /* what this thread computes next, if all are equally fast; its memory is prefetched */
+  attend(p->attention, p->blocks + n, next < p->count ? p->blocks + next : NULL);
+#if HAS_TILES
+  if (in_tiles(p->attention)) tiles_end();
+#endif
+}
+
+static void join_piece(void *work, long n) {
+  const AttentionPieces *p = work;
+  const Block *b = p->blocks + n;
+  int starts_here = b->piece >= 0 && b->piece == oldest_of(p->attention, b) / PIECE;
+  if (starts_here) join_pieces(p->attention, b, first_position(p->attention, b) / PIECE - b->piece + 1);
+}
+
 /* Returns 0, or 1 if memory ran out. */
 API int shoal_attention(float *out, const float *q, long q_stride, const void *keys, const void *values, int type,
                         const int64_t *tables, long table_width, const int64_t *starts, const int64_t *contexts,
@@ -194,30 +218,9 @@ API int shoal_attention(float *out, const float *q, long q_stride, const void *k
     return 1;
   }
   make_blocks(&a, how, blocks, partial, &needed);
-  long taken = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
-  {
-    long next;
-#pragma omp atomic capture
-    next = taken++;
-    for (long n = next; n < count; n = next) { /* one block ahead, so that its memory can be prefetched in time */
-#pragma omp atomic capture
-      next = taken++;
-      attend(&a, blocks + n, next < count ? blocks + next : NULL);
-    }
-#if HAS_TILES
-    if (in_tiles(&a)) tiles_end();
-#endif
-    if (needed) {
-#pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-      for (long n = 0; n < count; n++) {
-        const Block *b = blocks + n;
-        int starts_here = b->piece >= 0 && b->piece == oldest_of(&a, b) / PIECE;
-        if (starts_here) join_pieces(&a, b, first_position(&a, b) / PIECE - b->piece + 1);
-      }
-    }
-  }
+  AttentionPieces pieces = {&a, blocks, count, threads};
+  share(threads, count, attention_piece, &pieces);
+  if (needed) share(threads_for(threads, needed), count, join_piece, &pieces);
   free(blocks), free(partial);
   return 0;
 }

@@ -380,18 +380,24 @@ static void choose_one(const Choice *c, long line, float *scratch) {
   }
 }
 
-/* floats of scratch per thread */
-API long shoal_draw_room(long n) { return 2 * BUCKETS + (3 * n + 3 * LINE - 1) / LINE * LINE; }
+typedef struct {
+  const Choice *choice;
+  _Atomic int failed;
+} ChoicePieces;
 
-API void shoal_draw(const Choice *c, long lines, float *scratch, int threads) {
-  long size = shoal_draw_room(c->n);
-  int several = lines < threads ? (int)lines : threads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads_for(several, lines * c->n))
-  for (long line = 0; line < lines; line++) {
-    int thread = 0;
-#ifdef _OPENMP
-    thread = omp_get_thread_num();
-#endif
-    choose_one(c, line, scratch + thread * size);
-  }
+static void choice_piece(void *work, long line) {
+  ChoicePieces *p = work;
+  long n = p->choice->n, floats_needed = 2 * BUCKETS + (3 * n + 3 * LINE - 1) / LINE * LINE;
+  float *scratch = scratch_for(SCRATCH_DRAW, sizeof(float) * floats_needed);
+  if (scratch)
+    choose_one(p->choice, line, scratch);
+  else
+    p->failed = 1;
+}
+
+/* Returns 0, or 1 if memory ran out. */
+API int shoal_draw(const Choice *c, long lines, int threads) {
+  ChoicePieces pieces = {.choice = c};
+  share(threads_for(threads, lines * c->n), lines, choice_piece, &pieces);
+  return pieces.failed;
 }

@@ -89,10 +89,6 @@ class Library:
             return "tiles"
         return "dot products" if self.calls.shoal_has_pairs() else "widened"
 
-    def release_threads(self) -> bool:
-        """End the worker threads that idle for the calling thread; False: this OpenMP cannot."""
-        return bool(self.calls.shoal_release_threads() == 0)
-
     def __str__(self) -> str:
         return f"C kernels, {self.level}{f' ({self.note})' if self.note else ''}"
 
@@ -207,20 +203,11 @@ def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         try:
-            _make(compiler, all_flags, temporary)
+            _run([compiler, *all_flags, str(SOURCE), "-o", temporary, "-lm"])
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
     return path
-
-
-def _make(compiler: str, flags: list[str], target: str) -> None:
-    """With OpenMP, to use torch's threads; without it, on one thread, if the compiler does not have it."""
-    rest = [str(SOURCE), "-o", target, "-lm"]
-    try:
-        _run([compiler, *flags, "-fopenmp", *rest])
-    except subprocess.CalledProcessError:
-        _run([compiler, *flags, *rest])
 
 
 def _run(command: list[str]) -> str:

@@ -103,6 +103,30 @@ static void many_rows(const Linear *t, long row, long rows, long first, long cou
   }
 }
 
+/* the pieces of a call: ranges of columns by blocks of rows */
+typedef struct {
+  Linear linear;
+  long blocks, width;
+  _Atomic int failed;
+} LinearPieces;
+
+static void linear_piece(void *work, long n) {
+  LinearPieces *p = work;
+  const Linear *t = &p->linear;
+  long row = n % p->blocks * LINE_BLOCK, first = n / p->blocks * p->width;
+  long rows = t->rows - row < LINE_BLOCK ? t->rows - row : LINE_BLOCK;
+  long count = t->outputs - first < p->width ? t->outputs - first : p->width;
+  if (t->rows <= DOT_ROWS) {
+    streams[t->type][t->rows - 1](t, first, count);
+    return;
+  }
+  float *wide = t->type == FLOAT32 ? NULL : scratch_for(SCRATCH_PANELS, sizeof(float) * DOT_COLUMNS * t->inputs);
+  if (t->type != FLOAT32 && !wide)
+    p->failed = 1;
+  else
+    many_rows(t, row, rows, first, count, wide);
+}
+
 /* Returns 0, or 1 if memory ran out. */
 API int shoal_linear(float *out, const float *x, const void *weight, int type, int tiled, const void *bias,
                      const float *residual, long rows, long inputs, long outputs, int threads) {
@@ -124,28 +148,11 @@ API int shoal_linear(float *out, const float *x, const void *weight, int type, i
   if (type == BFLOAT16) return linear_paired(out, x, weight, bias, residual, rows, inputs, outputs, threads);
 #endif
   (void)tiled;
-  Linear t = {x, weight, bias, residual, out, rows, inputs, outputs, type};
   int few = rows <= DOT_ROWS;
-  long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 384 : 96;
   width = width < 12 ? 12 : width > most ? most : width;
-  long tasks = (outputs + width - 1) / width;
-  int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
-  {
-    float *wide = few || type == FLOAT32 ? NULL : malloc(sizeof(float) * DOT_COLUMNS * inputs);
-    failed = !few && type != FLOAT32 && !wide;
-#pragma omp for schedule(dynamic, 1)
-    for (long task = 0; task < blocks * tasks; task++) {
-      long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
-      long these = rows - row < LINE_BLOCK ? rows - row : LINE_BLOCK;
-      long count = outputs - first < width ? outputs - first : width;
-      if (few)
-        streams[type][rows - 1](&t, first, count);
-      else if (!failed)
-        many_rows(&t, row, these, first, count, wide);
-    }
-    free(wide);
-  }
-  return failed;
+  LinearPieces pieces = {.linear = {x, weight, bias, residual, out, rows, inputs, outputs, type},
+                         .blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK, .width = width};
+  share(threads, pieces.blocks * ((outputs + width - 1) / width), linear_piece, &pieces);
+  return pieces.failed;
 }

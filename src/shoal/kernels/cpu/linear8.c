@@ -177,6 +177,39 @@ static void many_rows8(const Linear8 *t, long row, long rows, long first, long c
   }
 }
 
+/* the pieces of a call: ranges of columns by blocks of rows */
+typedef struct {
+  Linear8 linear;
+  long blocks, width;
+} Linear8Pieces;
+
+static void linear8_piece(void *work, long n) {
+  const Linear8Pieces *p = work;
+  const Linear8 *t = &p->linear;
+  long row = n % p->blocks * LINE_BLOCK, first = n / p->blocks * p->width;
+  long rows = t->rows - row < LINE_BLOCK ? t->rows - row : LINE_BLOCK;
+  long count = t->outputs - first < p->width ? t->outputs - first : p->width;
+  if (t->rows <= DOT_ROWS)
+    few_rows8(t, first, count);
+  else
+    many_rows8(t, row, rows, first, count);
+}
+
+/* x, and where its rows go in 8 bits */
+typedef struct {
+  const float *x;
+  float *steps;
+  int32_t *totals;
+  int8_t *small;
+  long real, padded;
+} Quantized;
+
+static void quantize_rows(const void *work, long first, long count) {
+  const Quantized *q = work;
+  for (long r = first; r < first + count; r++)
+    q->steps[r] = quantize_row(q->small + r * q->padded, q->totals + r, q->x + r * q->real, q->real, q->padded);
+}
+
 /* `x` has `real` inputs. Returns 0, or 1 if memory ran out. */
 API int shoal_linear8(float *out, const float *x, const int8_t *weight, int tiled, const float *scales,
                       const void *bias, int bias_type, const float *residual, long rows, long real, long inputs,
@@ -198,34 +231,16 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, int tile
 #endif
   float *steps = scratch_for(SCRATCH_ROWS, rows * (inputs + sizeof(float) + sizeof(int32_t)));
   if (!steps) return 1;
-  int32_t *totals = (int32_t *)(steps + rows);
-  int8_t *small = (int8_t *)(totals + rows);
   (void)tiled;
-  Linear8 t = {small, weight, steps, scales, totals, bias, residual, out, rows, inputs, outputs, bias_type};
+  int32_t *totals = (int32_t *)(steps + rows);
+  Quantized q = {x, steps, totals, (int8_t *)(totals + rows), real, inputs};
+  share_rows(threads, rows, inputs, quantize_rows, &q);
   int few = rows <= DOT_ROWS;
-  long blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 768 : 192;
   width = width < 12 ? 12 : width > most ? most : width;
-  long tasks = (outputs + width - 1) / width;
-  if (few) /* too little work to share */
-    for (long r = 0; r < rows; r++)
-      steps[r] = quantize_row(small + r * inputs, totals + r, x + r * real, real, inputs);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    if (!few)
-#pragma omp for schedule(static)
-      for (long r = 0; r < rows; r++)
-        steps[r] = quantize_row(small + r * inputs, totals + r, x + r * real, real, inputs);
-#pragma omp for schedule(dynamic, 1)
-    for (long task = 0; task < blocks * tasks; task++) {
-      long row = task % blocks * LINE_BLOCK, first = task / blocks * width;
-      long these = rows - row < LINE_BLOCK ? rows - row : LINE_BLOCK;
-      long count = outputs - first < width ? outputs - first : width;
-      if (few)
-        few_rows8(&t, first, count);
-      else
-        many_rows8(&t, row, these, first, count);
-    }
-  }
+  Linear8Pieces pieces = {
+      .linear = {q.small, weight, steps, scales, totals, bias, residual, out, rows, inputs, outputs, bias_type},
+      .blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK, .width = width};
+  share(threads, pieces.blocks * ((outputs + width - 1) / width), linear8_piece, &pieces);
   return 0;
 }

@@ -16,9 +16,6 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
 #elif defined(__AVX2__)
@@ -28,6 +25,7 @@
 #include "vectors.c"
 #include "arm.c"
 #include "dots.c"
+#include "pool.c"
 #include "threads.c"
 #include "quantize.c"
 #include "pairs.c"
@@ -59,15 +57,6 @@ API int shoal_tile(void *weight, long rows, long row_bytes, int threads) {
 
 /* Returns 0 if the process may use every instruction of this library, else the errno of the refusal. */
 API int shoal_permitted(void) { return tiles_permitted(); }
-
-/* Ends the worker threads that idle for the calling thread. Returns 0 if it did. */
-API int shoal_release_threads(void) {
-#if defined(_OPENMP) && (_OPENMP >= 201811 || (defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 10))
-  return omp_pause_resource_all(omp_pause_hard);
-#else
-  return -1;
-#endif
-}
 
 /* Sizes of the structs that structs.py mirrors, in its order, then 0. The caller compares them after loading. */
 API long shoal_struct_size(long which) {

@@ -47,7 +47,6 @@ class NativeOps(CpuOps):
         self.calls = library.calls
         self.lanes = library.lanes
         self.types = dict(TYPES) if library.has_float16 else {t: n for t, n in TYPES.items() if t != torch.float16}
-        self._draw_room = torch.empty(0)
         self._sampling: tuple[weakref.ref[SamplingState], Any] | None = None  # the state, and the same for C
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
@@ -285,7 +284,6 @@ class NativeOps(CpuOps):
         scores = scores.float().contiguous()
         count, vocab = scores.shape
         assert state.seen.shape[1] == vocab, "the state is that of another vocabulary"
-        threads = torch.get_num_threads()
         tokens, best = torch.empty(count, dtype=torch.int64), torch.empty(count)
         rows, positions = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(positions, np.int64)
         choice = ChoiceStruct(
@@ -303,7 +301,8 @@ class NativeOps(CpuOps):
             allowed = np.ascontiguousarray(masks.allowed)
             assert allowed.shape[1] == -(-vocab // 32), "the masks are those of another vocabulary"
             choice.mask_of, choice.masks = _address(mask_of), _address(allowed)
-        self.calls.shoal_draw(ctypes.byref(choice), count, self._draw_workspace(vocab, threads), threads)
+        if self.calls.shoal_draw(ctypes.byref(choice), count, torch.get_num_threads()):
+            raise MemoryError("no memory to choose tokens")
         return tokens, best
 
     def _sampling_of(self, state: SamplingState) -> int:
@@ -313,12 +312,6 @@ class NativeOps(CpuOps):
             arrays = {field.name: getattr(state, field.name) for field in fields(state)}
             last = self._sampling = (weakref.ref(state), SamplingStruct(**{k: _address(v) for k, v in arrays.items()}))
         return ctypes.addressof(last[1])
-
-    def _draw_workspace(self, vocab: int, threads: int) -> int:
-        needed = threads * self.calls.shoal_draw_room(vocab)
-        if self._draw_room.numel() < needed:
-            self._draw_room = torch.empty(needed)
-        return self._draw_room.data_ptr()
 
     def lengths_of(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(starts, contexts) of the pass as C reads them."""

@@ -145,37 +145,53 @@ static void round_row(uint16_t *to, const float *from, long n, long padded) {
   for (; i < padded; i++) to[i] = 0;
 }
 
+enum { ROWS_PER_PIECE = 64 };
+
+/* the pieces of a call: ranges of columns by blocks of rows */
+typedef struct {
+  Paired linear;
+  long blocks, width;
+} PairedPieces;
+
+static void paired_piece(void *work, long n) {
+  const PairedPieces *p = work;
+  const Paired *t = &p->linear;
+  long row = n % p->blocks * ROWS_PER_PIECE, first = n / p->blocks * p->width;
+  long count = t->outputs - first < p->width ? t->outputs - first : p->width;
+  if (t->rows <= PAIR_ROWS)
+    few_rows16(t, first, count);
+  else
+    many_rows16(t, row, t->rows - row < ROWS_PER_PIECE ? t->rows - row : ROWS_PER_PIECE, first, count);
+}
+
+/* x, and where its rows go in 16 bits */
+typedef struct {
+  const float *x;
+  uint16_t *rounded;
+  long inputs, padded;
+} Rounded;
+
+static void round_rows(const void *work, long first, long count) {
+  const Rounded *r = work;
+  for (long n = first; n < first + count; n++)
+    round_row(r->rounded + n * r->padded, r->x + n * r->inputs, r->inputs, r->padded);
+}
+
 /* Returns 0, or 1 if memory ran out. Unused on CPUs with tiles. */
 __attribute__((unused)) static int linear_paired(float *out, const float *x, const void *weight, const void *bias,
                                                  const float *residual, long rows, long inputs, long outputs,
                                                  int threads) {
-  enum { ROWS_PER_TASK = 64, FEW_VALUES = 1 << 13 };
   long padded = (inputs + PAIR_STEP - 1) / PAIR_STEP * PAIR_STEP;
   uint16_t *rounded = scratch_for(SCRATCH_ROWS, sizeof(uint16_t) * rows * padded);
   if (!rounded) return 1;
-  Paired t = {rounded, weight, bias, residual, out, rows, inputs, padded, outputs};
-  int few = rows <= PAIR_ROWS, quick = rows * inputs <= FEW_VALUES; /* quick: too little work to share */
-  if (quick)
-    for (long r = 0; r < rows; r++) round_row(rounded + r * padded, x + r * inputs, inputs, padded);
-  long blocks = (rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
+  Rounded r = {x, rounded, inputs, padded};
+  share_rows(threads, rows, inputs, round_rows, &r);
+  int few = rows <= PAIR_ROWS;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 384 : 96;
   width = width < 12 ? 12 : width > most ? most : width;
-  long tasks = (outputs + width - 1) / width;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    if (!quick)
-#pragma omp for schedule(static)
-      for (long r = 0; r < rows; r++) round_row(rounded + r * padded, x + r * inputs, inputs, padded);
-#pragma omp for schedule(dynamic, 1)
-    for (long task = 0; task < blocks * tasks; task++) {
-      long row = task % blocks * ROWS_PER_TASK, first = task / blocks * width;
-      long count = outputs - first < width ? outputs - first : width;
-      if (few)
-        few_rows16(&t, first, count);
-      else
-        many_rows16(&t, row, rows - row < ROWS_PER_TASK ? rows - row : ROWS_PER_TASK, first, count);
-    }
-  }
+  PairedPieces pieces = {.linear = {rounded, weight, bias, residual, out, rows, inputs, padded, outputs},
+                         .blocks = (rows + ROWS_PER_PIECE - 1) / ROWS_PER_PIECE, .width = width};
+  share(threads, pieces.blocks * ((outputs + width - 1) / width), paired_piece, &pieces);
   return 0;
 }
 #endif

@@ -1,20 +1,33 @@
 /* How many threads a call uses, and the scratch memory that each thread keeps. Part of native.c. */
 
-enum { WORTH_THREADS = 1 << 15 }; /* values; fewer are computed before a second thread wakes up */
+enum { WORTH_THREADS = 1 << 15, WORTH_A_PIECE = 1 << 13 }; /* values; fewer are computed before another thread comes */
 
 static int threads_for(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
 
-/* Computes pieces 0 to count - 1 of some work, each once, in any order, on up to `threads` threads, the caller among
- * them. Returns when all are done. */
-typedef void Piece(void *work, long n);
-__attribute__((unused)) static void share(int threads, long count, Piece *piece, void *work) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && count > 1)
-  for (long n = 0; n < count; n++) piece(work, n);
+/* some rows of an operation on single rows */
+typedef void Rows(const void *work, long first, long count);
+
+typedef struct {
+  Rows *compute;
+  const void *work;
+  long rows, each;
+} RowPieces;
+
+static void row_piece(void *work, long n) {
+  const RowPieces *p = work;
+  long first = n * p->each;
+  p->compute(p->work, first, p->rows - first < p->each ? p->rows - first : p->each);
+}
+
+/* all rows; values: in a row */
+static void share_rows(int threads, long rows, long values, Rows *compute, const void *work) {
+  RowPieces pieces = {compute, work, rows, WORTH_A_PIECE / (values + 1) + 1};
+  share(threads_for(threads, rows * values), (rows + pieces.each - 1) / pieces.each, row_piece, &pieces);
 }
 
 /* Scratch memory of the calling thread. It only grows, because fresh memory costs a page fault every 4 KiB, and it is
  * not freed when the thread ends, because an engine's threads live as long as the engine. */
-enum { SCRATCH_ROWS, SCRATCH_TILES, SCRATCH_PANELS, SCRATCHES };
+enum { SCRATCH_ROWS, SCRATCH_TILES, SCRATCH_PANELS, SCRATCH_DRAW, SCRATCHES };
 static void *scratch_for(int use, size_t size) {
   static __thread struct {
     char *memory;

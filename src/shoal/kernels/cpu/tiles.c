@@ -551,7 +551,7 @@ static void tile_task(const TiledLinear *t, const TileTask *task, const TileTask
   }
 }
 
-enum { FEW_VALUES = 1 << 13, CACHED = 5 << 18 };
+enum { CACHED = 5 << 18 };
 
 static void tile_shape(TiledLinear *t, TileShape *shape) {
   for (int n = 0; n < 2; n++) {
@@ -566,32 +566,63 @@ static void tile_shape(TiledLinear *t, TileShape *shape) {
   }
 }
 
-/* The next task of the calling thread: all panels by some tiles of x, which stay in the L2 cache meanwhile, then all
- * panels by the next tiles. Returns 0 if there is none. */
-static int next_task(long *taken, long count, long columns, long width, long height, long panels, long tiles,
-                     TileTask *found) {
-  long n;
-#pragma omp atomic capture
-  n = (*taken)++;
-  if (n >= count) return 0;
-  long panel = n % columns * width, tile = n / columns * height;
-  *found = (TileTask){panel, panels - panel < width ? panels - panel : width, tile,
-                      tiles - tile < height ? tiles - tile : height};
-  return 1;
+/* the pieces of a call: all panels by some tiles of x, which stay in the L2 cache meanwhile, then all panels by the
+ * next tiles */
+typedef struct {
+  TiledLinear *linear;
+  const TileShape *shape;
+  long count, columns, width, height, panels, tiles;
+  size_t scratch; /* bytes that a piece needs */
+  int threads;
+  _Atomic int failed;
+} TilePieces;
+
+static TileTask tile_task_of(const TilePieces *p, long n) {
+  long panel = n % p->columns * p->width, tile = n / p->columns * p->height;
+  return (TileTask){panel, p->panels - panel < p->width ? p->panels - panel : p->width, tile,
+                    p->tiles - tile < p->height ? p->tiles - tile : p->height};
 }
 
-/* converts x to tiles; the threads that call share the work. scratch: a row in float32 */
-static void make_ready(const TiledLinear *t, long lines, long tiles, char *scratch) {
-  if (t->many) {
-#pragma omp for schedule(static)
-    for (long r = 0; r < lines; r++) ready_row(t, r, (float *)scratch);
+static void tile_piece(void *work, long n) {
+  TilePieces *p = work;
+  char *scratch = scratch_for(SCRATCH_PANELS, p->scratch);
+  if (!scratch) {
+    p->failed = 1;
     return;
   }
-  if (t->bytes)
-#pragma omp for schedule(static)
-    for (long r = 0; r < t->rows; r++) tile_bytes(t, r, t->x + r * t->inputs);
-#pragma omp for schedule(static)
-  for (long n = 0; n < tiles * t->steps; n++) ready_transposed(t, n / t->steps, n % t->steps);
+  long next = n + p->threads; /* what this thread computes next, if all are equally fast */
+  TileTask task = tile_task_of(p, n), soon = tile_task_of(p, next < p->count ? next : n);
+  tiles_begin(p->shape);
+  tile_task(p->linear, &task, next < p->count ? &soon : NULL, scratch);
+  tiles_end();
+}
+
+static void ready_rows(const void *work, long first, long count) {
+  TilePieces *p = (TilePieces *)work;
+  float *scratch = scratch_for(SCRATCH_PANELS, p->scratch);
+  if (!scratch) p->failed = 1;
+  for (long r = first; scratch && r < first + count; r++) ready_row(p->linear, r, scratch);
+}
+
+static void bytes_rows(const void *work, long first, long count) {
+  const TiledLinear *t = ((const TilePieces *)work)->linear;
+  for (long r = first; r < first + count; r++) tile_bytes(t, r, t->x + r * t->inputs);
+}
+
+static void ready_tiles(const void *work, long first, long count) {
+  const TiledLinear *t = ((const TilePieces *)work)->linear;
+  for (long n = first; n < first + count; n++) ready_transposed(t, n / t->steps, n % t->steps);
+}
+
+/* converts x to tiles */
+static void make_ready(const TilePieces *p, long lines) {
+  const TiledLinear *t = p->linear;
+  if (t->many) {
+    share_rows(p->threads, lines, t->inputs, ready_rows, p);
+    return;
+  }
+  if (t->bytes) share_rows(p->threads, t->rows, t->inputs, bytes_rows, p);
+  share_rows(p->threads, p->tiles * t->steps, TILE_ROWS * 32, ready_tiles, p);
 }
 
 /* Returns 0, or 1 if memory ran out. */
@@ -605,56 +636,47 @@ static int linear_tiled(TiledLinear *t, int threads) {
   if (!t->is_ready) t->ready = scratch_for(SCRATCH_TILES, tiles * t->steps * TILE_SIZE);
   if (!t->ready) return 1;
   long lines = t->rows <= 2 * TILE_ROWS && t->tiled ? t->rows : tiles * TILE_ROWS; /* of x, with padding */
-  size_t needed = 4 * t->steps * TILE_SIZE; /* two panels and their transposes; or a row of x in float32 */
-  int alone = !t->is_ready && t->rows * t->inputs <= FEW_VALUES; /* too little work to share */
-  char *mine = scratch_for(SCRATCH_PANELS, needed); /* of the calling thread; the others have their own */
-  if (!mine) return 1;
-  if (alone) make_ready(t, lines, tiles, mine);
-  long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a task: they stay in the L2 cache */
+  long height = CACHED / (t->steps * TILE_SIZE) / 2 * 2; /* tiles of x in a piece: they stay in the L2 cache */
   height = height < 4 ? 4 : height > 32 ? 32 : height;
   long blocks = (tiles + height - 1) / height;
   height = (tiles + 2 * blocks - 1) / (2 * blocks) * 2; /* of equal size, without a small one at the end */
   long width = panels / (threads * (tiles > 2 ? 8 : 2)) / 2 * 2, most = tiles > 2 ? 8 : 96;
   width = width > most ? most : width < 2 ? (panels < threads * 4 && (t->tiled || !t->many) ? 1 : 2) : width;
-  long columns = (panels + width - 1) / width, count = blocks * columns, taken = 0;
-  int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
-  {
-    char *scratch = scratch_for(SCRATCH_PANELS, needed);
-    failed = !scratch;
-    if (!t->is_ready && !alone) make_ready(t, lines, tiles, scratch);
-    tiles_begin(&shape);
-    TileTask tasks[2];
-    int current = 0, more = !failed && next_task(&taken, count, columns, width, height, panels, tiles, tasks);
-    for (; more; current = !current) { /* one task ahead, so that its weights can be prefetched in time */
-      more = next_task(&taken, count, columns, width, height, panels, tiles, tasks + !current);
-      tile_task(t, tasks + current, more ? tasks + !current : NULL, scratch);
-    }
-    tiles_end();
+  long columns = (panels + width - 1) / width;
+  TilePieces pieces = {.linear = t, .shape = &shape, .count = blocks * columns, .columns = columns, .width = width,
+                       .height = height, .panels = panels, .tiles = tiles, .threads = threads};
+  pieces.scratch = 4 * t->steps * TILE_SIZE; /* two panels and their transposes; or a row of x in float32 */
+  if (!t->is_ready) make_ready(&pieces, lines);
+  if (!pieces.failed) share(threads, pieces.count, tile_piece, &pieces);
+  return pieces.failed;
+}
+
+typedef struct {
+  char *weight;
+  long row_bytes;
+  _Atomic int failed;
+} Panels;
+
+static void panel_piece(void *work, long n) {
+  Panels *p = work;
+  long size = TILE_ROWS * p->row_bytes;
+  char *panel = p->weight + n * size, *scratch = scratch_for(SCRATCH_PANELS, size);
+  if (!scratch) {
+    p->failed = 1;
+    return;
   }
-  return failed;
+  memcpy(scratch, panel, size);
+  for (long byte = 0; byte < p->row_bytes; byte += TILE_BYTES)
+    transpose16((uint32_t *)(panel + byte * TILE_ROWS), scratch + byte, p->row_bytes);
 }
 
 #endif
 
 /* Tiles a matrix in place; rows: a multiple of 16, row_bytes: of 64. Returns 0, or 1 if memory ran out. */
 static int tile_in_place(char *weight, long rows, long row_bytes, int threads) {
-  int failed = 0;
-#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : failed)
-  {
-    char *scratch = malloc(TILE_ROWS * row_bytes);
-    failed = !scratch;
-#pragma omp for schedule(static)
-    for (long row = 0; row < rows; row += TILE_ROWS) {
-      char *panel = weight + row * row_bytes;
-      if (failed) continue;
-      memcpy(scratch, panel, TILE_ROWS * row_bytes);
-      for (long byte = 0; byte < row_bytes; byte += TILE_BYTES)
-        transpose16((uint32_t *)(panel + byte * TILE_ROWS), scratch + byte, row_bytes);
-    }
-    free(scratch);
-  }
-  return failed;
+  Panels panels = {.weight = weight, .row_bytes = row_bytes};
+  share(threads, rows / TILE_ROWS, panel_piece, &panels);
+  return panels.failed;
 }
 
 /* a row of a tiled matrix */

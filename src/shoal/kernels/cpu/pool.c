@@ -1,0 +1,165 @@
+/* The threads that compute: work is cut into pieces, and whichever thread is free takes the next one. Part of native.c.
+ *
+ * The calling thread computes too. A call ends when all pieces are done, not when all threads have come: on a busy
+ * machine a thread that does not run costs nothing, unless it was stopped in the middle of a piece. Whoever waits spins
+ * for a moment and then sleeps, so that other programs get the core, and the thread that is waited for may be one of
+ * those that they hold up.
+ *
+ *     share ──► pieces: how many are left to take ──► threads take one at a time
+ *       │                                                │
+ *       └── returns when `unfinished` is 0 ◄─────────────┘
+ *
+ * There is one pool per process. If two threads call at the same time, the second one computes alone. */
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <time.h>
+
+/* Computes one piece of some work; n counts from 0. */
+typedef void Piece(void *work, long n);
+
+enum { MOST_WORKERS = 1023, WORKER_STACK = 8 << 20, SPIN_NS = 60000, SPINS_PER_LOOK = 64 };
+#define PIECES_MASK 0xffffffffu /* the lower half of `open`: pieces left to take; the upper half: who may take them */
+
+static struct {
+  _Atomic uint64_t open __attribute__((aligned(64)));
+  _Atomic long unfinished __attribute__((aligned(64)));
+  Piece *piece __attribute__((aligned(64))); /* these three may be read by those who have taken a piece */
+  void *work;
+  long count;
+  _Atomic int busy __attribute__((aligned(64))); /* a call is under way */
+  _Atomic int sleepers, caller_sleeps;
+  int workers; /* how many there are; changed only during a call */
+  pthread_mutex_t lock;
+  pthread_cond_t opened, finished;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .opened = PTHREAD_COND_INITIALIZER, .finished = PTHREAD_COND_INITIALIZER};
+
+INLINE void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb" ::: "memory"); /* yield does nothing on most of these CPUs */
+#endif
+}
+
+static int64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* whether there is a piece that this worker may take */
+INLINE int may_take(uint64_t open, long worker) { return (open & PIECES_MASK) && worker < (long)(open >> 32); }
+
+static void finish_pieces(long count) {
+  if (atomic_fetch_sub(&pool.unfinished, count) > count || !atomic_load(&pool.caller_sleeps)) return;
+  pthread_mutex_lock(&pool.lock);
+  pthread_cond_signal(&pool.finished);
+  pthread_mutex_unlock(&pool.lock);
+}
+
+/* computes pieces until none is left to take; the caller is worker -1 */
+static void take_pieces(long worker) {
+  long done = 0; /* until they are reported the call cannot end, so all are pieces of one call */
+  uint64_t open = atomic_load(&pool.open);
+  while (may_take(open, worker)) {
+    if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
+    pool.piece(pool.work, pool.count - (long)(open & PIECES_MASK));
+    done++;
+    open = atomic_load(&pool.open);
+  }
+  if (done) finish_pieces(done);
+}
+
+/* spins for a moment; returns whether what it waits for has come */
+static int spun(int (*come)(long), long worker) {
+  for (int64_t until = 0, now = 0; now <= until; now = now_ns()) {
+    for (int n = 0; n < SPINS_PER_LOOK; n++) {
+      if (come(worker)) return 1;
+      relax();
+    }
+    if (!until) until = now_ns() + SPIN_NS;
+  }
+  return 0;
+}
+
+static int has_opened(long worker) { return may_take(atomic_load(&pool.open), worker); }
+static int has_finished(long worker) {
+  (void)worker;
+  return atomic_load(&pool.unfinished) == 0;
+}
+
+static void *work_forever(void *number) {
+  long worker = (long)(intptr_t)number;
+  for (;;) {
+    if (!spun(has_opened, worker)) {
+      pthread_mutex_lock(&pool.lock);
+      atomic_fetch_add(&pool.sleepers, 1);
+      while (!has_opened(worker)) pthread_cond_wait(&pool.opened, &pool.lock);
+      atomic_fetch_sub(&pool.sleepers, 1);
+      pthread_mutex_unlock(&pool.lock);
+    }
+      take_pieces(worker);
+  }
+  return NULL;
+}
+
+/* a forked process has none of the workers */
+static void forget_workers(void) {
+  pool.workers = 0;
+  pool.open = 0, pool.unfinished = 0, pool.busy = 0, pool.sleepers = 0, pool.caller_sleeps = 0;
+  pthread_mutex_init(&pool.lock, NULL);
+  pthread_cond_init(&pool.opened, NULL), pthread_cond_init(&pool.finished, NULL);
+}
+
+/* Starts workers until there are so many. Returns how many there are: fewer if the system refuses. */
+static int start_workers(int wanted) {
+  static int forks_handled;
+  if (!forks_handled) forks_handled = !pthread_atfork(NULL, NULL, forget_workers);
+  pthread_attr_t attributes;
+  sigset_t all_signals, before;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  pthread_attr_setstacksize(&attributes, WORKER_STACK);
+  sigfillset(&all_signals); /* signals go to the other threads of the process */
+  pthread_sigmask(SIG_SETMASK, &all_signals, &before);
+  for (; pool.workers < wanted && pool.workers < MOST_WORKERS; pool.workers++) {
+    pthread_t thread;
+    if (pthread_create(&thread, &attributes, work_forever, (void *)(intptr_t)pool.workers)) break;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  pthread_attr_destroy(&attributes);
+  return pool.workers;
+}
+
+static void wait_until_finished(void) {
+  if (spun(has_finished, -1)) return;
+  pthread_mutex_lock(&pool.lock);
+  atomic_store(&pool.caller_sleeps, 1);
+  while (!has_finished(-1)) pthread_cond_wait(&pool.finished, &pool.lock);
+  atomic_store(&pool.caller_sleeps, 0);
+  pthread_mutex_unlock(&pool.lock);
+}
+
+/* Computes pieces 0 to count - 1 of some work, each once, in any order, on up to `threads` threads, the caller among
+ * them. Returns when all are done. */
+static void share(int threads, long count, Piece *piece, void *work) {
+  int alone = threads < 2 || count < 2 || count > PIECES_MASK || atomic_exchange(&pool.busy, 1);
+  if (alone) {
+    for (long n = 0; n < count; n++) piece(work, n);
+    return;
+  }
+  uint64_t workers = threads - 1;
+  if (pool.workers < threads - 1) start_workers(threads - 1);
+  pool.piece = piece, pool.work = work, pool.count = count;
+  atomic_store(&pool.unfinished, count);
+  atomic_store(&pool.open, workers << 32 | (uint64_t)count);
+  if (atomic_load(&pool.sleepers)) {
+    pthread_mutex_lock(&pool.lock);
+    pthread_cond_broadcast(&pool.opened);
+    pthread_mutex_unlock(&pool.lock);
+  }
+  take_pieces(-1);
+  wait_until_finished();
+  atomic_store(&pool.busy, 0);
+}
