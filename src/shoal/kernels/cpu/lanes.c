@@ -210,7 +210,8 @@ typedef struct {
   long depth;         /* lines of a slice */
   long width, height; /* of a piece: columns and rows */
   long pieces;
-  int threads, failed;
+  int threads;
+  _Atomic int failed;
 } LaneLinear;
 
 /* READY_ROWS: rows of x that a thread makes ready at a time; up to FEW_READY values are not worth a second thread.
@@ -253,7 +254,7 @@ static void lane_ready(const LaneLinear *t, long row, float *scratch) {
 static void lane_ready_piece(void *work, long n) {
   LaneLinear *t = work;
   float *scratch = scratch_for(SCRATCH_PANELS, t->inputs * 4 + t->row_bytes * 3);
-  if (!scratch) __atomic_store_n(&t->failed, 1, __ATOMIC_RELAXED);
+  if (!scratch) t->failed = 1;
   for (long row = n * READY_ROWS; scratch && row < (n + 1) * READY_ROWS && row < t->rows; row++)
     lane_ready(t, row, scratch);
 }

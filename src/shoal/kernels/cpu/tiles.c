@@ -651,6 +651,8 @@ static int linear_tiled(TiledLinear *t, int threads) {
   return pieces.failed;
 }
 
+#endif
+
 typedef struct {
   char *weight;
   long row_bytes;
@@ -669,8 +671,6 @@ static void panel_piece(void *work, long n) {
   for (long byte = 0; byte < p->row_bytes; byte += TILE_BYTES)
     transpose16((uint32_t *)(panel + byte * TILE_ROWS), scratch + byte, p->row_bytes);
 }
-
-#endif
 
 /* Tiles a matrix in place; rows: a multiple of 16, row_bytes: of 64. Returns 0, or 1 if memory ran out. */
 static int tile_in_place(char *weight, long rows, long row_bytes, int threads) {
