@@ -65,12 +65,15 @@ def products(ops: NativeOps, chance: random.Random) -> None:
     wanted = (x.to(dtype) if narrow else x).double() @ weight.double().T + bias.double() + residual.double()
     torch.testing.assert_close(plain.double(), wanted, atol=2e-6 * inputs + 1e-5, rtol=1e-4)
     model = prepared(ops, DenseWeight(weight))
-    assert torch.equal(ops.linear_add(x, model, bias, residual.clone()), plain)
+    tiled = ops.linear_add(x, model, bias, residual.clone())
+    torch.testing.assert_close(tiled.double(), wanted, atol=2e-6 * inputs + 1e-5, rtol=1e-4)
     ids = torch.randint(outputs, (count,))
     assert torch.equal(ops.embed(ids, model), weight[ids].float())
     small = quantize(weight)
-    ops.linear(x, small, bias)
-    assert torch.equal(ops.embed(ids, small), small.rows(ids))
+    small_model = prepared(ops, small)
+    assert torch.equal(ops.linear(x, small_model, bias), ops.linear(x, small, bias))
+    for stored in (small, small_model):
+        assert torch.equal(ops.embed(ids, stored), small.rows(ids))
 
 
 def rows(ops: NativeOps, chance: random.Random) -> None:

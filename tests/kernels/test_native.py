@@ -54,6 +54,7 @@ def test_a_row_does_not_depend_on_the_other_rows(ops: NativeOps, dtype: torch.dt
 
 
 TILED = [pytest.param(param.values[0], id=param.id) for param in NATIVE if param.values[0].calls.shoal_has_tiles()]
+READ_TILES = [param for param in NATIVE if param.values[0].calls.shoal_reads_tiles(TYPES.index(torch.bfloat16))]
 
 
 def tiled(ops: NativeOps, values: torch.Tensor) -> TiledWeight:
@@ -92,9 +93,10 @@ def test_tiled_weights_give_the_same_bits(ops: NativeOps, inputs: int, outputs: 
         assert torch.equal(added, ops.linear_add(x, weight, bias, residual.clone())), rows
 
 
-@pytest.mark.parametrize("ops", TILED)
-def test_rows_of_tiled_weights(ops: NativeOps) -> None:
-    weight, ids = torch.randn(96, 128).bfloat16(), torch.tensor([0, 95, 17, 16, 15, 17])
+@pytest.mark.parametrize("ops", READ_TILES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_of_tiled_weights(ops: NativeOps, dtype: torch.dtype) -> None:
+    weight, ids = torch.randn(96, 128).to(dtype), torch.tensor([0, 95, 17, 16, 15, 17])
     small = quantize(weight)
     tiles, small_tiles = tiled(ops, weight), tiled8(ops, small)
     for found in (ops.embed(ids, tiles), CpuOps().embed(ids, tiles).float(), REF.embed(ids, tiles).float()):
@@ -105,9 +107,10 @@ def test_rows_of_tiled_weights(ops: NativeOps) -> None:
     assert torch.equal(ops.embed(many, tiles), weight[many].float())
 
 
-@pytest.mark.parametrize("ops", TILED)
-def test_plain_torch_multiplies_by_tiled_weights_too(ops: NativeOps) -> None:
-    weight, x = torch.randn(32, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+@pytest.mark.parametrize("ops", READ_TILES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_plain_torch_multiplies_by_tiled_weights_too(ops: NativeOps, dtype: torch.dtype) -> None:
+    weight, x = torch.randn(32, 64).to(dtype), torch.randn(3, 64).to(dtype)
     for plain_ops in (CpuOps(), REF):
         wanted = plain_ops.linear(x, DenseWeight(weight), None)
         assert torch.equal(plain_ops.linear(x, tiled(ops, weight), None), wanted)
@@ -119,19 +122,21 @@ def test_only_whole_tiles_are_tiled(ops: NativeOps) -> None:
     kept = {
         "rows": torch.randn(17, 64).bfloat16(),
         "columns": torch.randn(16, 40).bfloat16(),
-        "wide": torch.randn(16, 64),
+        "wide columns": torch.randn(16, 40),
+        "half": torch.randn(16, 64).half(),
         "transposed": torch.randn(64, 16).bfloat16().T,
     }
     for values in kept.values():
         before, weight = values.clone(), DenseWeight(values)
         assert ops.prepare(weight) is weight
         assert torch.equal(values, before)
-    whole = torch.randn(16, 64).bfloat16()
-    has_tiles = bool(ops.calls.shoal_has_tiles())
-    found = ops.prepare(DenseWeight(whole.clone()))
-    assert isinstance(found, TiledWeight if has_tiles else DenseWeight)
-    assert torch.equal(found.values, whole) is not has_tiles
-    assert ops.prepare(found) is found, "tiled twice"
+    for dtype in TYPES:
+        whole = torch.randn(16, 64).to(dtype)
+        reads_tiles = bool(ops.calls.shoal_reads_tiles(ops.types[dtype]))
+        found = ops.prepare(DenseWeight(whole.clone()))
+        assert isinstance(found, TiledWeight if reads_tiles else DenseWeight)
+        assert torch.equal(found.values, whole) is not reads_tiles
+        assert ops.prepare(found) is found, "tiled twice"
     assert not any(can_be_tiled(kept[name]) for name in ("rows", "columns", "transposed"))
 
 

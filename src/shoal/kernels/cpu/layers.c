@@ -1,8 +1,6 @@
 /* All layers of a pass in one call: the functions of the other files in the order of a decoder layer with attention and
  * a gated MLP. Part of native.c. structs.py mirrors the structs. */
 
-enum { INT8 = 3 };
-
 typedef struct {
   const void *weight, *bias;
   const float *scales;          /* of INT8 */
@@ -57,7 +55,26 @@ static int run_tiled(TiledLinear *work, const Matrix *m, const Pass *p) {
 }
 #endif
 
+#if HAS_LANES
+static int in_lanes(const Matrix *m) { return m->tiled && has_lanes(m->type); }
+
+/* a linear layer with a normed x, which is never stored */
+static LaneLinear normed_lanes(float *out, const Matrix *m, const void *norm, const Layer *l, const Pass *p) {
+  long row_bytes = m->type == INT8 ? m->padded : m->inputs * (long)size_of(m->type);
+  return (LaneLinear){.weight = m->weight, .row_bytes = row_bytes, .x = p->residual, .norm = norm,
+                      .norm_type = l->norm_type, .eps = l->eps, .scales = m->scales, .bias = m->bias,
+                      .bias_type = m->bias_type, .out = out, .rows = p->tokens, .inputs = m->inputs,
+                      .outputs = m->outputs, .type = m->type};
+}
+#endif
+
 static int projected(const Layer *l, const Pass *p) {
+#if HAS_LANES
+  if (in_lanes(&l->qkv)) {
+    LaneLinear work = normed_lanes(p->qkv, &l->qkv, l->attention_norm, l, p);
+    return linear_lanes(&work, p->threads);
+  }
+#endif
 #if HAS_TILES
   if (l->qkv.tiled) {
     TiledLinear work = normed_product(p->qkv, &l->qkv, l->attention_norm, l, p);
@@ -70,6 +87,13 @@ static int projected(const Layer *l, const Pass *p) {
 
 /* the MLP: silu of gate_up's first half times its second half, then down */
 static int gated(const Layer *l, const Pass *p) {
+#if HAS_LANES
+  if (in_lanes(&l->gate_up) && l->gate_up.outputs % (2 * TILE_ROWS) == 0) { /* the two halves are never stored */
+    LaneLinear up = normed_lanes(p->inner, &l->gate_up, l->mlp_norm, l, p);
+    up.gated = 1;
+    return linear_lanes(&up, p->threads) | product(p->residual, p->inner, &l->down, p->residual, p);
+  }
+#endif
 #if HAS_TILES
   if (l->gate_up.tiled && l->gate_up.outputs % (2 * TILE_ROWS) == 0) { /* the two halves are never stored */
     int narrow = l->down.tiled && l->down.type == BFLOAT16 && l->gate_up.type == BFLOAT16;

@@ -131,6 +131,14 @@ static void linear_piece(void *work, long n) {
 API int shoal_linear(float *out, const float *x, const void *weight, int type, int tiled, const void *bias,
                      const float *residual, long rows, long inputs, long outputs, int threads) {
   if (rows < 1) return 0;
+#if HAS_LANES
+  if (tiled && has_lanes(type)) {
+    LaneLinear lanes = {.weight = weight, .row_bytes = inputs * (long)size_of(type), .x = x, .bias = bias,
+                        .bias_type = type, .residual = residual, .out = out, .rows = rows, .inputs = inputs,
+                        .outputs = outputs, .type = type};
+    return linear_lanes(&lanes, threads);
+  }
+#endif
 #if HAS_TILES
   TiledLinear work = {.weight = weight, .row_bytes = inputs * 2, .x = x, .bias = bias, .bias_type = type,
                       .residual = residual, .out = out, .rows = rows, .inputs = inputs, .outputs = outputs,

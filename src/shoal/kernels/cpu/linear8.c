@@ -215,6 +215,14 @@ API int shoal_linear8(float *out, const float *x, const int8_t *weight, int tile
                       const void *bias, int bias_type, const float *residual, long rows, long real, long inputs,
                       long outputs, int threads) {
   if (rows < 1) return 0;
+#if HAS_LANES && !HAS_TILES
+  if (tiled) {
+    LaneLinear lanes = {.weight = (const char *)weight, .row_bytes = inputs, .x = x, .scales = scales, .bias = bias,
+                        .bias_type = bias_type, .residual = residual, .out = out, .rows = rows, .inputs = real,
+                        .outputs = outputs, .type = INT8};
+    return linear_lanes(&lanes, threads);
+  }
+#endif
 #if HAS_TILES
   TiledLinear work = {.weight = (const char *)weight, .row_bytes = inputs, .x = x, .bias = bias,
                       .bias_type = bias_type, .residual = residual, .out = out, .rows = rows, .inputs = real,

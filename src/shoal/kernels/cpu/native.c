@@ -30,6 +30,7 @@
 #include "quantize.c"
 #include "pairs.c"
 #include "tiles.c"
+#include "lanes.c"
 #include "linear.c"
 #include "linear8.c"
 #include "attention.c"
@@ -45,16 +46,13 @@ API int shoal_lanes(void) { return LANES; }
 API int shoal_has_float16(void) { return HAS_FLOAT16; }
 API int shoal_has_tiles(void) { return HAS_TILES; }
 API int shoal_has_pairs(void) { return HAS_PAIRS; }
+/* whether weights of a type are multiplied fastest in tiles */
+API int shoal_reads_tiles(int type) { return has_lanes(type) || (HAS_TILES && (type == BFLOAT16 || type == INT8)); }
 
-/* Tiles a matrix in place; every later call that reads it must pass tiled = 1. Returns 0, 1 if memory ran out, or -1 if
- * this library has no tiles. */
+/* Tiles a matrix of such a type in place; every later call that reads it must pass tiled = 1. Returns 0, or 1 if memory
+ * ran out. */
 API int shoal_tile(void *weight, long rows, long row_bytes, int threads) {
-#if HAS_TILES
   return tile_in_place(weight, rows, row_bytes, threads);
-#else
-  (void)weight, (void)rows, (void)row_bytes, (void)threads;
-  return -1;
-#endif
 }
 
 /* Returns 0 if the process may use every instruction of this library, else the errno of the refusal. */

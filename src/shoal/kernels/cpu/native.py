@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
 from shoal.kernels.cpu.compiled import Library
-from shoal.kernels.cpu.fused import MOST_DIM, NativeLayers, is_fusable
+from shoal.kernels.cpu.fused import INT8, MOST_DIM, NativeLayers, is_fusable
 from shoal.kernels.cpu.plain import CpuOps
 from shoal.kernels.cpu.structs import ChoiceStruct, SamplingStruct
 from shoal.kernels.draw_table import SamplingState
@@ -51,16 +51,15 @@ class NativeOps(CpuOps):
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def prepare(self, weight: Weight) -> Weight:
-        """Tiled in place, if this library multiplies in tiles and the weight consists of whole ones."""
-        if not self.calls.shoal_has_tiles():
-            return weight
+        """Tiled in place, if this library reads such weights in tiles and they are whole ones."""
         if isinstance(weight, Int8Weight) and isinstance(weight.stored, DenseWeight):
             return replace(weight, stored=self._tiled(weight.stored))
         return self._tiled(weight) if isinstance(weight, DenseWeight) else weight
 
     def _tiled(self, weight: DenseWeight) -> StoredWeight:
         values = weight.values
-        if values.dtype not in (torch.bfloat16, torch.int8) or not can_be_tiled(values):
+        kind = INT8 if values.dtype == torch.int8 else self.types.get(values.dtype)
+        if kind is None or not self.calls.shoal_reads_tiles(kind) or not can_be_tiled(values):
             return weight
         row_bytes = values.shape[1] * values.element_size()
         if self.calls.shoal_tile(values.data_ptr(), values.shape[0], row_bytes, torch.get_num_threads()):

@@ -49,10 +49,9 @@ static int tiles_permitted(void) {
 #define HAS_TILES 0
 #endif
 
-#if HAS_TILES
-
 enum { TILE_ROWS = 16, TILE_BYTES = 64, TILE_SIZE = TILE_ROWS * TILE_BYTES };
 
+#if HAS_TILES
 /* the operand of ldtilecfg */
 typedef struct {
   uint8_t palette, start, unused[14];
@@ -100,6 +99,9 @@ static void pretend_int8(int sums, int a, int b) {
 #define fetch_to_write(line) ((void)(line))
 static int tiles_permitted(void) { return 0; }
 #endif
+#else
+static int tiles_permitted(void) { return 0; }
+#endif
 
 /* transposes 16 rows of 16 words that are `stride` bytes apart; to_stride: in words */
 static void transpose16_to(uint32_t *to, long to_stride, const char *from, long stride) {
@@ -134,6 +136,7 @@ static void transpose16_to(uint32_t *to, long to_stride, const char *from, long 
 
 static void transpose16(uint32_t *to, const char *from, long stride) { transpose16_to(to, TILE_ROWS, from, stride); }
 
+#if HAS_TILES
 /* [rows, columns] words to [columns, rows] */
 static void transpose_words(uint32_t *to, const uint32_t *from, long rows, long columns) {
   for (long i = 0; i < rows; i++)
@@ -648,6 +651,8 @@ static int linear_tiled(TiledLinear *t, int threads) {
   return pieces.failed;
 }
 
+#endif
+
 typedef struct {
   char *weight;
   long row_bytes;
@@ -673,10 +678,6 @@ static int tile_in_place(char *weight, long rows, long row_bytes, int threads) {
   share(threads, rows / TILE_ROWS, panel_piece, &panels);
   return panels.failed;
 }
-
-#else
-static int tiles_permitted(void) { return 0; }
-#endif
 
 /* a row of a tiled matrix */
 static void tiled_row(void *to, const char *weight, long row, long row_bytes) {
