@@ -107,7 +107,11 @@ static void *work_forever(void *number) {
 /* a forked process has none of the workers */
 static void forget_workers(void) {
   pool.workers = 0;
-  pool.open = 0, pool.unfinished = 0, pool.busy = 0, pool.sleepers = 0, pool.caller_sleeps = 0;
+  atomic_store(&pool.open, 0);
+  atomic_store(&pool.unfinished, 0);
+  atomic_store(&pool.busy, 0);
+  atomic_store(&pool.sleepers, 0);
+  atomic_store(&pool.caller_sleeps, 0);
   pthread_mutex_init(&pool.lock, NULL);
   pthread_cond_init(&pool.opened, NULL), pthread_cond_init(&pool.finished, NULL);
 }
