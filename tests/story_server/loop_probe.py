@@ -1,14 +1,17 @@
 """An event loop that measures its callbacks: the CPU time that the loop's thread itself spends in each.
 
 A front loads it through its debugging hook. CPU time, not wall time: a core that is taken away does not count, and work
-in other threads does not count either. Callbacks above NOTED_S are written to a file, one JSON line each.
+in other threads does not count either. Callbacks above NOTED_S are written to a file, one JSON line each, with what
+tells their causes apart: time in the kernel, page faults and time of the garbage collector.
 """
 
 import asyncio
+import gc
 import json
 import os
+import resource
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,34 @@ def probed_loop() -> asyncio.AbstractEventLoop:
     """What the front's process calls."""
     path = os.environ[VARIABLE]
     run = asyncio.Handle._run
+    collected = [0.0, 0.0]  # when the collection under way began; the time of all
+
+    def collecting(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collected[0] = time.thread_time()
+        else:
+            collected[1] += time.thread_time() - collected[0]
 
     def timed(handle: asyncio.Handle) -> None:
         callback = handle._callback  # type: ignore[attr-defined]
+        before, gc_s = resource.getrusage(resource.RUSAGE_THREAD), collected[1]
         began_s = time.thread_time()
         run(handle)
         cpu_s = time.thread_time() - began_s
         if cpu_s > NOTED_S:
+            after = resource.getrusage(resource.RUSAGE_THREAD)
+            noted = Callback(
+                time.monotonic(),
+                cpu_s,
+                repr(callback)[:500],
+                after.ru_stime - before.ru_stime,
+                after.ru_minflt - before.ru_minflt,
+                collected[1] - gc_s,
+            )
             with open(path, "a") as file:
-                file.write(json.dumps({"at_s": time.monotonic(), "cpu_s": cpu_s, "what": repr(callback)[:500]}) + "\n")
+                file.write(json.dumps(asdict(noted)) + "\n")
+
+    gc.callbacks.append(collecting)
 
     asyncio.Handle._run = timed  # type: ignore[method-assign]
     return asyncio.SelectorEventLoop()
@@ -53,6 +75,9 @@ class Callback:
     at_s: float  # when it ended, on the monotonic clock
     cpu_s: float
     what: str
+    kernel_s: float  # of cpu_s, roughly
+    faults: int  # pages that had to be found
+    gc_s: float
 
 
 def long_callbacks(path: Path, since_s: float) -> list[Callback]:

@@ -59,8 +59,7 @@ def attacks() -> list[Attack]:
     many_ids = [[7] * 500] * 100
     return [
         Attack("answers x logprobs", COMPLETIONS, completion(**long), 1),
-        Attack("the same, streamed", COMPLETIONS, completion(
-            **long | {"max_tokens": 150}, stream=True), 1),
+        Attack("the same, streamed", COMPLETIONS, completion(**long, stream=True), 1),
         Attack("echo x logprobs", COMPLETIONS, completion(prompt=many_ids, echo=True, logprobs=64, max_tokens=1)),
         Attack("echo x logprobs, streamed", COMPLETIONS, completion(
             prompt=[[7] * 126] * 8, echo=True, logprobs=64, max_tokens=1, stream=True), 1),
