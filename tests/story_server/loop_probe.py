@@ -2,7 +2,8 @@
 
 A front loads it through its debugging hook. CPU time, not wall time: a core that is taken away does not count, and work
 in other threads does not count either. Callbacks above NOTED_S are written to a file, one JSON line each, with what
-tells their causes apart: time in the kernel, page faults and time of the garbage collector.
+tells their causes apart: the process (a restarted front imports for long), time in the kernel, page faults, time of the
+garbage collector, and where the loop's thread was every few milliseconds.
 """
 
 import asyncio
@@ -10,7 +11,10 @@ import gc
 import json
 import os
 import resource
+import sys
+import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,26 @@ from shoal.processes.hooks import LOOP_FACTORY
 
 VARIABLE = "_TEST_LOOP_LOG"
 NOTED_S = 0.01
+LOOK_S = 0.01  # how often the watcher looks where the loop's thread is
+FRAMES = 4  # innermost ones that it notes
+
+
+class Watcher:
+    """A thread that notes where the event loop's thread is while a callback runs."""
+
+    def __init__(self) -> None:
+        self.running = False  # a callback runs
+        self.seen: list[str] = []  # where, during this callback
+        self._loop_thread = threading.get_ident()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            frame = sys._current_frames().get(self._loop_thread)
+            if self.running and frame is not None:
+                stack = traceback.extract_stack(frame)[-FRAMES:]
+                self.seen.append(" < ".join(f"{Path(at.filename).name}:{at.lineno}" for at in reversed(stack)))
 
 
 def probed_loop() -> asyncio.AbstractEventLoop:
@@ -33,21 +57,28 @@ def probed_loop() -> asyncio.AbstractEventLoop:
         else:
             collected[1] += time.thread_time() - collected[0]
 
+    watcher = Watcher()
+
     def timed(handle: asyncio.Handle) -> None:
         callback = handle._callback  # type: ignore[attr-defined]
         before, gc_s = resource.getrusage(resource.RUSAGE_THREAD), collected[1]
+        watcher.seen.clear()
+        watcher.running = True
         began_s = time.thread_time()
         run(handle)
         cpu_s = time.thread_time() - began_s
+        watcher.running = False
         if cpu_s > NOTED_S:
             after = resource.getrusage(resource.RUSAGE_THREAD)
             noted = Callback(
                 time.monotonic(),
                 cpu_s,
                 repr(callback)[:500],
+                os.getpid(),
                 after.ru_stime - before.ru_stime,
                 after.ru_minflt - before.ru_minflt,
                 collected[1] - gc_s,
+                list(watcher.seen),
             )
             with open(path, "a") as file:
                 file.write(json.dumps(asdict(noted)) + "\n")
@@ -75,9 +106,11 @@ class Callback:
     at_s: float  # when it ended, on the monotonic clock
     cpu_s: float
     what: str
+    pid: int
     kernel_s: float  # of cpu_s, roughly
     faults: int  # pages that had to be found
     gc_s: float
+    seen: list[str]  # where the loop's thread was, every LOOK_S of wall time
 
 
 def long_callbacks(path: Path, since_s: float) -> list[Callback]:

@@ -1,6 +1,10 @@
 """Hostile requests: whatever a body holds, the front's event loop stays free and its memory bounded.
 
-CPU time of the loop's own thread is measured, not wall time, so that a slow or busy machine does not matter.
+CPU time of the loop's own thread is measured, not wall time, so that a slow or busy machine does not matter. In a
+virtual machine that is not enough: while its host finds memory for a page, or takes the core away without saying so,
+the guest's clock of CPU time runs on, and calls as short as changing what a selector waits for then seem to take 60 to
+170 ms. Such stalls come by chance and work comes each time, so a body with a slow callback is sent again, up to TRIES
+times, and fails only if each time some callback was slow.
 """
 
 import asyncio
@@ -14,11 +18,12 @@ import pytest
 
 from shoal.bench.hostile import CLOSED, OPEN, forget_peak, peak_mb, send_all
 from shoal.bench.hostile_bodies import Attack, attacks, template
-from tests.story_server.loop_probe import long_callbacks, probe_env
+from tests.story_server.loop_probe import Callback, long_callbacks, probe_env
 from tests.story_server.servers import SMALL, Server, running
 
 MOST_CPU_S = 0.05  # of one callback
 MOST_MB = 300
+TRIES = 5  # as a rule the first one passes
 LIMIT_S = 120.0  # until all answers are there; a streamed one may be cut
 ATTACKS = attacks()
 
@@ -41,9 +46,8 @@ def target(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield Target(server, folder / "callbacks")
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
-def test_the_loop_stays_free_and_memory_bounded(target: Target, attack: Attack) -> None:
+def slow_callbacks(target: Target, attack: Attack) -> list[Callback]:
+    """Send one body; which callbacks of the loop took too long meanwhile. All else that must hold is asserted."""
     where = urlsplit(target.server.url)
     (front,) = target.server.front_pids()
     forget_peak(front)
@@ -53,11 +57,19 @@ def test_the_loop_stays_free_and_memory_bounded(target: Target, attack: Attack) 
     assert not [status for status in answers if status.startswith("5") and status != "503"], answers
     assert CLOSED not in answers
     assert attack.finished is False or OPEN not in answers
-    slow = [one for one in long_callbacks(target.callbacks, began_s) if one.cpu_s > MOST_CPU_S]
-    assert not slow, slow[:3]
-    assert peak_mb(front) < MOST_MB
     assert target.server.front_pids() == [front], "the front was restarted"
+    assert peak_mb(front) < MOST_MB
     assert target.server.complete(max_tokens=2).status_code == 200
+    return [one for one in long_callbacks(target.callbacks, began_s) if one.cpu_s > MOST_CPU_S]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name for attack in ATTACKS])
+def test_the_loop_stays_free_and_memory_bounded(target: Target, attack: Attack) -> None:
+    tries: list[list[Callback]] = []
+    while len(tries) < TRIES and (not tries or tries[-1]):
+        tries.append(slow_callbacks(target, attack))
+    assert not tries[-1], [slow[0] for slow in tries]
 
 
 def test_the_probe_notices_a_long_callback(tmp_path: Path, tiny_model: Path) -> None:

@@ -11,6 +11,20 @@ from typing import overload
 from shoal.core.request import Logprobs
 
 
+class Columns:
+    """The arrays of one list."""
+
+    __slots__ = ("ends", "logprobs", "ranks", "tokens", "top_logprobs", "top_tokens")
+
+    def __init__(self) -> None:
+        self.tokens, self.logprobs, self.ranks = array("i"), array("d"), array("i")
+        self.ends = array("q")  # where the alternatives of each token end
+        self.top_tokens, self.top_logprobs = array("i"), array("d")
+
+
+EMPTY = Columns()  # of all lists without logprobs, which are most of them: a call may have a thousand samples
+
+
 class LogprobList(Sequence[Logprobs]):
     """A sequence of Logprobs, to which more can be added.
 
@@ -19,26 +33,27 @@ class LogprobList(Sequence[Logprobs]):
     ((5, 7), 9, 2, 4)
     """
 
-    __slots__ = ("_ends", "_logprobs", "_ranks", "_tokens", "_top_logprobs", "_top_tokens")
+    __slots__ = ("_columns",)
 
     def __init__(self, values: Iterable[Logprobs] = ()) -> None:
-        self._tokens, self._logprobs, self._ranks = array("i"), array("d"), array("i")
-        self._ends = array("q")  # where the alternatives of each token end
-        self._top_tokens, self._top_logprobs = array("i"), array("d")
+        self._columns = EMPTY
         self.extend(values)
 
     @property
     def entries(self) -> int:
         """Tokens and alternatives."""
-        return len(self._tokens) + len(self._top_tokens)
+        return len(self._columns.tokens) + len(self._columns.top_tokens)
 
     def append(self, one: Logprobs) -> None:
-        self._tokens.append(one.token)
-        self._logprobs.append(one.logprob)
-        self._ranks.append(one.rank)
-        self._top_tokens.extend(one.top_tokens)
-        self._top_logprobs.extend(one.top_logprobs)
-        self._ends.append(len(self._top_tokens))
+        columns = self._columns
+        if columns is EMPTY:
+            columns = self._columns = Columns()
+        columns.tokens.append(one.token)
+        columns.logprobs.append(one.logprob)
+        columns.ranks.append(one.rank)
+        columns.top_tokens.extend(one.top_tokens)
+        columns.top_logprobs.extend(one.top_logprobs)
+        columns.ends.append(len(columns.top_tokens))
 
     def extend(self, values: Iterable[Logprobs]) -> None:
         for one in values:
@@ -47,16 +62,17 @@ class LogprobList(Sequence[Logprobs]):
     def cut(self, length: int) -> None:
         """Keep only the first `length`."""
         if length < len(self):
-            end = self._ends[length - 1] if length else 0
-            del self._tokens[length:], self._logprobs[length:], self._ranks[length:], self._ends[length:]
-            del self._top_tokens[end:], self._top_logprobs[end:]
+            columns = self._columns
+            end = columns.ends[length - 1] if length else 0
+            del columns.tokens[length:], columns.logprobs[length:], columns.ranks[length:], columns.ends[length:]
+            del columns.top_tokens[end:], columns.top_logprobs[end:]
 
     def values(self, begin: int, end: int) -> list[float]:
         """The logprobs of tokens `begin` to `end`, without their alternatives."""
-        return self._logprobs[begin:end].tolist()
+        return self._columns.logprobs[begin:end].tolist()
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._columns.tokens)
 
     @overload
     def __getitem__(self, at: int) -> Logprobs: ...
@@ -68,11 +84,12 @@ class LogprobList(Sequence[Logprobs]):
         if isinstance(at, slice):
             return [self[number] for number in range(*at.indices(len(self)))]
         number = range(len(self))[at]
-        begin, end = self._ends[number - 1] if number else 0, self._ends[number]
+        columns = self._columns
+        begin, end = columns.ends[number - 1] if number else 0, columns.ends[number]
         return Logprobs(
-            self._tokens[number],
-            self._logprobs[number],
-            self._ranks[number],
-            tuple(self._top_tokens[begin:end]),
-            tuple(self._top_logprobs[begin:end]),
+            columns.tokens[number],
+            columns.logprobs[number],
+            columns.ranks[number],
+            tuple(columns.top_tokens[begin:end]),
+            tuple(columns.top_logprobs[begin:end]),
         )

@@ -15,8 +15,8 @@ class Sample:
     """Takes one token after the other. Tokens after a stop string must not be passed in; see `stopped`."""
 
     __slots__ = (
-        "detok", "ending", "include_stop", "index", "logprobs", "min_tokens", "number", "parser", "reason", "stop_ids",
-        "stop_reason", "stopped", "tokens",
+        "_detok", "_job", "_tokenizer", "ending", "include_stop", "index", "logprobs", "min_tokens", "number", "parser",
+        "reason", "stop_ids", "stop_reason", "stopped", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -24,7 +24,8 @@ class Sample:
     ) -> None:
         self.number = number  # among the samples of its job
         self.index = index  # among all samples that are collected together
-        self.detok = None if tokenizer is None else open_detokenizer(tokenizer, job)
+        self._job, self._tokenizer = job, tokenizer
+        self._detok: Detokenizer | None = None  # opened by the first token: a call may have a thousand samples
         self.parser: Parser = parser or PlainParser()
         self.stop_ids = job.stop_ids
         self.min_tokens = 0 if job.grammar is not None else job.params.min_tokens  # a grammar may end before
@@ -39,7 +40,7 @@ class Sample:
     @property
     def text(self) -> str:
         """All text so far, without what is held back."""
-        return "" if self.detok is None else self.detok.text
+        return "" if self._detok is None else self._detok.text
 
     @property
     def parsed(self) -> Parsed:
@@ -51,9 +52,11 @@ class Sample:
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        detok = self.detok
+        detok = self._detok
         if detok is None:
-            return ""
+            if self._tokenizer is None:
+                return ""
+            detok = self._detok = open_detokenizer(self._tokenizer, self._job)
         if token in self.stop_ids and len(self.tokens) > self.min_tokens and not self.include_stop:
             return ""  # the sample ends here, and the text of its stop token is not shown
         text = detok.push(token)
@@ -64,14 +67,14 @@ class Sample:
     def end(self, ending: Ending, eos: bool) -> str:
         """No token follows; returns the text that was held back. `eos`: the stop token is one of the model's own."""
         rest = ""
-        if self.detok is not None and not self.stopped:
-            rest = self.detok.finish()
-            if self.detok.stop_at is not None:  # found only now, in text that was held back
-                self._stop(self.detok.stop_at)
+        if self._detok is not None and not self.stopped:
+            rest = self._detok.finish()
+            if self._detok.stop_at is not None:  # found only now, in text that was held back
+                self._stop(self._detok.stop_at)
         self.ending = ending
         self.reason, self.stop_reason = ending.reason, None if eos else ending.stop_token
-        if self.stopped and self.detok and ending.reason in (Reason.STOP.value, Reason.LENGTH.value):
-            self.reason, self.stop_reason = Reason.STOP.value, self.detok.stopped
+        if self.stopped and self._detok and ending.reason in (Reason.STOP.value, Reason.LENGTH.value):
+            self.reason, self.stop_reason = Reason.STOP.value, self._detok.stopped
         return rest
 
     def _stop(self, tokens: int) -> None:
