@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from shoal.core.plan import Ints
-from shoal.kernels.noise import draw_keys, gumbel
+from shoal.kernels.noise import coins, draw_keys, gumbel
 
 N = 4096
 
@@ -52,6 +52,45 @@ def test_each_number_changes_the_noise() -> None:
     base = gumbel(keys(1, 0, 5), IDS)
     for other in (keys(2, 0, 5), keys(1, 1, 5), keys(1, 0, 6), keys(0, 1, 5), keys(1, 5, 0), keys(5, 0, 1)):
         assert (gumbel(other, IDS) == base).float().mean() < 0.01
+
+
+def plain_coin(seed: int, sample: int, position: int, probability: float) -> bool:
+    """The definition, in whole numbers."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    def scramble(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    golden, key = 0x9E3779B97F4A7C15, seed % 2**64
+    for part in (sample, position):
+        key = mix((key + golden) % 2**64) ^ part
+    key = mix((key + golden) % 2**64)
+    mixed = scramble((-1 * 0x9E3779B1 + key) % 2**32)
+    return (scramble(mixed ^ key >> 32) >> 9) + 0.5 < probability * 2**23
+
+
+def test_coins_are_those_of_the_definition_and_fall_as_often_as_asked() -> None:
+    for probability in (0.0, 0.125, 0.7, 1.0):
+        found = coins(draw_keys(ALONG - 7, ALONG % 3, ALONG * 5), probability)
+        wanted = [plain_coin(at - 7, at % 3, at * 5, float(np.float32(probability))) for at in range(N)]
+        assert found.tolist() == wanted
+        assert abs(sum(wanted) / N - probability) < 4 * (probability * (1 - probability) / N) ** 0.5 + 1e-9
+
+
+def test_coins_of_neighbours_are_independent() -> None:
+    """Of 4 positions in a row all numbers of heads occur as often as they should."""
+    heads = coins(draw_keys(ALONG, ALONG * 0, ALONG * 0 + 9), 0.5)
+    along = coins(draw_keys(ALONG * 0 + 1, ALONG * 0, ALONG), 0.5)
+    for found in (heads, along):
+        counts = np.bincount(found.reshape(-1, 4).sum(1), minlength=5)
+        expected = N / 4 * np.array([1, 4, 6, 4, 1]) / 16
+        assert float(((counts - expected) ** 2 / expected).sum()) < 20  # 4 degrees of freedom
 
 
 def test_no_two_draws_share_their_keys() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import Ints
+from shoal.core.plan import Flags, Ints
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -46,9 +46,22 @@ def _scramble(x: Tensor) -> Tensor:
     return x ^ _shift(x, 16)
 
 
-def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
-    """float32 noise [n, k] for int32 keys [n, 2] and int32 token ids [k] or [n, k]."""
+def _uniform(keys: Tensor, ids: Tensor) -> Tensor:
+    """float32 numbers between 0 and 1, both excluded; arguments as for gumbel."""
     mixed = _scramble(ids * (0x9E3779B1 - 2**32) + keys[:, :1])
     mixed = _scramble(mixed ^ keys[:, 1:])
-    uniform = (_shift(mixed, 9).to(torch.float32) + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    return (_shift(mixed, 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def gumbel(keys: Tensor, ids: Tensor) -> Tensor:
+    """float32 noise [n, k] for int32 keys [n, 2] and int32 token ids [k] or [n, k]."""
+    return -torch.log(-torch.log(_uniform(keys, ids)))
+
+
+def coins(keys: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", probability: float) -> Flags:
+    """For each draw, whether its coin shows heads, which has this probability.
+
+    The coin is the uniform number from which token id -1, which no vocabulary has, would get its noise.
+    """
+    numbers = _uniform(torch.from_numpy(keys), torch.tensor([-1], dtype=torch.int32)).squeeze(1)
+    return (numbers < probability).numpy()

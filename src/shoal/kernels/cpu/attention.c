@@ -3,9 +3,12 @@
  * The rows of a block are the queries of a sequence times the query heads of a KV head. Keys and values are read in
  * place, through the block table, in tiles of TILE tokens counted from the beginning of the sequence, with a running
  * softmax. Every PIECE tokens the softmax starts anew and its result is merged with what came before: a long past can
- * be shared among threads, or not, with bit-identical results. */
+ * be shared among threads, or not, with bit-identical results.
+ *
+ * Here a row's keys, or its values, are in the lanes of a vector: for few rows. Many rows: see attention_lanes.c, and
+ * attention_tiles.c for AMX. */
 
-enum { TILE = 64, PIECE = 512, MOST_ROWS = 32, MOST_DIM = 256, MANY_ROWS = HAS_TILES ? 4 * MOST_ROWS : MOST_ROWS };
+enum { TILE = 64, PIECE = 512, MOST_ROWS = 32, MOST_DIM = 256, MANY_ROWS = HAS_LANES ? 4 * MOST_ROWS : MOST_ROWS };
 /* computed at once: rows and keys of scores, vectors of sums, vectors of exponentials; AVX2 has half the registers */
 #if defined(__AVX2__) && !defined(__AVX512F__)
 enum { SOME_ROWS = 3, MOST_KEYS = 4 };
@@ -23,6 +26,9 @@ typedef struct {
   float scale;
   int type; /* of keys and values */
 } Attention;
+
+/* whether it is computed in AMX tiles */
+INLINE int in_tiles(const Attention *a) { return HAS_TILES && a->type == BFLOAT16 && a->dim % 32 == 0; }
 
 /* A block of rows: `queries` queries from `first` on, times `count` query heads from `head` on. The block of a single
  * query may cover several KV heads. */

@@ -3,7 +3,7 @@
 /* rows of queries in the layouts that the kernels of a block read */
 typedef struct {
   float wide[MOST_ROWS * MOST_DIM];
-  char transposed[HAS_TILES ? MANY_ROWS * MOST_DIM * 2 : 1] __attribute__((aligned(64))); /* for tiles */
+  char transposed[HAS_LANES ? MANY_ROWS * MOST_DIM * 4 : 1] IN_LINES; /* for tiles, in bfloat16, or for lanes */
 } Queries;
 
 /* row r of a block */
@@ -13,7 +13,30 @@ INLINE void take_query(const Attention *a, const Block *b, long r, float *to) {
   for (long i = 0; i < a->dim; i += LANES) store(to + i, load(from + i) * all(a->scale));
 }
 
+#if HAS_LANES
+/* the rows in groups, transposed; the last group is padded with zeros */
+static void take_groups(const Attention *a, const Block *b, long rows, Queries *q) {
+  long dim = a->dim;
+  float *to = (float *)q->transposed;
+  for (long first = 0; first < rows; first += GROUP, to += GROUP * dim) {
+    for (long r = 0; r < GROUP; r++)
+      if (first + r < rows)
+        take_query(a, b, first + r, q->wide + r * dim);
+      else
+        memset(q->wide + r * dim, 0, sizeof(float) * dim);
+    for (long i = 0; i < dim; i += GROUP)
+      transpose16_to((uint32_t *)(to + i * GROUP), GROUP, (const char *)(q->wide + i), dim * 4);
+  }
+}
+#endif
+
 static void take_queries(const Attention *a, const Block *b, long rows, Queries *q) {
+#if HAS_LANES
+  if (in_bands(a, b, rows)) {
+    take_groups(a, b, rows, q);
+    return;
+  }
+#endif
 #if HAS_TILES
   if (in_tiles(a) && rows > GROUP * b->kv_heads) {
     for (long first = 0; first < rows || first % PART; first += GROUP) { /* parts are padded with zeros */
@@ -46,6 +69,12 @@ static void see_piece(const Attention *a, const Block *b, const Queries *q, long
     return;
   }
 #endif
+#if HAS_LANES
+  if (in_bands(a, b, rows)) {
+    attend_bands(a, b, (const float *)q->transposed, rows, piece, next, seen);
+    return;
+  }
+#endif
   memset(seen->mixed, 0, sizeof(float) * rows * a->dim);
 #if HAS_TILES
   if (in_tiles(a)) {
@@ -71,7 +100,8 @@ static void finish(const Attention *a, const Block *b, long rows, const float *m
   for (long r = 0; r < rows; r++) {
     long token = a->starts[b->sequence] + b->first + r / b->count;
     float *out = a->out + (token * a->heads + b->head + r % b->count) * a->dim;
-    for (long i = 0; i < a->dim; i += LANES) store(out + i, load(mixed + r * a->dim + i) / all(mass[r]));
+    floats scale = all(1 / mass[r]);
+    for (long i = 0; i < a->dim; i += LANES) store(out + i, load(mixed + r * a->dim + i) * scale);
   }
 }
 
@@ -117,7 +147,8 @@ typedef struct {
   long heads, rows;
 } BlockShape;
 
-/* The blocks of a pass, those with most work first: stretches of queries, then single queries, whose past is split into
+/* The blocks of a pass, roughly those with most work first: stretches of queries, one KV head after the other because
+ * its keys and values stay in cache, from the last query to the first; then single queries, whose past is split into
  * pieces if it is long. Returns their number; with blocks = NULL it only counts them and the floats of partial
  * results. */
 static long make_blocks(const Attention *a, BlockShape how, Block *blocks, float *partial, long *floats_needed) {
@@ -126,8 +157,8 @@ static long make_blocks(const Attention *a, BlockShape how, Block *blocks, float
     for (long s = 0; s < a->sequences; s++) {
       long queries = a->starts[s + 1] - a->starts[s], step = how.rows / count, some = single ? how.heads : 1;
       if (queries < 1 || (queries == 1) != single) continue;
-      for (long last = queries; last > 0; last -= step)
-        for (long kv_head = 0; kv_head < a->kv_heads; kv_head += some)
+      for (long kv_head = 0; kv_head < a->kv_heads; kv_head += some)
+        for (long last = queries; last > 0; last -= step)
           for (long head = 0; head < group; head += count) {
             Block b = {.sequence = s, .kv_head = kv_head, .head = kv_head * group + head, .piece = -1};
             b.kv_heads = a->kv_heads - kv_head < some ? a->kv_heads - kv_head : some;
@@ -164,8 +195,8 @@ static long heads_together(const Attention *a, int threads) {
 /* How many rows of a stretch go into one block: its tiles are prepared once, but there must be enough for all
  * threads. */
 static long rows_together(const Attention *a, int threads) {
-#if HAS_TILES
-  for (long rows = MANY_ROWS; in_tiles(a) && rows > MOST_ROWS; rows /= 2) {
+#if HAS_LANES
+  for (long rows = MANY_ROWS; a->dim % GROUP == 0 && rows > MOST_ROWS; rows /= 2) {
     long blocks = 0;
     for (long s = 0; s < a->sequences; s++) {
       long queries = a->starts[s + 1] - a->starts[s];

@@ -15,9 +15,7 @@
 
 #if HAS_TILES
 
-static int in_tiles(const Attention *a) { return a->type == BFLOAT16 && a->dim % 32 == 0; }
-
-enum { GROUP = 16, PAIRED = 32 }; /* PAIRED: values of 64 bytes */
+enum { PAIRED = 32 }; /* values of 64 bytes */
 
 /* Few rows: tiles 0, 1 scores; 2, 5 keys, then values; 3 queries; 4 shares; 6, 7 mixed. Many rows: all are full. */
 static void shape_attention(long rows) {
@@ -230,8 +228,6 @@ static void attend_few(const Attention *a, const Block *b, const char *q, long r
 
 enum { PART = 2 * GROUP };
 
-#define IN_LINES __attribute__((aligned(TILE_BYTES))) /* a row of a tile that spans two cache lines is read twice */
-
 /* a part of the rows in a tile; for each of its two groups: scores [keys, rows], shares [pairs of keys, rows, 2] */
 typedef struct {
   float scores[2][TILE * GROUP] IN_LINES, rescale[2][GROUP] IN_LINES;
@@ -287,32 +283,6 @@ INLINE void score_part(const Tile *tile, const char *keys, const char *q, long d
   }
 }
 
-/* Scores of tokens that the rows of a group, row..last_row, may not see become -infinity, as in `mask`. */
-static void mask_group(const Attention *a, const Block *b, const Tile *tile, long row, long last_row, float *scores) {
-  long position = first_position(a, b) - tile->from, window = a->window;
-  int32_t firsts[GROUP], lasts[GROUP]; /* each row sees first..last of this tile */
-  if (position + row / b->count >= TILE - 1 && (!window || position + last_row / b->count < window)) return;
-  for (long r = 0; r < GROUP; r++) {
-    long last = position + (row + r) / b->count, first = window ? last - window + 1 : 0;
-    lasts[r] = (int32_t)(last < -1 ? -1 : last < tile->last ? last : tile->last - 1);
-    firsts[r] = (int32_t)(first < 0 ? 0 : first < TILE ? first : TILE);
-  }
-  for (int v = 0; v < GROUP; v += LANES) {
-    ints first, last;
-    memcpy(&first, firsts + v, sizeof first), memcpy(&last, lasts + v, sizeof last);
-    for (int32_t t = 0; t < TILE; t++) {
-      float *here = scores + t * GROUP + v;
-#if defined(__AVX512F__)
-      __m512i key = _mm512_set1_epi32(t);
-      __mmask16 seen = _mm512_mask_cmple_epi32_mask(_mm512_cmple_epi32_mask((__m512i)first, key), key, (__m512i)last);
-      store(here, (floats)_mm512_mask_mov_ps((__m512)all(-INFINITY), seen, (__m512)load(here)));
-#else
-      store(here, choose((first <= t) & (last >= t), load(here), all(-INFINITY)));
-#endif
-    }
-  }
-}
-
 /* shares of two keys, rounded as in narrow_line, interleaved row by row */
 INLINE void pair_shares(uint16_t *to, floats one, floats two) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -325,15 +295,6 @@ INLINE void pair_shares(uint16_t *to, floats one, floats two) {
   store_as(left, one, BFLOAT16), store_as(right, two, BFLOAT16);
   for (int r = 0; r < LANES; r++) to[2 * r] = left[r], to[2 * r + 1] = right[r];
 #endif
-}
-
-/* `sum` of LANES vectors at once: lane r gets the sum of row r, added in the same order */
-INLINE floats sum_across(floats *x) {
-#pragma GCC unroll 2
-  for (int width = LANES / 2; width >= 4; width /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < width; i++) x[i] += x[i + width];
-  return (x[0] + x[1]) + (x[2] + x[3]);
 }
 
 /* The shares of two neighbouring keys of every LANES, from `t` on, and their sums: a row's shares are added in the
@@ -419,18 +380,6 @@ INLINE void mix_part(const Tile *tile, const char *values, long dim, const Part 
   }
 }
 
-/* for each group [dim, rows] to [rows, dim] */
-static void transpose_mixed(float *to, const float *mixed, long rows, long dim) {
-  float scratch[GROUP * MOST_DIM];
-  for (long row = 0; row < rows; row += GROUP) {
-    int whole = row + GROUP <= rows;
-    float *here = whole ? to + row * dim : scratch;
-    for (long i = 0; i < dim; i += GROUP)
-      transpose16_to((uint32_t *)(here + i), dim, (const char *)(mixed + row * dim + i * GROUP), TILE_BYTES);
-    if (!whole) memcpy(to + row * dim, scratch, sizeof(float) * (rows - row) * dim);
-  }
-}
-
 /* as attend_piece, for many rows of one KV head; q: groups of 16 rows, transposed, padded to a whole part */
 static void attend_many(const Attention *a, const Block *b, const char *q, long rows, long piece, Seen *seen) {
   long dim = a->dim, filled = (rows + PART - 1) / PART * PART;
@@ -449,7 +398,7 @@ static void attend_many(const Attention *a, const Block *b, const char *q, long 
       if (tile.from > first_position(a, b) + last / b->count) continue; /* the part sees nothing of the tile */
       score_part(&tile, keys, q + row * dim * 2, dim, &part);
       for (long g = 0, r = row; r <= last; g++, r += GROUP) {
-        mask_group(a, b, &tile, r, last < r + GROUP ? last : r + GROUP - 1, part.scores[g]);
+        mask_group(a, b, &tile, r, last < r + GROUP ? last : r + GROUP - 1, 0, TILE, part.scores[g]);
         softmax_group(part.scores[g], seen->top + r, seen->mass + r, part.rescale[g], part.shares[g]);
       }
       mix_part(&tile, values, dim, &part, mixed + row * dim);

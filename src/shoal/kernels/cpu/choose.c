@@ -31,6 +31,7 @@ typedef struct {
   const int64_t *rows, *positions; /* of each line of scores */
   const int64_t *mask_of;          /* of each line: index of its mask, or -1; NULL: no masks */
   const uint32_t *masks;           /* a bit for each token that is allowed */
+  const int64_t *expected;         /* of each line: the draft token that it verifies, or -1; NULL: no drafts */
   int64_t *tokens;
   float *best;
   long n;
@@ -307,21 +308,37 @@ static float ranked(const Draw *d, const float *x, long n, long k, float p, floa
   return within > least ? within : least;
 }
 
+/* the score of a token that came before, `count` times in the output */
+INLINE float penalized(const Sampling *s, long row, float score, float count) {
+  float repetition = s->repetition[row];
+  float value = add_rounded(score > 0 ? score / repetition : score * repetition, -s->frequency[row], count);
+  return value - (count > 0 ? s->presence[row] : 0);
+}
+
 static void penalize(const Sampling *s, long row, float *x, long n) {
   const uint8_t *seen = s->seen + s->penalty_slot[row] * n;
   const float *counts = s->counts + s->penalty_slot[row] * n;
-  float repetition = s->repetition[row], frequency = s->frequency[row], presence = s->presence[row];
   for (long first = 0; first < n; first += 8) {
     long end = first + 8 < n ? first + 8 : n;
     uint64_t several = 0;
     memcpy(&several, seen + first, end - first);
     if (!several) continue;
-    for (long i = first; i < end; i++) {
-      if (!seen[i]) continue;
-      float value = x[i] > 0 ? x[i] / repetition : x[i] * repetition;
-      value = add_rounded(value, -frequency, counts[i]);
-      x[i] = value - (counts[i] > 0 ? presence : 0);
-    }
+    for (long i = first; i < end; i++)
+      if (seen[i]) x[i] = penalized(s, row, x[i], counts[i]);
+  }
+}
+
+/* Counts the draft tokens before this line as if they had been drawn: each one's score anew, from its original. */
+static void penalize_drafts(const Choice *c, long line, float *to) {
+  const Sampling *s = c->state;
+  long row = c->rows[line], first = line;
+  const float *counts = s->counts + s->penalty_slot[row] * c->n, *x = c->scores + line * c->n;
+  while (first > 0 && c->expected[first - 1] >= 0) first--;
+  for (long i = first; i < line; i++) {
+    long token = c->expected[i];
+    float count = counts[token];
+    for (long j = first; j < line; j++) count += c->expected[j] == token;
+    to[token] = penalized(s, row, x[token], count);
   }
 }
 
@@ -343,7 +360,10 @@ static const float *edited(const Choice *c, long line, float *scratch) {
   long ends = mask < 0 && c->positions[line] < s->first_free_end[row] ? s->ends_count[row] : 0;
   if (!s->bias_count[row] && s->penalty_slot[row] < 0 && !ends && mask < 0) return x;
   memcpy(scratch, x, sizeof(float) * c->n);
-  if (s->penalty_slot[row] >= 0) penalize(s, row, scratch, c->n);
+  if (s->penalty_slot[row] >= 0) {
+    penalize(s, row, scratch, c->n);
+    if (c->expected) penalize_drafts(c, line, scratch);
+  }
   for (long i = s->bias_first[row]; i < s->bias_first[row] + s->bias_count[row]; i++)
     scratch[s->bias_ids[i]] += s->bias_amounts[i];
   for (long i = s->ends_first[row]; i < s->ends_first[row] + ends; i++) scratch[s->ends_ids[i]] = -INFINITY;
@@ -374,9 +394,19 @@ static void choose_one(const Choice *c, long line, float *scratch) {
     token = d.token;
   }
   c->tokens[line] = token, c->best[line] = best;
-  if (s->penalty_slot[row] >= 0) {
-    s->seen[s->penalty_slot[row] * n + token] = 1;
-    s->counts[s->penalty_slot[row] * n + token] += 1;
+}
+
+/* Adds the chosen tokens to what penalties count, of each row up to the first that is not the draft's. */
+static void count_chosen(const Choice *c, long lines) {
+  const Sampling *s = c->state;
+  int rejected = 0;
+  for (long line = 0; line < lines; line++) {
+    long slot = s->penalty_slot[c->rows[line]], token = c->tokens[line];
+    if (slot >= 0 && !rejected) {
+      s->seen[slot * c->n + token] = 1;
+      s->counts[slot * c->n + token] += 1;
+    }
+    if (c->expected) rejected = c->expected[line] >= 0 && (rejected || c->expected[line] != token);
   }
 }
 
@@ -399,5 +429,7 @@ static void choice_piece(void *work, long line) {
 API int shoal_draw(const Choice *c, long lines, int threads) {
   ChoicePieces pieces = {.choice = c};
   share(threads_for(threads, lines * c->n), lines, choice_piece, &pieces);
-  return pieces.failed;
+  if (pieces.failed) return 1;
+  count_chosen(c, lines); /* only now: lines of one row are chosen at the same time */
+  return 0;
 }

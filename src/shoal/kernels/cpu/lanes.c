@@ -354,9 +354,9 @@ static void lane_piece(void *work, long n) {
   long across = (t->columns + t->width - 1) / t->width, chunk = n / across;
   long column = n % across * t->width, end = column + t->width < t->columns ? column + t->width : t->columns;
   long row = chunk * t->height, rows = t->rows - row < t->height ? t->rows - row : t->height;
-  long later = n + t->threads; /* the piece that this thread is likely to take next */
   for (; column < end; column += t->unit) {
-    long next = column + t->unit < end ? column + t->unit : later < t->pieces ? later % across * t->width : -1;
+    long next = column + t->unit, later = next < end ? n : piece_after(n, t->threads, t->pieces);
+    if (next >= end) next = later < 0 ? -1 : later % across * t->width;
     lane_unit(t, row, rows, column, end - column < t->unit ? end - column : t->unit, next);
   }
 }

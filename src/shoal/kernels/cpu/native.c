@@ -34,6 +34,7 @@
 #include "linear.c"
 #include "linear8.c"
 #include "attention.c"
+#include "attention_lanes.c"
 #include "attention_tiles.c"
 #include "attention_pass.c"
 #include "rows.c"

@@ -278,7 +278,13 @@ class NativeOps(CpuOps):
         return NativeLayers(self, layers) if is_fusable(layers) else None
 
     def choose(
-        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+        self,
+        scores: Tensor,
+        rows: Ints,
+        positions: Ints,
+        state: SamplingState,
+        masks: LateMasks | None,
+        expected: Ints | None = None,
     ) -> tuple[Tensor, Tensor]:
         """All lines in one call."""
         scores = scores.float().contiguous()
@@ -296,11 +302,14 @@ class NativeOps(CpuOps):
             n=vocab,
         )
         if masks is not None:
-            masked = np.isin(rows, masks.rows)
-            mask_of = np.where(masked, np.cumsum(masked) - 1, -1)
+            mask_of = np.full(count, -1, dtype=np.int64)
+            mask_of[masks.lines] = np.arange(len(masks.lines))
             allowed = np.ascontiguousarray(masks.allowed)
             assert allowed.shape[1] == -(-vocab // 32), "the masks are those of another vocabulary"
             choice.mask_of, choice.masks = _address(mask_of), _address(allowed)
+        if expected is not None:
+            expected = np.ascontiguousarray(expected, np.int64)
+            choice.expected = _address(expected)
         if self.calls.shoal_draw(ctypes.byref(choice), count, torch.get_num_threads()):
             raise MemoryError("no memory to choose tokens")
         return tokens, best

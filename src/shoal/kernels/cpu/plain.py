@@ -73,10 +73,16 @@ class CpuOps(RefOps):
         self._last: tuple[weakref.ref[Batch], dict[int, _Split]] | None = None
 
     def choose(
-        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+        self,
+        scores: Tensor,
+        rows: Ints,
+        positions: Ints,
+        state: SamplingState,
+        masks: LateMasks | None,
+        expected: Ints | None = None,
     ) -> tuple[Tensor, Tensor]:
         """All lines at once, in torch."""
-        return torch_choose.choose(scores, rows, positions, state, masks)
+        return torch_choose.choose(scores, rows, positions, state, masks, expected)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in x's type; computed in float32 if the types differ or this CPU multiplies them slowly."""

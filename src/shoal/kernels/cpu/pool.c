@@ -18,7 +18,8 @@
 /* Computes one piece of some work; n counts from 0. */
 typedef void Piece(void *work, long n);
 
-enum { MOST_WORKERS = 1023, WORKER_STACK = 8 << 20, SPIN_NS = 60000, SPINS_PER_LOOK = 64 };
+enum { MOST_WORKERS = 1023, WORKER_STACK = 8 << 20, SPINS_PER_LOOK = 64 };
+enum { LEAST_SPIN_NS = 50000, MOST_SPIN_NS = 300000, MORE_SPIN_NS = 2000 };
 #define PIECES_MASK 0xffffffffu /* the lower half of `open`: pieces left to take; the upper half: who may take them */
 
 static struct {
@@ -51,6 +52,15 @@ static int64_t now_ns(void) {
 /* whether there is a piece that this worker may take */
 INLINE int may_take(uint64_t open, long worker) { return (open & PIECES_MASK) && worker < (long)(open >> 32); }
 
+/* The piece that this thread is likely to take after piece n of a call, to prefetch its memory; -1: none is left. The
+ * others take pieces meanwhile, so ask late. */
+INLINE long piece_after(long n, int threads, long count) {
+  uint64_t open = atomic_load_explicit(&pool.open, memory_order_relaxed);
+  long next = count - (long)(open & PIECES_MASK); /* of another call, if this one computes alone: not much is lost */
+  next = threads > 1 && next > n ? next : n + 1;
+  return next < count ? next : -1;
+}
+
 static void finish_pieces(long count) {
   if (atomic_fetch_sub(&pool.unfinished, count) > count || !atomic_load(&pool.caller_sleeps)) return;
   pthread_mutex_lock(&pool.lock);
@@ -71,15 +81,22 @@ static void take_pieces(long worker) {
   if (done) finish_pieces(done);
 }
 
-/* spins for a moment; returns whether what it waits for has come */
+/* Spins for a moment; returns whether what it waits for has come. Going to sleep and being woken costs more than most
+ * waits take, but only while the other threads run: a spin in vain halves the next one, a short wait makes it longer.
+ * So a thread spins for long on a quiet machine and hardly at all beside busy programs. */
 static int spun(int (*come)(long), long worker) {
+  static __thread int64_t patience = MOST_SPIN_NS;
   for (int64_t until = 0, now = 0; now <= until; now = now_ns()) {
     for (int n = 0; n < SPINS_PER_LOOK; n++) {
-      if (come(worker)) return 1;
+      if (come(worker)) {
+        if (patience < MOST_SPIN_NS) patience += MORE_SPIN_NS;
+        return 1;
+      }
       relax();
     }
-    if (!until) until = now_ns() + SPIN_NS;
+    if (!until) until = now_ns() + patience;
   }
+  patience = patience / 2 > LEAST_SPIN_NS ? patience / 2 : LEAST_SPIN_NS;
   return 0;
 }
 
@@ -99,7 +116,7 @@ static void *work_forever(void *number) {
       atomic_fetch_sub(&pool.sleepers, 1);
       pthread_mutex_unlock(&pool.lock);
     }
-      take_pieces(worker);
+    take_pieces(worker);
   }
   return NULL;
 }

@@ -46,7 +46,7 @@ PassStruct = _structure(
 )
 SamplingStruct = _structure("SamplingStruct", {field.name: _POINTER for field in fields(SamplingState)})
 ChoiceStruct = _structure(
-    "ChoiceStruct", _several("state scores rows positions mask_of masks tokens best", _POINTER) | {"n": _LONG}
+    "ChoiceStruct", _several("state scores rows positions mask_of masks expected tokens best", _POINTER) | {"n": _LONG}
 )
 MIRRORED = (MatrixStruct, LayerStruct, PassStruct, SamplingStruct, ChoiceStruct)  # in the order of shoal_struct_size
 

@@ -1,6 +1,6 @@
 /* How many threads a call uses, and the scratch memory that each thread keeps. Part of native.c. */
 
-enum { WORTH_THREADS = 1 << 15, WORTH_A_PIECE = 1 << 13 }; /* values; fewer are computed before another thread comes */
+enum { WORTH_THREADS = 1 << 13, WORTH_A_PIECE = 1 << 12 }; /* values; fewer are computed before another thread comes */
 
 static int threads_for(int threads, long values) { return values > WORTH_THREADS ? threads : 1; }
 

@@ -103,37 +103,6 @@ static int tiles_permitted(void) { return 0; }
 static int tiles_permitted(void) { return 0; }
 #endif
 
-/* transposes 16 rows of 16 words that are `stride` bytes apart; to_stride: in words */
-static void transpose16_to(uint32_t *to, long to_stride, const char *from, long stride) {
-#if defined(__AVX512F__)
-  __m512i a[16], b[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2)
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]), a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-  }
-  /* now a[4 q + j] holds, in its lane l, column 4 l + j of rows 4 q to 4 q + 3 */
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) {
-    __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-    __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-    __m512i high_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-    _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(low, high, 0x88));
-    _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(odd, high_odd, 0x88));
-    _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, high, 0xdd));
-    _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(odd, high_odd, 0xdd));
-  }
-#else
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) memcpy(to + j * to_stride + i, from + i * stride + j * 4, 4);
-#endif
-}
-
 static void transpose16(uint32_t *to, const char *from, long stride) { transpose16_to(to, TILE_ROWS, from, stride); }
 
 #if HAS_TILES
@@ -530,22 +499,45 @@ typedef struct {
   long panel, panels, tile, tiles;
 } TileTask;
 
-/* scratch: four tiles per step; next: the thread's next task, or NULL */
-static void tile_task(const TiledLinear *t, const TileTask *task, const TileTask *next, char *scratch) {
-  long panel = task->panel, end = panel + task->panels, blocks = (task->tiles + 1) / 2, step = t->gated ? 1 : 2;
+/* the pieces of a call: all panels by some tiles of x, which stay in the L2 cache meanwhile, then all panels by the
+ * next tiles */
+typedef struct {
+  TiledLinear *linear;
+  const TileShape *shape;
+  long count, columns, width, height, panels, tiles;
+  size_t scratch; /* bytes that a piece needs */
+  int threads;
+  _Atomic int failed;
+} TilePieces;
+
+static TileTask tile_task_of(const TilePieces *p, long n) {
+  long panel = n % p->columns * p->width, tile = n / p->columns * p->height;
+  return (TileTask){panel, p->panels - panel < p->width ? p->panels - panel : p->width, tile,
+                    p->tiles - tile < p->height ? p->tiles - tile : p->height};
+}
+
+/* piece n of a call; scratch: four tiles per step */
+static void tile_task(const TilePieces *p, long n, char *scratch) {
+  const TiledLinear *t = p->linear;
+  TileTask task = tile_task_of(p, n);
+  long panel = task.panel, end = panel + task.panels, blocks = (task.tiles + 1) / 2, step = t->gated ? 1 : 2;
   long apart = t->gated ? t->outputs / 2 / TILE_ROWS : 1, size = TILE_ROWS * t->row_bytes;
   for (; panel < end; panel += step) {
     int two = t->gated || panel + 1 < end;
     Fetch fetch = {.pace = (int)((TILE_ROWS + blocks - 1) / blocks)};
-    fetch.soon[0] = t->weight + (panel + step < end || !next ? panel + step : next->panel) * size;
-    fetch.soon[1] = fetch.soon[0] + apart * size;
-    if (panel + step >= end && !next) fetch.pace = 0;
+    long soon = panel + step;
+    if (soon >= end) {
+      long next = piece_after(n, p->threads, p->count);
+      if (next < 0) fetch.pace = 0;
+      else soon = tile_task_of(p, next).panel;
+    }
+    fetch.soon[0] = t->weight + soon * size, fetch.soon[1] = fetch.soon[0] + apart * size;
     Side w[2];
-    for (int n = 0; n <= two; n++)
-      w[n] = (t->tiled ? tiled_panel : t->many ? transposed_panel : panel_of)(t, panel + n * apart,
-                                                                        scratch + n * 2 * t->steps * TILE_SIZE);
-    for (long n = task->tile; n < task->tile + task->tiles; n += 2) {
-      tile_pair(t, w, panel, 1 + two, n, n + 1 < task->tile + task->tiles ? 2 : 1, &fetch);
+    for (int i = 0; i <= two; i++)
+      w[i] = (t->tiled ? tiled_panel : t->many ? transposed_panel : panel_of)(t, panel + i * apart,
+                                                                        scratch + i * 2 * t->steps * TILE_SIZE);
+    for (long tile = task.tile, last = tile + task.tiles; tile < last; tile += 2) {
+      tile_pair(t, w, panel, 1 + two, tile, tile + 1 < last ? 2 : 1, &fetch);
       for (int i = 0; i < 2; i++) fetch.soon[i] += fetch.pace * 64 * t->steps;
     }
   }
@@ -566,23 +558,6 @@ static void tile_shape(TiledLinear *t, TileShape *shape) {
   }
 }
 
-/* the pieces of a call: all panels by some tiles of x, which stay in the L2 cache meanwhile, then all panels by the
- * next tiles */
-typedef struct {
-  TiledLinear *linear;
-  const TileShape *shape;
-  long count, columns, width, height, panels, tiles;
-  size_t scratch; /* bytes that a piece needs */
-  int threads;
-  _Atomic int failed;
-} TilePieces;
-
-static TileTask tile_task_of(const TilePieces *p, long n) {
-  long panel = n % p->columns * p->width, tile = n / p->columns * p->height;
-  return (TileTask){panel, p->panels - panel < p->width ? p->panels - panel : p->width, tile,
-                    p->tiles - tile < p->height ? p->tiles - tile : p->height};
-}
-
 static void tile_piece(void *work, long n) {
   TilePieces *p = work;
   char *scratch = scratch_for(SCRATCH_PANELS, p->scratch);
@@ -590,10 +565,8 @@ static void tile_piece(void *work, long n) {
     p->failed = 1;
     return;
   }
-  long next = n + p->threads; /* what this thread computes next, if all are equally fast */
-  TileTask task = tile_task_of(p, n), soon = tile_task_of(p, next < p->count ? next : n);
   tiles_begin(p->shape);
-  tile_task(p->linear, &task, next < p->count ? &soon : NULL, scratch);
+  tile_task(p, n, scratch);
   tiles_end();
 }
 
@@ -640,7 +613,7 @@ static int linear_tiled(TiledLinear *t, int threads) {
   height = height < 4 ? 4 : height > 32 ? 32 : height;
   long blocks = (tiles + height - 1) / height;
   height = (tiles + 2 * blocks - 1) / (2 * blocks) * 2; /* of equal size, without a small one at the end */
-  long width = panels / (threads * (tiles > 2 ? 8 : 2)) / 2 * 2, most = tiles > 2 ? 8 : 96;
+  long width = panels / (threads * 8) / 2 * 2, most = tiles > 2 ? 8 : 96;
   width = width > most ? most : width < 2 ? (panels < threads * 4 && (t->tiled || !t->many) ? 1 : 2) : width;
   long columns = (panels + width - 1) / width;
   TilePieces pieces = {.linear = t, .shape = &shape, .count = blocks * columns, .columns = columns, .width = width,

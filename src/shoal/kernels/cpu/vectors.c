@@ -1,4 +1,4 @@
-/* The compiler's vector types, loads and stores for every number type, exponentials. Part of native.c. */
+/* The compiler's vector types, loads and stores for every number type, exponentials, transposes. Part of native.c. */
 
 #if defined(__AVX512F__)
 enum { LANES = 16, DOT_COLUMNS = 6, MIX_VECTORS = 4 };
@@ -266,4 +266,61 @@ static const float *widened(const void *from, int type, long n, float *to) {
   if (type == BFLOAT16) widen(from, BFLOAT16, n, to);
   if (type == FLOAT16) widen(from, FLOAT16, n, to);
   return to;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+/* transposes 8 rows of 8 words; strides as below */
+INLINE void transpose8_to(uint32_t *to, long to_stride, const char *from, long stride) {
+  __m256 a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps((const float *)(from + i * stride));
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2)
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  /* a[4 q + j] becomes column j, and j + 4 in its upper half, of rows 4 q to 4 q + 3 */
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44), a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44), a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    _mm256_storeu_ps((float *)(to + j * to_stride), _mm256_permute2f128_ps(a[j], a[4 + j], 0x20));
+    _mm256_storeu_ps((float *)(to + (4 + j) * to_stride), _mm256_permute2f128_ps(a[j], a[4 + j], 0x31));
+  }
+}
+#endif
+
+/* transposes 16 rows of 16 words that are `stride` bytes apart; to_stride: in words */
+static void transpose16_to(uint32_t *to, long to_stride, const char *from, long stride) {
+#if defined(__AVX512F__)
+  __m512i a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(from + i * stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2)
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]), a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+  /* now a[4 q + j] holds, in its lane l, column 4 l + j of rows 4 q to 4 q + 3 */
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+    __m512i high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+    __m512i high_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+    _mm512_storeu_si512(to + j * to_stride, _mm512_shuffle_i32x4(low, high, 0x88));
+    _mm512_storeu_si512(to + (4 + j) * to_stride, _mm512_shuffle_i32x4(odd, high_odd, 0x88));
+    _mm512_storeu_si512(to + (8 + j) * to_stride, _mm512_shuffle_i32x4(low, high, 0xdd));
+    _mm512_storeu_si512(to + (12 + j) * to_stride, _mm512_shuffle_i32x4(odd, high_odd, 0xdd));
+  }
+#elif defined(__AVX2__)
+  for (int i = 0; i < 16; i += 8)
+    for (int j = 0; j < 16; j += 8) transpose8_to(to + j * to_stride + i, to_stride, from + i * stride + j * 4, stride);
+#else
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) memcpy(to + j * to_stride + i, from + i * stride + j * 4, 4);
+#endif
 }
