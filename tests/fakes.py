@@ -6,10 +6,12 @@ the wrong position or a wrong prefix hit changes the tokens, and the oracle belo
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from shoal.config.speculate import Speculate
+from shoal.core.drafts import Draft
 from shoal.core.params import SamplingParams
 from shoal.core.plan import FROM_DEVICE, SCRIPTED_END, BlockCopy, RowStart, StepPlan, StepResult
 from shoal.core.ports import LateMasks
@@ -19,8 +21,9 @@ from shoal.kv.manager import KVManager
 from shoal.sched.admission import Limits, Rules
 from shoal.sched.batching import Continuous, Dynamic, Static
 from shoal.sched.budget import Fixed, PromiseBudget
-from shoal.sched.drafts import NoDrafter
+from shoal.sched.drafts import DraftPolicy, NoDrafts
 from shoal.sched.fair import Fair
+from shoal.sched.flight import Flight
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import OnDemand, Predict, Reserve
@@ -31,7 +34,9 @@ from shoal.sched.preempt import PREEMPT, Auto, Preempt
 from shoal.sched.prefill import PREFILL
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.slo import Slo
+from shoal.sched.speculation import Speculation
 from shoal.sched.steptime import CopyTimes, StepModel
+from shoal.spec.make import make_drafter
 
 VOCAB = 50
 MASK = 2**61 - 1
@@ -44,13 +49,24 @@ def fold(slots: Sequence[int], start: int = 7) -> int:
     return value
 
 
+def slot_of(token: int, slots: Sequence[int]) -> int:
+    """What a position's slot holds, given those before it: a hash of all of them, and the token itself."""
+    return fold([token], fold(slots)) << 6 | token & 63
+
+
 def draw(slots: Sequence[int], seed: int, sample: int, position: int, allowed: Sequence[int] | None = None) -> int:
+    """A token; in two of three cases the one that came some positions before, so that drafters find something."""
     choices = range(VOCAB) if allowed is None else allowed
-    return choices[fold([seed, sample, position], fold(slots)) % len(choices)]
+    chance = fold([seed, sample, position], fold(slots))
+    again = slots[-(3 + seed % 3) :][0] & 63
+    if chance % 3 and again in choices:
+        return again
+    return choices[chance // 3 % len(choices)]
 
 
 class FakeGrammar:
-    """Allows about one token in four, depending on all that it accepted before; ends after `length` tokens.
+    """Allows about one token in four, depending on all that it accepted before, and in some states a single one; ends
+    after `length` tokens.
 
     It allows no token at output `breaks_at`, and accepts none at output `refuses_at`.
     """
@@ -66,6 +82,8 @@ class FakeGrammar:
 
     def allowed(self) -> list[int]:
         state = fold(self.outputs, self.seed)
+        if state % 5 < 3:
+            return [state % VOCAB]
         return [token for token in range(VOCAB) if fold([token], state) % 4 == 0] or [0]
 
     def accept(self, token: int) -> bool:
@@ -86,6 +104,33 @@ class FakeGrammar:
         for token in self.allowed():
             line[token // 32] |= np.uint32(1 << token % 32)
 
+    def forced(self) -> list[int]:
+        ahead, tokens = self._copy(), []
+        while not ahead.ended and not ahead.error and len(ahead.allowed()) == 1 and len(tokens) < 20:
+            tokens += ahead.allowed()
+            ahead.accept(tokens[-1])
+        return tokens
+
+    def allows(self, tokens: Sequence[int]) -> int:
+        ahead = self._copy()
+        for place, token in enumerate(tokens):
+            if ahead.ended or not ahead.accept(token):
+                return place
+        return len(tokens)
+
+    def fill_ahead(self, lines: "np.ndarray[tuple[int, ...], np.dtype[np.uint32]]", tokens: Sequence[int]) -> None:
+        self.fill(lines[0])
+        ahead = self._copy()
+        for token, line in zip(tokens, lines[1:], strict=True):
+            line[:] = 0
+            if not ahead.error and not ahead.ended and ahead.accept(token) and not ahead.ended:
+                ahead.fill(line)
+
+    def _copy(self) -> "FakeGrammar":
+        copy = FakeGrammar(self.seed, self.length, self.breaks_at, self.refuses_at)
+        copy.outputs, copy.ended, copy.error = list(self.outputs), self.ended, self.error
+        return copy
+
 
 def oracle(
     prompt: Sequence[int],
@@ -99,7 +144,7 @@ def oracle(
     """The output tokens, computed with no batch, no blocks and no scheduler. `grammar` has accepted nothing yet."""
     slots: list[int] = []
     for token in prompt:
-        slots.append(fold([token], fold(slots)))
+        slots.append(slot_of(token, slots))
     output: list[int] = []
     while True:
         if grammar is not None and len(output) == grammar.breaks_at:
@@ -112,7 +157,7 @@ def oracle(
             return output
         if len(output) == max_tokens or (grammar is not None and grammar.ended):
             return output
-        slots.append(fold([token], fold(slots)))
+        slots.append(slot_of(token, slots))
 
 
 def fake_logprobs(token: int) -> Logprobs:
@@ -124,7 +169,7 @@ class FakeExecutor:
     """Changes its row tables as soon as it is handed a plan, and computes it only when asked for the result.
 
     Copies of blocks are done some passes after the one that brought them, each after its own delay, and are reported
-    later still; some fail, if asked to. Time is what `busy_s` makes of a pass and `copy_s` of a block.
+    later still; some fail, if asked to. A pass takes `pass_s` of its positions.
     """
 
     def __init__(
@@ -134,7 +179,9 @@ class FakeExecutor:
         host_blocks: int = 0,
         slow_copies: int = 0,
         failing: Callable[[int], bool] = lambda number: False,
+        pass_s: Callable[[int], float] = lambda positions: 0.0,
     ) -> None:
+        self.pass_s = pass_s
         self.host = [[-2] * block_size for _ in range(host_blocks)]
         self.copies: list[tuple[int, BlockCopy]] = []  # (passes to go, order)
         self.reported_late: list[tuple[int, BlockCopy, bool]] = []  # done, but not reported for so many passes
@@ -170,8 +217,8 @@ class FakeExecutor:
         plan = self.queue[-1]
         assert plan.step not in self.masks, "a pass was sampled twice"
         if masks is not None:
-            in_order = [row for row in plan.rows[plan.draws > 0].tolist() if row in masks.rows]
-            assert masks.rows.tolist() == in_order, "masks for other rows, or in another order"
+            assert masks.lines.tolist() == sorted(set(masks.lines.tolist())), "masks out of order"
+            assert masks.lines[-1] < plan.draws.sum(), "a mask for a draw that does not exist"
         self.masks[plan.step] = masks
 
     def result(self) -> StepResult:
@@ -183,7 +230,7 @@ class FakeExecutor:
         tokens: list[int] = []
         accepted: list[int] = []
         logprobs, prompt_logprobs = [], []
-        offset = 0
+        offset = line = 0
         for place, (row, start, count, draws) in enumerate(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.draws.tolist(), strict=True)
         ):
@@ -195,10 +242,12 @@ class FakeExecutor:
             slots = self._compute(row, start, ids)
             self.positions[row] = start + count
             if draws:
-                if row in allowed and not allowed[row]:
+                if allowed.get(line) == []:
                     failures.append((len(accepted), "nothing is allowed"))
-                    allowed[row] = [0]
-                drawn = self._verify(row, start, ids, draws, slots, allowed.get(row))
+                    allowed[line] = [0]
+                masked = [allowed.get(one) for one in range(line, line + draws)]
+                line += draws
+                drawn = self._verify(row, start, ids, masked, slots)
                 if begun.params.logprobs is not None:
                     logprobs += [(len(tokens) + index, fake_logprobs(token)) for index, token in enumerate(drawn)]
                 ends = [start + count - draws + 1 + index == begun.ends_at for index in range(len(drawn))]
@@ -221,27 +270,31 @@ class FakeExecutor:
             tuple((order.id, 1e-3 * len(order.source)) for order in done),
             tuple(order.id for order in failed),
             padded=(len(plan.rows) + plan.dead) * plan.width - len(plan.tokens) if plan.width else 0,
+            busy_s=self.pass_s(len(plan.tokens)),
         )
 
     def _compute(self, row: int, start: int, ids: list[int]) -> list[int]:
         """Write the slots of these positions; returns them with all before them."""
         slots = self._read(row, start)
         for step, token in enumerate(ids):
-            slots.append(fold([self.last[row] if token == FROM_DEVICE else token], fold(slots)))
+            slots.append(slot_of(self.last[row] if token == FROM_DEVICE else token, slots))
             self._write(row, start + step, slots[-1])
         self.computed_tokens += len(ids)
         return slots
 
     def _verify(
-        self, row: int, start: int, ids: list[int], draws: int, slots: list[int], allowed: list[int] | None
+        self, row: int, start: int, ids: list[int], allowed: list[list[int] | None], slots: list[int]
     ) -> list[int]:
         """Draw after each of the last positions, up to the first draw that its draft does not confirm. Now and then
-        fewer than that: how many are accepted is the device's own affair."""
-        begun, first = self.rows[row], len(ids) - draws
+        fewer than that: how many are accepted is the device's own affair. allowed: the tokens of each draw."""
+        begun, draws = self.rows[row], len(allowed)
+        first = len(ids) - draws
         drawn: list[int] = []
         for place in range(first, len(ids)):
             position = start + place + 1
-            drawn.append(draw(slots[:position], begun.seed, begun.sample, position, allowed))
+            if allowed[place - first] == []:
+                break  # nothing can be drawn here: the next pass finds that out
+            drawn.append(draw(slots[:position], begun.seed, begun.sample, position, allowed[place - first]))
             confirmed = place + 1 < len(ids) and ids[place + 1] == drawn[-1]
             if not confirmed or fold([position, begun.seed], 11) % 7 == 0:
                 break
@@ -273,11 +326,11 @@ class FakeExecutor:
         return [order for order, fails in reported if not fails], [order for order, fails in reported if fails]
 
     def _allowed(self, masks: LateMasks | None) -> dict[int, list[int]]:
-        """Row → the tokens it may say, for rows that may not say everything."""
+        """Line → the tokens that may be drawn, for lines that may not draw all."""
         if masks is None:
             return {}
         bits = np.unpackbits(masks.allowed.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
-        return {int(row): np.flatnonzero(line).tolist() for row, line in zip(masks.rows, bits, strict=True)}
+        return {int(line): np.flatnonzero(one).tolist() for line, one in zip(masks.lines, bits, strict=True)}
 
     def _read(self, row: int, count: int) -> list[int]:
         size, table = self.block_size, self.tables[row]
@@ -290,19 +343,59 @@ class FakeExecutor:
         pass
 
 
+class PublishedBlocks:
+    """Every block that a request could hit holds the tokens that it is named for: none rejected, none overwritten."""
+
+    def __init__(self, kv: KVManager, executor: FakeExecutor) -> None:
+        self.kv = kv
+        self.executor = executor
+        self._contents: dict[bytes, list[int]] = {}  # name of a full block → what it must hold
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """To be called after a commit, with all requests so far."""
+        index, size = self.kv.index, self.kv.block_size
+        for request in requests:
+            if request.names and request.names[-1] not in self._contents:
+                slots: list[int] = []
+                for token in request.tokens[: len(request.names) * size]:
+                    slots.append(slot_of(token, slots))
+                for number, name in enumerate(request.names):
+                    self._contents[name] = slots[number * size : (number + 1) * size]
+        for block in index.named():
+            name = index.name_of(block)
+            assert name is not None
+            held = self.executor.memory[block]
+            assert held == self._contents[name], f"block {block} holds other tokens than it is named for"
+
+
 class FakeDrafter:
     """Proposes up to `most` tokens for every request; some are what it will generate, and some are not.
 
     It knows the oracle's answer, so it guesses right also after tokens that are still on their way.
     """
 
+    ahead = True
+    by_chance = False
+    names: Sequence[str] = ("fake",)
+
     def __init__(self, most: int, wrong: int = 3) -> None:
         self.most = most
         self.wrong = wrong  # one draft token in so many is wrong; 0: none
         self._answers: dict[Request, list[int]] = {}
 
-    def propose(self, requests: Collection[Request], most: int) -> dict[Request, list[int]]:
-        return {request: self._drafts(request) for request in requests}
+    def propose(self, wanted: Mapping[Request, int]) -> dict[Request, Draft]:
+        found = {request: self._drafts(request)[:most] for request, most in wanted.items()}
+        return {
+            request: Draft(drafts, [0.6] * len(drafts), (("fake", len(drafts)),))
+            for request, drafts in found.items()
+            if drafts
+        }
+
+    def cost_s(self, rows: int, tokens: int) -> float:
+        return 0.0
+
+    def ended(self, request: Request, by_itself: bool) -> None:
+        self._answers.pop(request, None)
 
     def _drafts(self, request: Request) -> list[int]:
         known = request.outputs + request.pending
@@ -315,6 +408,15 @@ class FakeDrafter:
             (token + 1) % VOCAB if self.wrong and fold([place, known], chance) % self.wrong == 0 else token
             for place, token in enumerate(drafts)
         ]
+
+
+class FreeDrafts(Speculation):
+    """Never learns what passes cost, so that what it decides does not depend on the speed of a real device."""
+
+    def committed(
+        self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
+    ) -> None:
+        super().committed(flight, accepted, tokens, 0.0, now_s, more)
 
 
 def make_scheduler(
@@ -349,6 +451,7 @@ def make_scheduler(
     max_wait_s: float | None = None,
     drafts: int = 0,
     wrong_drafts: int = 3,
+    speculate: str = "off",
     kind: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, VOCAB)
@@ -370,6 +473,11 @@ def make_scheduler(
         **PREEMPT,
         "auto": lambda: Auto(steps, copies, max_num_batched_tokens),
     }
+    speculation: DraftPolicy = NoDrafts()
+    if speculate != "off":
+        speculation = Speculation(make_drafter(Speculate.read(speculate)), steps, VOCAB, drafts or 4)
+    elif drafts:
+        speculation = Speculation(FakeDrafter(drafts, wrong_drafts), steps, VOCAB, drafts)
     policies = Policies(
         batchings[batching](),
         LAYOUT[layout](),
@@ -383,7 +491,7 @@ def make_scheduler(
         known,
         steps,
         copies,
-        FakeDrafter(drafts, wrong_drafts) if drafts else NoDrafter(),
+        speculation,
     )
     rules = Rules(max_queue, max_wait_s, max_preemptions)
     return kind(limits, KVManager(blocks, block_size, keep, host_blocks), policies, rules)

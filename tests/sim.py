@@ -2,10 +2,14 @@
 
 A pass takes constant + per_token · positions + per_read · KV positions read. Copies run beside the passes, one after
 the other, each block_s per block. Answers have the length that `ends_after` says, which the scheduler does not know.
+What they say is up to `text`; draft tokens are compared with it. With a depth above 1 the host plans ahead, and takes
+host_s for each plan and each commit.
 """
 
 import math
-from collections.abc import Iterable
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +30,7 @@ class Costs:
     pair_s: float = 0.0  # of one position looking back at one other: what no linear model of a pass knows
     out_s: float = 0.0001  # of one block
     in_s: float = 0.0001
+    jitter: float = 0.0  # by which share a pass may take longer or shorter, at random
 
 
 @dataclass
@@ -47,12 +52,27 @@ class Seen:
 
 
 class Sim:
-    """One scheduler, its device and their clock. One pass at a time."""
+    """One scheduler, its device and their clock."""
 
-    def __init__(self, scheduler: Scheduler, costs: Costs | None = None, check: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        costs: Costs | None = None,
+        check: bool = False,
+        depth: int = 1,
+        host_s: float = 0.0,
+        text: Callable[[int, int], int] = lambda seed, position: 1,
+    ) -> None:
         self.scheduler = scheduler
         self.costs = costs or Costs()
         self.check = check
+        self.depth = depth
+        self.host_s = host_s
+        self.text = text
+        self._free_s = 0.0  # when the device has done all passes
+        self._passes: deque[tuple[float, StepResult]] = deque()  # (when it is done, what will have come of it)
+        self._seeds: dict[int, int] = {}  # row → its request's seed
+        self._random = random.Random(0)
         self.now_s = 0.0
         self.seen: dict[str, Seen] = {}
         self.records: list[PassEvents] = []
@@ -67,8 +87,15 @@ class Sim:
             while coming and coming[-1][0] <= self.now_s:
                 at_s, request = coming.pop()
                 self.submit(request, at_s)
-            plan = self.scheduler.plan(self.now_s)
-            if plan is None:
+            while len(self._passes) < self.depth:
+                plan = self.scheduler.plan(self.now_s)
+                if plan is None:
+                    break
+                self.now_s += self.host_s
+                self._begin(plan)
+            if self._passes:
+                self._finish()
+            else:
                 wake_s = self.scheduler.wake_s(self.now_s)
                 known = [at_s for at_s in (wake_s, coming[-1][0] if coming else None) if at_s is not None]
                 self._note(self.scheduler.take_events(self.now_s))
@@ -76,8 +103,6 @@ class Sim:
                     assert self.scheduler.idle, "requests wait and nothing can be planned"
                     break
                 self.now_s = max(self.now_s, min(known))
-                continue
-            self._compute(plan)
         return self
 
     def submit(self, request: Request, at_s: float) -> None:
@@ -87,39 +112,59 @@ class Sim:
         except ShoalError as error:
             self.seen[request.id].refused = type(error).__name__
 
-    def _compute(self, plan: StepPlan) -> None:
+    def _begin(self, plan: StepPlan) -> None:
         costs = self.costs
+        begun_s = max(self.now_s, self._free_s)
         for start in plan.starting:
             self._ends[start.row] = start.ends_at
+            self._seeds[start.row] = start.seed
         for order in plan.copies:
             took_s = len(order.source) * (costs.out_s if order.direction == "out" else costs.in_s)
-            self._copier_free_s = max(self._copier_free_s, self.now_s) + took_s
+            self._copier_free_s = max(self._copier_free_s, begun_s) + took_s
             self._copies.append((self._copier_free_s, order.id, took_s))
         busy_s = 0.0
         if len(plan.rows):
             read = int((plan.starts + plan.counts).sum())
             pairs = int((plan.counts * (plan.starts + plan.counts)).sum())
             busy_s = costs.constant_s + costs.token_s * len(plan.tokens) + costs.read_s * read + costs.pair_s * pairs
-            self.now_s += busy_s
+            busy_s *= 1 + self._random.uniform(-costs.jitter, costs.jitter)
+            self._free_s = begun_s + busy_s
         else:
-            self.now_s = max([self.now_s, *(done_s for done_s, _, _ in self._copies)])
-        done = [copy for copy in self._copies if copy[0] <= self.now_s]
-        self._copies = [copy for copy in self._copies if copy[0] > self.now_s]
+            self._free_s = max([begun_s, *(done_s for done_s, _, _ in self._copies)])
+        done = [copy for copy in self._copies if copy[0] <= self._free_s]
+        self._copies = [copy for copy in self._copies if copy[0] > self._free_s]
+        drawn = self._draw(plan)
         chosen = plan.draws > 0
-        rows = plan.rows[chosen]
-        ends = (plan.starts + plan.counts)[chosen]
-        tokens = [
-            SCRIPTED_END if self._ends[row] == end else 1 for row, end in zip(rows.tolist(), ends.tolist(), strict=True)
-        ]
         result = StepResult(
             plan.step,
-            rows,
+            plan.rows[chosen],
             plan.generations[chosen],
-            np.ones_like(rows),
-            np.array(tokens, dtype=np.int64),
+            np.array([len(tokens) for tokens in drawn], dtype=np.int64),
+            np.array([token for tokens in drawn for token in tokens], dtype=np.int64),
             copies_done=tuple((number, took_s) for _, number, took_s in done),
             busy_s=busy_s,
         )
+        self._passes.append((self._free_s, result))
+
+    def _draw(self, plan: StepPlan) -> list[list[int]]:
+        """The tokens of each row that draws: its text, up to the first that the draft does not have."""
+        drawn: list[list[int]] = []
+        rows = zip(plan.rows, plan.starts, plan.counts, plan.draws, np.cumsum(plan.counts), strict=True)
+        for row, start, count, draws, end in (map(int, one) for one in rows):
+            tokens: list[int] = []
+            for place in range(draws):
+                position = start + count - draws + place + 1
+                last = self._ends[row] == position
+                tokens.append(SCRIPTED_END if last else self.text(self._seeds[row], position))
+                if place + 1 == draws or plan.tokens[end - draws + place + 1] != tokens[-1]:
+                    break
+            if draws:
+                drawn.append(tokens)
+        return drawn
+
+    def _finish(self) -> None:
+        done_s, result = self._passes.popleft()
+        self.now_s = max(self.now_s, done_s) + self.host_s
         self._note(self.scheduler.commit(result, self.now_s))
         if self.check:
             self.scheduler.check()

@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "keys": {"core"},
     "kv": {"core"},
     "sched": {"kv", "config", "core"},
+    "spec": {"config", "core"},
     "engine": {"sched", "core"},
     "files": {"core"},
     "text": {"files", "core"},
@@ -35,8 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "workload": {"core"},
     "bench": {"engine", "sched", "workload", "models", "kernels", "config", "machine", "core"},
     "build": {
-        *("config", "core", "kv", "sched", "engine", "files", "text", "kernels", "machine", "models", "runner"),
-        "workload",
+        *("config", "core", "kv", "sched", "spec", "engine", "files", "text", "kernels", "machine", "models"),
+        *("runner", "workload"),
     },
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
@@ -53,6 +54,7 @@ ARROWS: dict[str, set[str]] = {
         "obs",
         "runner",
         "sched",
+        "spec",
         "llm",
         "bench",
         "workload",
@@ -87,7 +89,7 @@ LIBRARIES: dict[str, set[str]] = {
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "core", "config", "models", "kernels"}
+WITHOUT_CLOCK = {"kv", "sched", "spec", "core", "config", "models", "kernels"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
@@ -150,6 +152,7 @@ def test_a_wrong_arrow_is_noticed(tmp_path: Path) -> None:
     [
         "shoal",
         "shoal.sched.make",
+        "shoal.spec.make",
         "shoal.engine.loop",
         "shoal.config.engine",
         "shoal.processes.front",

@@ -42,8 +42,10 @@ from shoal.runner.loader import (
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import ThreadChoice, ThreadFollower, choose_threads, move_to, release_threads, staying_on
+from shoal.runner.verify import CoinToss
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
+from shoal.spec.make import make_drafter
 from shoal.text.template import read_template
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -164,8 +166,11 @@ def assemble(
     limits = make_limits(config, spec, blocks * config.block_size)
     host = host_blocks(config, spec, dtype, blocks)
     store = KVStore(spec, blocks, config.block_size, dtype, device, host)  # raises if it does not fit
-    scheduler = make_scheduler(config, limits, blocks, host)
-    runner = Runner(loaded.model, store, scheduler.tables.rows.count, limits.max_model_len, device)
+    drafter = make_drafter(config.speculation) if config.speculation.on else None
+    scheduler = make_scheduler(config, limits, blocks, host, drafter)
+    synthetic = config.speculation.synthetic
+    rule = CoinToss(synthetic) if synthetic is not None else None
+    runner = Runner(loaded.model, store, scheduler.tables.rows.count, limits.max_model_len, device, rule)
     # with depth 2 each answer costs one pass too many; on a CPU that is more than planning ahead gains
     depth = config.depth or (2 if device == "cuda" else 1)
     executor, more = make_executor(runner, config, loaded.threads)
@@ -195,7 +200,7 @@ def make_executor(runner: Runner, config: EngineConfig, threads: ThreadChoice) -
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 
-        executor = CudaExecutor(runner, config.pass_tokens)
+        executor = CudaExecutor(runner, config.pass_tokens, most_drafts(config))
         if config.layout == "padded":  # its passes do not run as graphs
             return executor, iter(())
         return executor, executor.recordings(config.slots)
@@ -211,7 +216,12 @@ def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
     if config.prefill != "chunked" or config.batching != "continuous":  # prompts are not chunked
         tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
     log.info("rehearsing passes of %d tokens and %d requests", tokens, config.slots)
-    rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.slots, progress)
+    rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.slots, progress, most_drafts(config))
+
+
+def most_drafts(config: EngineConfig) -> int:
+    """Draft tokens of one request and pass, at most."""
+    return config.draft_tokens if config.speculation.on else 0
 
 
 def pick_device(name: str) -> str:

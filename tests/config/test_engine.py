@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli import main
 from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS, preset_of
+from shoal.config.speculate import DRAFTERS as NAMES
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
-from shoal.errors import BadConfig, ImpossiblePair, QueueFull, UnknownName
+from shoal.errors import BadConfig, EngineError, ImpossiblePair, QueueFull, UnknownName
 from shoal.sched.admission import Limits
 from shoal.sched.batching import BATCHING
 from shoal.sched.budget import BUDGET
@@ -19,6 +21,7 @@ from shoal.sched.memory import MEMORY
 from shoal.sched.ordering import ORDER
 from shoal.sched.preempt import PREEMPT
 from shoal.sched.prefill import PREFILL
+from shoal.spec.make import DRAFTERS
 
 TABLES = {
     "batching": BATCHING,
@@ -169,3 +172,35 @@ def test_a_group_may_be_as_large_as_a_device_allows() -> None:
     assert config.settled("cuda").group_size == 128
     with pytest.raises(ImpossiblePair, match="max_num_seqs 64"):
         config.settled("cpu")
+
+
+# ---- speculation ----------------------------------------------------------------------------------------------------
+
+
+def test_every_drafter_can_be_named_and_every_name_is_a_drafter() -> None:
+    assert set(NAMES) == set(DRAFTERS)
+
+
+def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadConfig, match=r"unknown drafter 'sufix'.*off, ngram, suffix, grammar.*grammar\+suffix"):
+        EngineConfig(speculate="sufix")
+    with pytest.raises(BadConfig, match="draft_tokens must be at least 1"):
+        EngineConfig(draft_tokens=0)
+
+
+def test_synthetic_drafts_are_for_benchmarks_only() -> None:
+    config = EngineConfig(speculate="synthetic:0.7")
+    assert config.speculation.synthetic == 0.7
+    with pytest.raises(BadConfig, match=r"synthetic:0\.7 is for benchmarks only"):
+        config.for_answers()
+    assert EngineConfig(speculate="suffix").for_answers().speculate == "suffix"
+
+
+def test_a_server_refuses_synthetic_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--speculate", "synthetic:0.7"]) == 2
+    assert "for benchmarks only" in capsys.readouterr().err
+
+
+def test_a_scheduler_that_speculates_needs_a_drafter() -> None:
+    with pytest.raises(EngineError, match="needs a drafter"):
+        make_scheduler(EngineConfig(speculate="suffix"), Limits(100, 4, 64, 50), 100)

@@ -4,6 +4,7 @@ Random traffic of requests with and without a grammar goes through the real loop
 aborts and failing passes. The oracle knows each grammar and no batch: it says what every request must get.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,7 +18,7 @@ from shoal.core.ports import LateMasks
 from shoal.core.request import Group, Reason, Request
 from shoal.engine.loop import EngineLoop
 from shoal.errors import PromptTooLong
-from tests.fakes import FakeExecutor, FakeGrammar, make_request, make_scheduler, oracle
+from tests.fakes import FakeExecutor, FakeGrammar, PublishedBlocks, make_request, make_scheduler, oracle
 
 
 class Watchful(FakeExecutor):
@@ -66,6 +67,10 @@ class Run:
     told: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, tuple[Reason, str]] = field(default_factory=dict)
     preemptions: int = 0
+    accepted: Counter[str] = field(default_factory=Counter)  # draft tokens, by drafter
+
+    def __post_init__(self) -> None:
+        self.published = PublishedBlocks(self.loop.scheduler.kv, self.executor)
 
     def submit(self, request: Request) -> None:
         self.loop.submit(request)
@@ -83,6 +88,9 @@ class Run:
             assert end.id not in self.ended
             self.ended[end.id] = end.reason, end.error
         self.preemptions += len(events.preempted)
+        self.published.check(self.requests.values())
+        self.accepted.update(events.accepted)
+        assert all(events.accepted[name] <= proposed for name, proposed in events.proposed.items())
 
     def drain(self) -> None:
         turns = 0
@@ -149,6 +157,8 @@ configs = st.fixed_dictionaries(
         "layout": st.sampled_from(["ragged", "padded"]),
         "prefill": st.sampled_from(["chunked", "inline", "exclusive"]),
         "memory": st.sampled_from(["ondemand", "reserve"]),
+        "speculate": st.sampled_from(["off", "off", "ngram", "suffix", "grammar", "grammar+suffix"]),
+        "drafts": st.sampled_from([0, 1, 6]),
     }
 )
 failures = st.dictionaries(st.integers(0, 40), st.sampled_from(["forward", "sample", "result"]), max_size=3)
@@ -213,6 +223,40 @@ def test_preempted_requests_keep_their_place_in_the_grammar(depth: int) -> None:
     run.verify()
     assert run.preemptions > 10
     assert any(run.requests[id].grammar and run.requests[id].preemptions for id in run.requests)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("speculate", ["grammar", "grammar+suffix", "grammar+ngram"])
+def test_drafts_under_a_grammar_are_verified_and_change_no_token(speculate: str, depth: int) -> None:
+    """So that the random traffic above is known to verify some; with tiny memory, preemptions and aborts."""
+    run = make_run(depth, blocks=16, max_num_seqs=6, max_num_batched_tokens=40, speculate=speculate, drafts=6)
+    for number in range(40):
+        prompt = [number % 3] * 5 + [number % 7, number % 5] * (1 + number % 4)
+        grammar = FakeGrammar(number, 30) if number % 4 else None
+        run.submit(make_request(f"r{number}", prompt, 4 + number % 20, seed=number, grammar=grammar))
+        run.turn()
+        if number % 9 == 8:
+            run.loop.abort(f"r{number - 1}")
+    run.drain()
+    run.turn()
+    run.verify()
+    assert run.preemptions > 5
+    assert run.accepted["grammar"] > 100
+    assert speculate == "grammar" or run.accepted[speculate.partition("+")[2]] > 10
+    assert run.executor.rejected_drafts > 10
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_forced_tokens_come_in_fewer_passes(depth: int) -> None:
+    passes = {}
+    for speculate in ("off", "grammar"):
+        run = make_run(depth, speculate=speculate, blocks=100)
+        for number in range(3):
+            run.submit(make_request(f"r{number}", [number], 40, seed=number, grammar=FakeGrammar(number, 40)))
+        run.drain()
+        run.verify()
+        passes[speculate] = sum(what == "result" for what, _ in run.executor.calls)
+    assert passes["grammar"] < 0.75 * passes["off"]
 
 
 # ---- the order of calls ---------------------------------------------------------------------------------------------

@@ -93,3 +93,21 @@ def test_a_promise_is_shown_where_there_is_one(tier: str, promise_s: float | Non
     found = told(scheduler, 1.5)["r"]
     assert found["tier"] == tier
     assert (found.get("promise_s"), found.get("slack_s")) == (promise_s, slack_s)
+
+
+def test_drafts_are_shown_where_there_are_any() -> None:
+    scheduler = make_scheduler(speculate="suffix", blocks=100, max_num_batched_tokens=64)
+    executor = FakeExecutor(100, 4)
+    scheduler.submit(make_request("a", [1, 2, 3, 4] * 4, 40, seed=1), 0.0)
+    for number in range(8):
+        step(scheduler, executor, float(number))
+    entry = told(scheduler)["a"]
+    assert entry["draft_tokens"] == executor.accepted_drafts + executor.rejected_drafts > 0
+    assert entry["draft_tokens_accepted"] == executor.accepted_drafts
+    assert "draft_tokens" not in told_without_drafts()
+
+
+def told_without_drafts() -> dict[str, Any]:
+    scheduler = make_scheduler()
+    scheduler.submit(make_request("a", [1]), 0.0)
+    return told(scheduler)["a"]

@@ -47,7 +47,7 @@ def start_with_edits(row: int, vocab: int, at: int, numbers: np.random.Generator
 
 
 def late(allowed: dict[int, Sequence[int]], vocab: int) -> LateMasks:
-    """Row → the tokens that its grammar allows."""
+    """Line → the tokens that its grammar allows; in ascending order."""
     bits = np.zeros((len(allowed), -(-vocab // 32) * 32), dtype=np.uint8)
     for line, tokens in zip(bits, allowed.values(), strict=True):
         line[list(tokens)] = 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal import kernels
+from shoal.core.plan import Ints
 from shoal.kernels import Ops
 from shoal.kernels.ref import RefOps
 from shoal.runner.sampler import Sampler
@@ -59,7 +60,7 @@ def test_edits_and_masks_are_those_of_the_definition(ops: Ops) -> None:
         logits = torch.from_numpy(numbers.normal(size=(9, vocab)).astype(np.float32)) * 2
         before = logits.clone()
         masked = sorted(numbers.permutation(9)[:3].tolist())
-        allowed = {int(present[line]): numbers.integers(vocab, size=60).tolist() for line in masked}
+        allowed = {line: numbers.integers(vocab, size=60).tolist() for line in masked}
         masks = late(allowed, vocab) if at % 2 else None
         got, want = (one.ops.choose(logits, present, np.full(9, at), one.state, masks) for one in made)
         assert torch.equal(got[1], want[1]), "the best scores differ"
@@ -68,6 +69,74 @@ def test_edits_and_masks_are_those_of_the_definition(ops: Ops) -> None:
     assert torch.equal(made[0].edits.counts, made[1].edits.counts)
     assert torch.equal(made[0].edits.seen, made[1].edits.seen)
     assert int(made[0].edits.counts.sum()) > 50
+
+
+def drafted_lines(rows: Ints, numbers: np.random.Generator) -> tuple[Ints, Ints, Ints]:
+    """For each of these rows up to five drafts of few different tokens: (row, lines of it before, draft) of lines."""
+    counts = numbers.integers(1, 7, size=len(rows))
+    last = np.cumsum(counts) - 1
+    expected = numbers.integers(4, size=int(counts.sum()))
+    expected[last] = -1
+    return np.repeat(rows, counts), np.arange(len(expected)) - np.repeat(last + 1 - counts, counts), expected
+
+
+def flat_scores(lines: int, vocab: int, numbers: np.random.Generator) -> torch.Tensor:
+    """Scores in which four tokens stand out, so that drafts among these are often right."""
+    scores = torch.from_numpy(numbers.normal(size=(lines, vocab)).astype(np.float32))
+    scores[:, :4] += 6
+    return scores
+
+
+@pytest.mark.parametrize("ops", OTHERS)
+def test_penalties_count_along_drafts_as_in_the_definition(ops: Ops) -> None:
+    """With edits, masks and filters, over many passes; the best scores to the last bit, and the counts."""
+    numbers, vocab, rows = np.random.default_rng(4), 517, 12
+    made = [Sampler(rows, vocab, "cpu", one) for one in (ops, REF)]
+    for row in range(rows):
+        start = start_with_edits(row, vocab, 30, numbers)
+        for one in made:
+            one.start(start)
+    right = 0
+    for at in range(30, 60):
+        line_rows, ahead, expected = drafted_lines(numbers.permutation(rows)[:9], numbers)
+        lines = len(line_rows)
+        logits = flat_scores(lines, vocab, numbers)
+        masked = sorted(numbers.permutation(lines)[:3].tolist())
+        masks = late({line: numbers.integers(vocab, size=60).tolist() for line in masked}, vocab) if at % 2 else None
+        got, want = (one.ops.choose(logits, line_rows, at + ahead, one.state, masks, expected) for one in made)
+        assert torch.equal(got[1], want[1]), "the best scores differ"
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(made[0].edits.counts, made[1].edits.counts)
+        assert torch.equal(made[0].edits.seen, made[1].edits.seen)
+        right += int((got[0].numpy() == expected).sum())
+    assert right > 50
+
+
+@pytest.mark.parametrize("ops", ALL)
+def test_verified_drafts_leave_the_tokens_and_counts_of_single_draws(ops: Ops) -> None:
+    """The definition itself: accepted tokens, best scores and counts are those of one draw after the other."""
+    numbers, vocab, rows = np.random.default_rng(6), 300, 8
+    drafted, plain = (Sampler(rows, vocab, "cpu", ops) for _ in range(2))
+    for row in range(rows):
+        start = start_with_edits(row, vocab, 30, numbers)
+        drafted.start(start)
+        plain.start(start)
+    positions, verified = np.full(rows, 30), 0
+    for _ in range(30):
+        line_rows, ahead, expected = drafted_lines(np.arange(rows), numbers)
+        logits = flat_scores(len(line_rows), vocab, numbers)
+        tokens, best = ops.choose(logits, line_rows, positions[line_rows] + ahead, drafted.state, None, expected)
+        for row in range(rows):
+            for line in np.flatnonzero(line_rows == row).tolist():
+                alone = ops.choose(logits[[line]], np.array([row]), positions[[row]], plain.state, None)
+                assert (int(alone[0]), float(alone[1])) == (int(tokens[line]), float(best[line]))
+                positions[row] += 1
+                if int(tokens[line]) != expected[line]:
+                    break
+                verified += 1
+        assert torch.equal(drafted.edits.counts, plain.edits.counts)
+        assert torch.equal(drafted.edits.seen, plain.edits.seen)
+    assert verified > 60
 
 
 @pytest.mark.parametrize("ops", ALL)

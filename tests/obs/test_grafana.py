@@ -18,7 +18,7 @@ def real_samples() -> dict[str, set[str]]:
     front = FrontMetrics()
     front.count("/v1/completions", 200)
     found: dict[str, set[str]] = {}
-    engine = EngineMetrics({"order": "slo"})
+    engine = EngineMetrics({"order": "slo"}, ["suffix"])
     for promise in ("ttft", "itl"):
         engine.promises["premium", promise, "yes"] += 1
     for family in text_string_to_metric_families((engine.render() + front.render(0, None)).decode()):

@@ -369,3 +369,29 @@ def test_preemptions_are_counted_by_what_happened_to_the_blocks() -> None:
 def test_the_choices_are_shown() -> None:
     shown = read(EngineMetrics({"order": "slo", "budget": "promise"}).render())
     assert shown['shoal_policies{budget="promise",order="slo"}'] == 1
+
+
+def test_drafts_are_counted_by_drafter() -> None:
+    drive = Drive(make_scheduler(speculate="ngram+suffix", blocks=100, max_num_batched_tokens=64))
+    drive.metrics = EngineMetrics({}, ["ngram", "suffix"])
+    for number in range(4):
+        drive.scheduler.submit(make_request(str(number), [number, 7, 8, 9] * 3, max_tokens=40, seed=number), 0.0)
+    drive.run()
+    seen, executor = read(drive.metrics.render()), drive.executor
+    proposed = {name: seen[f'shoal_draft_tokens_proposed_total{{drafter="{name}"}}'] for name in ("ngram", "suffix")}
+    accepted = {name: seen[f'shoal_draft_tokens_accepted_total{{drafter="{name}"}}'] for name in ("ngram", "suffix")}
+    assert sum(accepted.values()) == executor.accepted_drafts > 20
+    assert sum(proposed.values()) == executor.accepted_drafts + executor.rejected_drafts
+    assert all(0 < accepted[name] <= proposed[name] for name in proposed)
+    rows = seen["shoal_draft_row_tokens_count"]
+    assert seen["shoal_draft_row_tokens_sum"] == rows + executor.accepted_drafts
+    assert seen["shoal_output_tokens_total"] == 160
+
+
+def test_a_pass_tells_what_its_drafts_saved() -> None:
+    metrics = EngineMetrics()
+    metrics.take(PassEvents(1, proposed={"suffix": 4}, accepted={"suffix": 3}, row_tokens=[4], saved_s=0.25))
+    metrics.take(PassEvents(2, proposed={"suffix": 4}, accepted={"suffix": 0}, row_tokens=[1], saved_s=-0.05))
+    seen = read(metrics.render())
+    assert seen["shoal_draft_saved_seconds"] == pytest.approx(0.2)
+    assert seen['shoal_draft_tokens_accepted_total{drafter="suffix"}'] == 3

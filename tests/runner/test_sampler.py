@@ -430,7 +430,7 @@ def test_minus_infinity_is_never_drawn() -> None:
 
 
 def late(allowed: dict[int, Sequence[int]], vocab: int = VOCAB) -> LateMasks:
-    """Row → the tokens that its grammar allows."""
+    """Line → the tokens that its grammar allows."""
     return packed(allowed, vocab)
 
 
@@ -464,7 +464,7 @@ def test_penalties_count_on_under_a_mask() -> None:
     logits[10:14] = torch.tensor([1.0, 0.9, 0.8, 0.7])
     made = sampler()
     made.start(start(4, SamplingParams(temperature=0, frequency_penalty=2.0), [1, 2]))
-    rows, masks = np.array([4]), late({4: [11, 13]})
+    rows, masks = np.array([4]), late({0: [11, 13]})
     output = [int(made.sample(logits.unsqueeze(0), rows, np.array([at]), masks)[0]) for at in range(2, 6)]
     assert output == [11, 13, 11, 13]
 
@@ -479,10 +479,10 @@ def test_rows_without_a_grammar_draw_as_without_any_masks() -> None:
             made.start(start(row, mixed(row), [1], seed=row))
         return made.sample(logits, rows, positions, masks)[0].tolist()
 
-    plain, beside = run(None), run(late({9: [1], 4: [2, 3], 0: [50]}))  # in the order of the rows
-    assert [beside[11 - row] for row in (9, 0)] == [1, 50]
-    assert beside[11 - 4] in (2, 3)
-    others = [place for place in range(12) if rows[place] not in (9, 4, 0)]
+    plain, beside = run(None), run(late({2: [1], 7: [2, 3], 11: [50]}))
+    assert [beside[line] for line in (2, 11)] == [1, 50]
+    assert beside[7] in (2, 3)
+    others = [line for line in range(12) if line not in (2, 7, 11)]
     assert [beside[place] for place in others] == [plain[place] for place in others]
 
 
@@ -521,9 +521,9 @@ def test_a_row_without_allowed_tokens_fails_unlike_damaged_weights(values: dict[
     logits[3] = torch.nan
     rows, masks = np.arange(4), late({1: [], 2: [8]})
     tokens, best, _ = made.sample(logits, rows, np.full(4, 1), masks)
-    assert failures(best.numpy(), rows, masks) == ((1, FORBIDDEN), (3, NOT_FINITE))
+    assert failures(rows, best.numpy(), masks) == ((1, FORBIDDEN), (3, NOT_FINITE))
     assert tokens[2] == 8
-    assert failures(best[[0, 2]].numpy(), rows[[0, 2]], masks) == ()
+    assert failures(rows[[0, 2]], best.numpy(), masks) == ()
 
 
 @pytest.mark.parametrize("way", ["cpu"], indirect=True)
@@ -638,8 +638,8 @@ def test_c_edits_scores_as_torch_does(way: str) -> None:
         begin(int(numbers.integers(rows)), at)
         present = numbers.permutation(rows)[:11]
         logits = torch.from_numpy(numbers.normal(size=(11, vocab)).astype(np.float32)) * 2
-        chosen = sorted(numbers.permutation(11)[:3].tolist())
-        allowed = {int(present[place]): numbers.integers(vocab, size=60).tolist() for place in chosen}
+        masked = sorted(numbers.permutation(11)[:3].tolist())
+        allowed = {line: numbers.integers(vocab, size=60).tolist() for line in masked}
         masks = late(allowed, vocab) if at % 2 else None
         got, want = (one.sample(logits, present, np.full(11, at), masks)[:2] for one in made)
         assert torch.equal(got[1], want[1]), "the best scores differ"

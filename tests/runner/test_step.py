@@ -7,13 +7,14 @@ from shoal.core.params import SamplingParams
 from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan
 from shoal.runner.draws import draws_of
 from shoal.runner.graphs import LINES, TOKENS, size_for
-from shoal.runner.step import ALIGN, PADDING, PassShape, Tables, count_blocks, fill, lay_out, new_blocks
+from shoal.runner.step import ALIGN, PADDING, PassShape, Tables, count_blocks, decoding, fill, lay_out, new_blocks
 
-QUERIES = 4
+QUERIES = 4  # in a block
+FEW = 6  # in a decode
 
 
-def plan_of(*parts: tuple[int, int, int, bool], grown: tuple[tuple[int, int, int], ...] = ()) -> StepPlan:
-    """Each part: row, first position, how many, whether it draws a token."""
+def plan_of(*parts: tuple[int, int, int, int], grown: tuple[tuple[int, int, int], ...] = ()) -> StepPlan:
+    """Each part: row, first position, how many, how many tokens it draws."""
     rows, starts, counts, samples = (np.array(column) for column in zip(*parts, strict=True))
     tokens = np.arange(100, 100 + counts.sum())
     tokens[counts.cumsum()[counts == 1] - 1] = FROM_DEVICE
@@ -33,27 +34,27 @@ def plan_of(*parts: tuple[int, int, int, bool], grown: tuple[tuple[int, int, int
 def filled(plan: StepPlan, shape: PassShape, first: int = 8) -> Tables:
     buffer = np.full(first + shape.size, 777, dtype=np.int32)
     tables = lay_out(buffer, shape, first)
-    fill(tables, plan, draws_of(plan), QUERIES)
+    fill(tables, plan, draws_of(plan), QUERIES, FEW)
     assert (buffer[:first] == 777).all()
     return tables
 
 
 def test_one_position_each() -> None:
-    tables = filled(plan_of((7, 20, 1, True), (3, 0, 1, True)), PassShape(3, 3, 0, 3))
+    tables = filled(plan_of((7, 20, 1, 1), (3, 0, 1, 1)), PassShape(3, 3, 0, 3))
     assert tables.tokens.tolist() == [[-1, -1, 0], [7, 3, PADDING], [20, 0, 0]]
-    assert tables.decodes.tolist() == [[7, 3, 0], [21, 1, 0], [0, 1, 0]]
+    assert tables.decodes.tolist() == [[7, 3, 0], [21, 1, 0], [0, 1, 0], [1, 1, 0]]
     assert tables.blocks.shape == (5, 0)
     assert tables.index.tolist() == [0, 1, 0]
 
 
 def test_chunks_beside_decodes() -> None:
     """Row 5 computes positions 10 to 18 in three blocks of queries; the last has the longest past: it is first."""
-    plan = plan_of((7, 20, 1, True), (5, 10, 9, False), (2, 4, 1, True), (1, 0, 2, True))
-    assert count_blocks(plan, QUERIES) == 4
+    plan = plan_of((7, 20, 1, 1), (5, 10, 9, 0), (2, 4, 1, 1), (1, 0, 2, 1))
+    assert count_blocks(plan.counts[~decoding(plan, FEW)], QUERIES) == 4
     tables = filled(plan, PassShape(16, 4, 6, 4))
     assert tables.tokens[1].tolist() == [7] + [5] * 9 + [2] + [1] * 2 + [PADDING] * 3
     assert tables.tokens[2].tolist() == [20, *range(10, 19), 4, 0, 1, 0, 0, 0]
-    assert tables.decodes.tolist() == [[7, 2, 0, 0], [21, 5, 0, 0], [0, 10, 0, 0]]
+    assert tables.decodes.tolist() == [[7, 2, 0, 0], [21, 5, 0, 0], [0, 10, 0, 0], [1, 1, 0, 0]]
     assert tables.blocks[:, :4].T.tolist() == [
         [5, 1, 9, 8, 19],
         [5, 1, 9, 4, 19],
@@ -64,16 +65,33 @@ def test_chunks_beside_decodes() -> None:
     assert tables.index.tolist() == [0, 10, 12, 0]
 
 
+def test_rows_that_verify_drafts_are_decodes() -> None:
+    """Up to FEW positions; a longer draft, and a chunk that ends a prompt, are blocks of queries."""
+    plan = plan_of((7, 20, 3, 3), (5, 10, 3, 1), (2, 4, 1, 1), (1, 8, FEW, FEW), (3, 30, FEW + 1, FEW + 1))
+    assert decoding(plan, FEW).tolist() == [True, False, True, True, False]
+    assert decoding(plan, 1).tolist() == [False, False, True, False, False]
+    tables = filled(plan, PassShape(24, 4, 4, 20, queries=FEW))
+    assert tables.decodes.T.tolist() == [[7, 23, 0, 3], [2, 5, 6, 1], [1, 8 + FEW, 7, FEW], [0, 0, 0, 0]]
+    assert tables.blocks[:, :3].T.tolist() == [[3, 13, 7, 4, 37], [3, 13, 7, 0, 37], [5, 3, 3, 0, 13]]
+    assert tables.index.tolist() == [0, 1, 2, 5, *range(6, 20), 0, 0]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_query_is_in_exactly_one_table(seed: int) -> None:
     source = np.random.default_rng(seed)
     count = int(source.integers(1, 20))
     counts = np.where(source.random(count) < 0.5, 1, source.integers(2, 30, count))
-    parts = [(row, int(source.integers(0, 50)), int(many), True) for row, many in enumerate(counts)]
+    draws = np.where(source.random(count) < 0.5, 1, counts)
+    parts = [(row, int(source.integers(0, 50)), int(counts[row]), int(draws[row])) for row in range(count)]
     plan = plan_of(*parts)
-    shape = PassShape(int(counts.sum()) + 3, count + 1, count_blocks(plan, QUERIES) + 2, count)
+    blocks = count_blocks(plan.counts[~decoding(plan, FEW)], QUERIES)
+    shape = PassShape(int(counts.sum()) + 3, count + 1, blocks + 2, int(draws.sum()))
     tables = filled(plan, shape)
-    seen = [int(query) for context, query in tables.decodes[1:].T if context]
+    seen = []
+    for row, context, begin, many in tables.decodes.T.tolist():
+        if context:
+            seen += range(begin, begin + many)
+            assert (many, context) == (counts[row], parts[row][1] + many)
     for row, begin, many, first, context in tables.blocks.T.tolist():
         if row != PADDING:
             seen += range(begin + first, begin + min(first + QUERIES, many))
@@ -93,11 +111,11 @@ def test_tables_are_aligned() -> None:
 
 
 def test_what_is_new_in_the_block_tables() -> None:
-    start = RowStart(4, 0, (1, 2), 2, SamplingParams(), 0, 0, frozenset(), (9, 8), False)
-    plan = plan_of((4, 0, 2, True), grown=((2, 5, 6),))
+    start = RowStart(4, 0, (1, 2), 2, SamplingParams(), 0, 0, frozenset(), (9, 8), 0)
+    plan = plan_of((4, 0, 2, 1), grown=((2, 5, 6),))
     plan = StepPlan(0, (start,), *(getattr(plan, name) for name in list(StepPlan.__slots__)[2:9]))
     assert new_blocks(plan).tolist() == [[2, 5, 6], [4, 0, 9], [4, 1, 8]]
-    assert new_blocks(plan_of((1, 1, 1, True))).shape == (0, 3)
+    assert new_blocks(plan_of((1, 1, 1, 1))).shape == (0, 3)
 
 
 def test_sizes_grow() -> None:

@@ -649,7 +649,8 @@ def test_an_abort_while_its_blocks_come_back_frees_them_when_they_have_come() ->
         plan = scheduler.plan(sim.now_s)
         if plan is None:
             break
-        sim._compute(plan)
+        sim._begin(plan)
+        sim._finish()
         if scheduler.tables.fetching and aborted < 5:
             victim = next(iter(scheduler.tables.fetching))
             assert scheduler.finish(victim.id, Reason.ABORT)

@@ -17,6 +17,7 @@ def throughput_figures(run: Throughput, least: Floor, machine: Machine, model: s
         **noise_figures(run.noise),
         "output_tok_s": run.output_tok_s,
         "total_tok_s": run.total_tok_s,
+        "meaningless_text": run.meaningless,
         "machine": asdict(machine),
         "floor": least.as_dict(),
         "fraction_of_floor": least.total_s / run.seconds,
@@ -34,6 +35,7 @@ def throughput_table(figures: dict[str, Any]) -> str:
         ("output tok/s", f"{figures['output_tok_s']:,.1f}"),
         ("total tok/s", f"{figures['total_tok_s']:,.1f}"),
         ("passes", f"{figures['passes']:,}, on average {figures['mean_batch']:.1f} requests in each"),
+        *_draft_rows(figures),
         ("peak KV use", f"{figures['peak_kv_share']:.1%}"),
         ("preemptions", f"{figures['preemptions']:,} ({figures['recomputed_tokens']:,} tokens recomputed)"),
         ("this machine", f"{machine['bandwidth_gb_s']:.1f} GB/s read, {machine['matrix_gflop_s']:,.0f} GFLOP/s"),
@@ -51,16 +53,29 @@ def throughput_table(figures: dict[str, Any]) -> str:
     return under_banner("\n".join(f"{name:<{wide}}  {value}" for name, value in rows), [noise])
 
 
+def _draft_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    if figures["speculate"] == "off":
+        return []
+    drafted, accepted = figures["drafted_tokens"], figures["accepted_tokens"]
+    shown = f"{figures['speculate']}: {drafted:,} draft tokens verified, {accepted / max(drafted, 1):.0%} accepted"
+    remark = "; accepted by chance, the text means nothing" if figures["meaningless_text"] else ""
+    return [("speculation", shown + remark)]
+
+
 def latency_table(figures: dict[str, Any]) -> str:
     """One line per batch size; times in milliseconds, "of floor" is the floor over the measured time."""
     machine = figures["machine"]
     read = f"{machine['bandwidth_gb_s']:,.0f} GB/s, {machine['matrix_gflop_s'] / 1000:,.1f} TFLOP/s"
     head = f"{figures['model']} in {figures['dtype']}; this machine: {read}"
-    lines = [head, "batch  first token p50    last  of floor  gap p50     p99  of floor  output tok/s"]
+    if figures.get("speculate", "off") != "off":
+        head += f"; speculate {figures['speculate']}"
+    if figures.get("meaningless_text"):
+        head += "\ndraft tokens were accepted by chance: the text means nothing"
+    lines = [head, "batch  first token p50    last  of floor  gap p50     p99  of floor  tokens/pass  output tok/s"]
     lines += [
         f"{row['batch']:>5}  {1000 * row['ttft_p50_s']:>15.1f}  {1000 * row['ttft_last_s']:>6.1f}  "
         f"{row['ttft_fraction']:>8.0%}  {1000 * row['gap_p50_s']:>7.2f}  {1000 * row['gap_p99_s']:>6.2f}  "
-        f"{row['gap_fraction']:>8.0%}  {row['output_tok_s']:>12,.0f}{_remark(row)}"
+        f"{row['gap_fraction']:>8.0%}  {row.get('row_tokens', 1.0):>11.2f}  {row['output_tok_s']:>12,.0f}{_remark(row)}"
         for row in figures["batches"]
     ]
     return under_banner("\n".join(lines), [noise_in(row) for row in figures["batches"]])

@@ -32,7 +32,15 @@ class Throughput:
     preemptions: int
     peak_kv_share: float
     mean_batch: float
+    drafted_tokens: int = 0  # draft tokens that were verified
+    accepted_tokens: int = 0  # … and of those, accepted
+    speculate: str = "off"
     noise: Noise | None = None  # what other programs took of the CPUs meanwhile
+
+    @property
+    def meaningless(self) -> bool:
+        """Its text means nothing, since draft tokens were accepted by chance."""
+        return self.speculate.startswith("synthetic")
 
     @property
     def output_tok_s(self) -> float:
@@ -51,10 +59,11 @@ def run_throughput(
     name: str = "",
     after_pass: Callable[[PassEvents], None] = lambda events: None,
     params: SamplingParams | None = None,
+    speculate: str = "off",
 ) -> Throughput:
     """Submit everything, step until idle, count. `params`: sampling parameters other than lengths; default: greedy."""
     outputs = sum(one.output for one in lengths)
-    passes = computed = recomputed = preemptions = scheduled = 0
+    passes = computed = recomputed = preemptions = scheduled = drafted = accepted = 0
     peak = 0.0
     watch = NoiseWatch()
     begun = time.perf_counter()
@@ -71,6 +80,8 @@ def run_throughput(
             computed += events.computed_tokens
             recomputed += events.recomputed_tokens
             preemptions += len(events.preempted)
+            drafted += sum(events.proposed.values())
+            accepted += sum(events.accepted.values())
             scheduled += len(events.scheduled_ids)
             peak = max(peak, events.blocks_held / max(events.blocks_total, 1))
             bar.update(len(events.tokens))
@@ -87,5 +98,8 @@ def run_throughput(
         preemptions=preemptions,
         peak_kv_share=peak,
         mean_batch=scheduled / max(passes, 1),
+        drafted_tokens=drafted,
+        accepted_tokens=accepted,
+        speculate=speculate,
         noise=watch.noise(),
     )

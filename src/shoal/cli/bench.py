@@ -137,7 +137,7 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
     params = read_sampling(args.sampling)
     built = build(config, progress=sys.stderr.isatty())
     prompts = random_prompts(lengths, built.spec.vocab_size)
-    run = partial(run_throughput, built.loop, params=params)
+    run = partial(run_throughput, built.loop, params=params, speculate=config.speculate)
     run(lengths[:1], prompts[:1], progress=False, name="warm-up ")
     runs = [run(lengths, prompts, progress=sys.stderr.isatty(), name=f"run {number} ") for number in range(args.runs)]
     best = min(runs, key=lambda run: run.seconds)

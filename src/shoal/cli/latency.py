@@ -66,6 +66,8 @@ def run_bench_latency(args: argparse.Namespace) -> int:
     figures = {
         "model": built.files.name,
         "dtype": str(built.dtype).removeprefix("torch."),
+        "speculate": built.config.speculate,
+        "meaningless_text": built.config.speculation.synthetic is not None,
         "machine": asdict(machine),
         "batches": [latency_figures(row) for row in rows],
     }

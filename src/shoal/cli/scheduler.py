@@ -31,6 +31,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "reserve": {"memory": "reserve", "when_short": "wait"},
     "predict": {"memory": "predict"},
     "no prefix cache": {"prefix_caching": False},
+    "ngram drafts": {"speculate": "ngram"},
+    "suffix drafts": {"speculate": "suffix"},
 }
 
 
@@ -83,6 +85,7 @@ def run_bench_scheduler(args: argparse.Namespace) -> int:
 def _maker(settings: dict[str, Any], passes: int) -> Any:
     from shoal.sched.admission import Limits
     from shoal.sched.make import make_scheduler
+    from shoal.spec.make import make_drafter
 
     def make(running: int) -> "Scheduler":
         budget = max(512, 2 * running)
@@ -92,7 +95,8 @@ def _maker(settings: dict[str, Any], passes: int) -> Any:
         longest = 256 + 2 * passes
         blocks = 2 * running * -(-longest // BLOCK)
         host = blocks if config.when_short == "swap" else 0
-        return make_scheduler(config, Limits(longest, running, budget, VOCABULARY), blocks, host)
+        drafter = make_drafter(config.speculation) if config.speculation.on else None
+        return make_scheduler(config, Limits(longest, running, budget, VOCABULARY), blocks, host, drafter)
 
     return make
 

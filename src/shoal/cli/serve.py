@@ -48,6 +48,7 @@ def add_serve(commands: Any) -> None:
 
 def run_serve(args: argparse.Namespace) -> int:
     engine, serve = read_options(args)
+    engine.for_answers()
     from shoal.engine.supervise import Supervisor
     from shoal.engine.wire import GIVEN_UP
     from shoal.keys.ledger_service import LedgerService

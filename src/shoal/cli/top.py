@@ -31,6 +31,8 @@ COLUMNS: tuple[tuple[str, str, int], ...] = (
     ("CACHED", "cached_tokens", -7),
     ("BLOCKS", "blocks", -6),
     ("LOST", "preemptions", -4),
+    ("DRAFTED", "draft_tokens", -7),
+    ("RIGHT", "draft_tokens_accepted", -6),
     ("AGE", "age_s", -8),
     ("SLACK", "slack_s", -8),
     ("ID", "id", 28),

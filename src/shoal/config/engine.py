@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.presets import PRESETS
+from shoal.config.speculate import USAGE, Speculate
 from shoal.core.names import pick
 from shoal.core.tiers import DEFAULT as DEFAULT_TIERS
 from shoal.core.tiers import Tiers
@@ -84,7 +85,14 @@ IMPOSSIBLE: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
         "every running request may need a block while none is released, which is a deadlock; "
         "use memory=reserve, or when_short=recompute",
     ),
+    (
+        {"layout": ("padded", "shrink"), "speculates": ("yes",)},
+        "drafts are rows of different lengths, and a rectangle would pad all others to them; use layout=ragged, or "
+        "speculate=off",
+    ),
 )
+
+SHOWN = {"speculates": "speculate"}  # what the user wrote, for a property in the table
 
 SERVED_QUEUE = 1024  # default max_queue of a server, whose load is not under its control
 LONGEST_WAIT_S = 1e8  # three years
@@ -266,6 +274,17 @@ class EngineConfig(Options):
         "instruction set of the C kernels on a CPU; off: plain torch; auto: the best available",
         choices=("auto", "amx", "avx512", "avx2", "neon", "portable", "off"),
     )
+    speculate: str = option(
+        "off",
+        f"draft tokens and verify several of them in one pass; the text stays the same: {USAGE}",
+        group="speculation",
+    )
+    draft_tokens: int = option(
+        15,
+        "most draft tokens of one request and pass; fewer are used where that is faster",
+        parse=int,
+        group="speculation",
+    )
     seed: int | None = option(None, "makes the seeds of requests without one reproducible", parse=int)
     max_queue: int = option(
         0,
@@ -280,7 +299,7 @@ class EngineConfig(Options):
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in ("block_size", "max_preemptions"):
+        for name in ("block_size", "max_preemptions", "draft_tokens"):
             self._at_least(name, 1)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "threads", "depth"):
             if getattr(self, name) is not None:
@@ -295,6 +314,7 @@ class EngineConfig(Options):
         if self.lane_tokens and not self.long_share:
             raise BadConfig("long_share must be above 0; otherwise long sequences never run while others do")
         self.read_tiers()
+        Speculate.read(self.speculate)
         self._at_least("group_size", 1)
         for name in ("priority_age", "sjf_age"):
             if not 0 < getattr(self, name) < 1e9:
@@ -307,7 +327,8 @@ class EngineConfig(Options):
             raise BadConfig(f"quantile must be above 0 and at most 1, not {self.quantile}")
         for impossible, reason in IMPOSSIBLE:
             if all(getattr(self, name) in values for name, values in impossible.items()):
-                pair = " with ".join(f"{name}={getattr(self, name)}" for name in impossible)
+                shown = [SHOWN.get(name, name) for name in impossible]
+                pair = " with ".join(f"{name}={getattr(self, name)}" for name in shown)
                 raise ImpossiblePair(f"{pair}: {reason}")
         most = self.max_num_seqs or max(SLOTS.values())  # checked again once the device is known
         if self.batching in ("static", "dynamic") and self.group_size > most:
@@ -316,6 +337,24 @@ class EngineConfig(Options):
             raise BadConfig(f"kv_share must be above 0 and at most 1, not {self.kv_share}")
         if not 0 <= self.watermark < 1:
             raise BadConfig(f"watermark must be at least 0 and below 1, not {self.watermark}")
+
+    @property
+    def speculation(self) -> Speculate:
+        """What `speculate` says."""
+        return Speculate.read(self.speculate)
+
+    def for_answers(self) -> "EngineConfig":
+        """Itself, for an engine whose text will be read; raises BadConfig if that would have no meaning."""
+        if self.speculation.synthetic is not None:
+            raise BadConfig(
+                f"speculate {self.speculate} is for benchmarks only: draft tokens are accepted by chance, so the text "
+                "has no meaning; choose a drafter, or off"
+            )
+        return self
+
+    @property
+    def speculates(self) -> str:
+        return "yes" if self.speculation.on else "no"
 
     @property
     def slots(self) -> int:

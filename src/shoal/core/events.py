@@ -81,6 +81,10 @@ class PassEvents:
     budget_tokens: int = 0
     dead_rows: int = 0
     # from the commit
+    proposed: dict[str, int] = field(default_factory=dict)  # draft tokens that were verified, by drafter
+    accepted: dict[str, int] = field(default_factory=dict)  # … and of those, accepted
+    row_tokens: list[int] = field(default_factory=list)  # how many tokens each row with draft tokens yielded
+    saved_s: float = 0.0  # how much longer its tokens would have taken without drafts, by the model of passes
     padded_tokens: int = 0  # padding, as counted where it was computed
     blocks_out: int = 0  # KV blocks that have arrived in host memory
     blocks_in: int = 0  # … and back on the device

@@ -22,11 +22,22 @@ MakeGrammar: TypeAlias = Callable[[GrammarSpec, Sequence[int]], Grammar]
 class LateMasks:
     """Which tokens grammars allow in one pass, known only after its forward has begun.
 
-    Bit b of word w of a row stands for token 32 w + b. Rows that are not named may draw any token.
+    A pass has one line per draw: its rows in the plan's order, and the draws of each in order. Lines that are not named
+    may draw any token. Bit b of word w stands for token 32 w + b.
     """
 
-    rows: Ints  # some of the plan's sampling rows, in the plan's order
-    allowed: npt.NDArray[np.uint32]  # packed bits, one row of words per row
+    lines: Ints  # some of the pass's lines, ascending
+    allowed: npt.NDArray[np.uint32]  # packed bits, one row of words for each of these lines
+
+    def among(self, lines: Ints) -> "LateMasks | None":
+        """The masks of some lines of the pass (ascending), as if these were all of its lines; None if they have none.
+
+        >>> masks = LateMasks(np.array([1, 4]), np.array([[8], [9]], dtype=np.uint32))
+        >>> masks.among(np.array([0, 4])).lines.tolist(), masks.among(np.array([0, 4])).allowed.tolist()
+        ([1], [[9]])
+        """
+        _, here, kept = np.intersect1d(lines, self.lines, assume_unique=True, return_indices=True)
+        return LateMasks(here, self.allowed[kept]) if len(here) else None
 
 
 class Executor(Protocol):

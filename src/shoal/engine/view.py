@@ -42,6 +42,9 @@ def entry(request: Request, place: int | None, scheduler: Scheduler, now_s: floa
     }
     if place is not None:
         shown["place"] = place
+    drafts = scheduler.policies.drafts
+    if drafts.on:
+        shown["draft_tokens"], shown["draft_tokens_accepted"] = drafts.counts(request)
     for name, value in (
         ("time_left_s", request.deadline_s - now_s),
         ("promise_s", promise_s(request)),

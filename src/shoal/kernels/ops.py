@@ -115,15 +115,25 @@ class Ops(Protocol):
         """
 
     def choose(
-        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+        self,
+        scores: Tensor,
+        rows: Ints,
+        positions: Ints,
+        state: SamplingState,
+        masks: LateMasks | None,
+        expected: Ints | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A token for each line of float32 scores [n, vocab], and the best score of the line: int64 [n], float32 [n].
 
-        Line i belongs to row rows[i] of the state, and its token will have position positions[i]. In this order:
-        penalties, biases, and −inf for end tokens that may not come yet (not in masked lines: the grammar decides) and
-        for tokens that a mask does not allow; best is the largest score now. At temperature 0 the first of the best is
-        chosen, else one draw among the tokens that top_k, top_p and min_p leave. The scores stay as they are; counts
-        of rows with penalties go on. Where best is not finite, the token has no meaning.
+        Line i belongs to row rows[i] of the state, and its token will have position positions[i]; masks name lines. In
+        this order: penalties, biases, and −inf for end tokens that may not come yet (not in masked lines: the grammar
+        decides) and for tokens that a mask does not allow; best is the largest score now. At temperature 0 the first of
+        the best is chosen, else one draw among the tokens that top_k, top_p and min_p leave. The scores stay as they
+        are; counts of rows with penalties go on. Where best is not finite, the token has no meaning.
+
+        expected: the draft token that each line verifies, or -1; after one that does, the next line is of the same row.
+        Penalties then count along the draft: a line sees the drafts before it as if they had been drawn, and of each
+        row only the tokens up to the first that is not its draft are added to the counts.
         """
 
     @property
@@ -141,8 +151,12 @@ class PassOps(Protocol):
     def queries_per_block(self, group: int, head_dim: int, kind: dtype) -> int:
         """Queries of a prompt chunk that attention computes at once; group: query heads per KV head."""
 
-    def prepared(self, tables: Tensor, decodes: Tensor, blocks: Tensor, long: bool) -> object:
-        """Batch.prepared for the tables of runner/step.py; long: some decode is."""
+    def few_queries(self, group: int, head_dim: int, kind: dtype) -> tuple[int, ...]:
+        """Numbers of queries of one sequence, ascending from 1, that attention computes as it computes a decode."""
+
+    def prepared(self, tables: Tensor, decodes: Tensor, blocks: Tensor, long: bool, queries: int) -> object:
+        """Batch.prepared for the tables of runner/step.py; long: some decode is; queries: the one of few_queries that
+        is enough for all decodes."""
 
     def add_blocks(self, new: Tensor, tables: Tensor) -> None:
         """tables[row, index] = block for every (row, index, block) of new, int32 [n, 3]."""

@@ -40,21 +40,26 @@ class RefOps:
         return None
 
     def choose(
-        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+        self,
+        scores: Tensor,
+        rows: Ints,
+        positions: Ints,
+        state: SamplingState,
+        masks: LateMasks | None,
+        expected: Ints | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Line by line: edits, mask, draw, count."""
         tokens = torch.zeros(len(rows), dtype=torch.int64, device=scores.device)
         best = torch.zeros(len(rows), device=scores.device)
-        masked = {} if masks is None else dict(zip(masks.rows.tolist(), masks.allowed, strict=True))
+        masked = {} if masks is None else dict(zip(masks.lines.tolist(), masks.allowed, strict=True))
+        drafts: list[int] = []  # of this row, before this line
         for line, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-            edited = _edited(scores[line].float(), row, position, state, masked.get(row))
+            edited = _edited(scores[line].float(), row, position, state, masked.get(line), drafts)
             keys = torch.from_numpy(draw_keys(state.seed[[row]], state.sample[[row]], positions[[line]]))
             draw = Draw(keys, **{name: getattr(state, name)[row].item() for name in PARAMETERS})
             tokens[line], best[line] = _choose(edited, draw)
-            slot = state.penalty_slot[row]
-            if slot >= 0:
-                state.seen[slot, tokens[line]] = True
-                state.counts[slot, tokens[line]] += 1
+            drafts = [*drafts, int(expected[line])] if expected is not None and expected[line] >= 0 else []
+        _count(state, rows, tokens, expected)
         return tokens, best
 
     @property
@@ -158,13 +163,23 @@ class Draw:
 
 
 def _edited(
-    scores: Tensor, row: int, position: int, state: SamplingState, allowed: npt.NDArray[np.uint32] | None
+    scores: Tensor,
+    row: int,
+    position: int,
+    state: SamplingState,
+    allowed: npt.NDArray[np.uint32] | None,
+    drafts: Sequence[int],
 ) -> Tensor:
-    """One line of scores [vocab] after penalties, biases, forbidden ends and the row's mask of packed bits."""
+    """One line of scores [vocab] after penalties, which count these drafts too, biases, forbidden ends and a mask of
+    packed bits."""
     edited, slot = scores.clone(), int(state.penalty_slot[row])
     if slot >= 0:
         # tensors: CUDA divides by a Python number as it multiplies by the reciprocal, which rounds differently
-        seen, counts, repetition = state.seen[slot], state.counts[slot], scores.new_tensor(state.repetition[row])
+        repetition = scores.new_tensor(state.repetition[row])
+        seen, counts = state.seen[slot].clone(), state.counts[slot].clone()
+        for token in drafts:
+            seen[token] = True
+            counts[token] += 1
         edited[seen] = torch.where(edited > 0, edited / repetition, edited * repetition)[seen]
         edited = edited - float(state.frequency[row]) * counts - float(state.presence[row]) * (counts > 0)
     bias = slice(state.bias_first[row], state.bias_first[row] + state.bias_count[row])
@@ -177,6 +192,17 @@ def _edited(
         bits = np.unpackbits(allowed.view(np.uint8), count=len(scores), bitorder="little").astype(np.bool_)
         edited[torch.from_numpy(~bits).to(scores.device)] = -torch.inf
     return edited
+
+
+def _count(state: SamplingState, rows: Ints, tokens: Tensor, expected: Ints | None) -> None:
+    """Add the chosen tokens to what the rows' penalties count, up to each row's first that is not its draft."""
+    rejected = False
+    for line, (slot, token) in enumerate(zip(state.penalty_slot[rows].tolist(), tokens.tolist(), strict=True)):
+        if slot >= 0 and not rejected:
+            state.seen[slot, token] = True
+            state.counts[slot, token] += 1
+        if expected is not None:
+            rejected = bool(expected[line] >= 0) and (rejected or expected[line] != token)
 
 
 def _choose(scores: Tensor, draw: Draw) -> tuple[int, Tensor]:

@@ -22,16 +22,20 @@ FIRST_LOOK = 1024  # so many of the likeliest tokens usually hold the mass that 
 
 
 def choose(
-    logits: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+    logits: Tensor,
+    rows: Ints,
+    positions: Ints,
+    state: SamplingState,
+    masks: LateMasks | None,
+    expected: Ints | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As Ops.choose."""
     scores = logits = logits.float()
-    masked = None if masks is None else np.isin(rows, masks.rows)
     if has_edits(state, rows, positions).any():
-        scores = edited(logits, rows, positions, state, masked)
-    if masks is not None and masked is not None:
+        scores = edited(logits, rows, positions, state, masks, expected)
+    if masks is not None:
         scores = logits.clone() if scores is logits else scores
-        _mask(scores, masked, masks)
+        _mask(scores, masks)
     best, tokens = scores.max(dim=-1)
     drawn = np.flatnonzero(state.temperature[rows] > 0)
     if drawn.size:
@@ -40,7 +44,7 @@ def choose(
         # relative to the best, so that no temperature, however small, makes a score infinite
         above = (scores if whole else scores[where]) - best[where].unsqueeze(1)
         tokens[where] = _draw(above, rows[drawn], positions[drawn], state)
-    _count(state, rows, tokens)
+    _count(state, rows, tokens, expected)
     return tokens, best
 
 
@@ -56,20 +60,27 @@ def has_edits(state: SamplingState, rows: Ints, positions: Ints) -> Flags:
     return found
 
 
-def edited(logits: Tensor, rows: Ints, positions: Ints, state: SamplingState, masked: Flags | None = None) -> Tensor:
+def edited(
+    logits: Tensor,
+    rows: Ints,
+    positions: Ints,
+    state: SamplingState,
+    masks: LateMasks | None = None,
+    expected: Ints | None = None,
+) -> Tensor:
     """A copy of the logits with penalties, biases and forbidden ends. Masked lines forbid no ends: the grammar does."""
     scores = logits.clone()
     penalised = np.flatnonzero(state.penalty_slot[rows] >= 0)
     if penalised.size:
-        _penalise(scores, penalised, rows[penalised], state)
+        _penalise(scores, penalised, rows[penalised], state, expected)
     biases = state.bias_count[rows]
     if biases.any():
         lines, at = stretches(state.bias_first[rows], biases)
         where = (to_device(lines, scores.device), to_device(state.bias_ids[at], scores.device))
         scores.index_put_(where, to_device(state.bias_amounts[at], scores.device), accumulate=True)
     early = positions < state.first_free_end[rows]
-    if masked is not None:
-        early &= ~masked
+    if masks is not None:
+        early[masks.lines] = False
     ends = state.ends_count[rows] * early
     if ends.any():
         lines, at = stretches(state.ends_first[rows], ends)
@@ -78,33 +89,70 @@ def edited(logits: Tensor, rows: Ints, positions: Ints, state: SamplingState, ma
     return scores
 
 
-def _penalise(scores: Tensor, lines: Ints, rows: Ints, state: SamplingState) -> None:
-    """Lower the scores of tokens that came before."""
+def _penalise(scores: Tensor, lines: Ints, rows: Ints, state: SamplingState, expected: Ints | None) -> None:
+    """Lower the scores of tokens that came before, drafts before a line included."""
     device = scores.device
     where, slots = to_device(lines, device), to_device(state.penalty_slot[rows], device)
     strengths = np.stack([one[rows] for one in (state.repetition, state.frequency, state.presence)])
     repetition, frequency, presence = to_device(strengths, device).unsqueeze(2)
-    values, counts = scores[where], state.counts[slots]
+    values, counts, seen = scores[where], state.counts[slots], state.seen[slots]
+    if expected is not None:
+        owners, tokens = _drafts_before(lines, expected)
+        at = (to_device(owners, device), to_device(tokens, device))
+        counts.index_put_(at, counts.new_ones(()), accumulate=True)
+        seen[at] = True
     lowered = torch.where(values > 0, values / repetition, values * repetition)
-    values = torch.where(state.seen[slots], lowered, values)
+    values = torch.where(seen, lowered, values)
     scores[where] = values - frequency * counts - presence * (counts > 0)
 
 
-def _count(state: SamplingState, rows: Ints, tokens: Tensor) -> None:
-    """Add the chosen tokens to what the rows' penalties count."""
+def _drafts_before(lines: Ints, expected: Ints) -> tuple[Ints, Ints]:
+    """(index into lines, token) of every draft token before one of these lines in its row.
+
+    >>> [part.tolist() for part in _drafts_before(np.array([1, 3]), np.array([-1, 7, 8, -1]))]
+    [[1, 1], [7, 8]]
+    """
+    first = _first_lines(expected)[lines]
+    owners, at = stretches(first, lines - first)
+    return owners, expected[at]
+
+
+def _first_lines(expected: Ints) -> Ints:
+    """The first line of each line's row.
+
+    >>> _first_lines(np.array([-1, 7, 8, -1])).tolist()
+    [0, 1, 1, 1]
+    """
+    begins = np.concatenate(([True], expected[:-1] < 0))
+    first: Ints = np.maximum.accumulate(np.where(begins, np.arange(len(expected)), 0))
+    return first
+
+
+def _count(state: SamplingState, rows: Ints, tokens: Tensor, expected: Ints | None) -> None:
+    """Add the chosen tokens to what the rows' penalties count, up to each row's first that is not its draft."""
     slots = state.penalty_slot[rows]
     lines = np.flatnonzero(slots >= 0)
-    if lines.size:
-        at = (to_device(slots[lines], tokens.device), tokens[to_device(lines, tokens.device)])
-        state.seen[at] = True
-        state.counts[at] += 1
+    if not lines.size:
+        return
+    where, at = to_device(lines, tokens.device), to_device(slots[lines], tokens.device)
+    if expected is None or (expected < 0).all():
+        state.seen[at, tokens[where]] = True
+        state.counts[at, tokens[where]] += 1
+        return
+    # what is accepted is known on the device only: nothing here waits for it
+    drafts, first = to_device(expected, tokens.device), to_device(_first_lines(expected), tokens.device)
+    wrong = (tokens != drafts) & (drafts >= 0)
+    before = wrong.cumsum(0) - wrong.long()
+    kept = (before == before[first])[where]
+    state.counts.index_put_((at, tokens[where]), kept.to(state.counts.dtype), accumulate=True)
+    state.seen[at, torch.where(kept, tokens[where], tokens[first[where]])] = True  # a row's first token is always kept
 
 
-def _mask(scores: Tensor, masked: Flags, masks: LateMasks) -> None:
-    """Keep only the tokens that grammars allow, in the masked lines: those of the masks' rows, in the same order."""
+def _mask(scores: Tensor, masks: LateMasks) -> None:
+    """Keep only the tokens that grammars allow, in the lines that have one."""
     eights = (~masks.allowed).view(np.uint8)
     forbidden = np.zeros(scores.shape, dtype=np.bool_)
-    forbidden[masked] = np.unpackbits(eights, axis=1, count=scores.shape[1], bitorder="little")
+    forbidden[masks.lines] = np.unpackbits(eights, axis=1, count=scores.shape[1], bitorder="little")
     scores.masked_fill_(to_device(forbidden, scores.device), -torch.inf)  # one call costs more than a line of scores
 
 

@@ -40,7 +40,7 @@ class AsyncLLM:
         """Loads the model, which takes seconds and blocks; `await AsyncLLM.load(…)` does it beside the event loop."""
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         clock = WakeClock()
-        config = EngineConfig.from_mapping({"model": name, **options})
+        config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
         self._model = LocalModel(build(config, clock=clock, progress=progress))
         self._calls: set[Collection] = set()  # that still run; only the engine's thread changes it
         self._engine = EngineThread(self._model.client, clock, partial(_fail_all, self._calls))

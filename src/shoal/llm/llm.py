@@ -111,7 +111,8 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = False, **options: Any) -> None:
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self._model = LocalModel(build(EngineConfig.from_mapping({"model": name, **options}), progress=progress))
+        config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
+        self._model = LocalModel(build(config, progress=progress))
         self._client = self._model.client
         self.loop = self._model.built.loop
         self.tokenizer = self._model.built.tokenizer

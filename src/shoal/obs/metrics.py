@@ -8,7 +8,7 @@ clock, no process and no HTTP beyond the names of the routes.
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
@@ -33,6 +33,7 @@ GAP_S = (
 )  # fmt: skip
 REQUESTS = tuple(2**power for power in range(11))  # 1 … 1,024
 TOKENS = tuple(2**power for power in range(18))  # 1 … 131,072
+ROW_TOKENS = tuple(range(1, 17))
 SHARE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1)
 
 GAUGES = {
@@ -42,6 +43,7 @@ GAUGES = {
     "shoal_kv_blocks_cached": "KV blocks not held by any request, kept for prefix hits until they are needed",
     "shoal_kv_blocks_capacity": "KV blocks in total",
     "shoal_kv_use_ratio": "Share of the KV blocks held by requests",
+    "shoal_draft_saved_seconds": "Time that draft tokens saved so far, by the model of passes; below 0: they cost time",
 }
 COUNTERS = {
     "shoal_requests_arrived": "Requests accepted into the queue",
@@ -70,21 +72,26 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "shoal_batch_requests": ("Requests in a pass", REQUESTS),
     "shoal_batch_tokens": ("Positions computed for requests in a pass", TOKENS),
     "shoal_budget_use_ratio": ("Share of its token budget that a pass used", SHARE),
+    "shoal_draft_row_tokens": ("Tokens that a request got from a pass which verified draft tokens for it", ROW_TOKENS),
     "shoal_request_prompt_tokens": ("Length of a request's prompt, counted when it first runs", TOKENS),
     "shoal_request_output_tokens": ("Length of an answer", TOKENS),
 }
 FINISHED = "shoal_requests_finished"
 REJECTED = "shoal_requests_rejected"
 GAVE_WAY = "shoal_requests_gave_way"
+PROPOSED = "shoal_draft_tokens_proposed"
+ACCEPTED = "shoal_draft_tokens_accepted"
 PROMISES = "shoal_promises"
 POLICIES = "shoal_policies"
 WAYS = ("recompute", "swap", "drop")
 PROMISE_LABELS = ["tier", "promise", "kept"]
-AXES = ("batching", "layout", "prefill", "budget", "memory", "order", "when_short")
+AXES = ("batching", "layout", "prefill", "budget", "memory", "order", "when_short", "speculate")
 LABELLED = {
     GAVE_WAY: ("how", "Preemptions, by what happened to the KV blocks"),
     FINISHED: ("reason", "Requests that ended, by reason"),
     REJECTED: ("kind", "Requests rejected, by the name of the error"),
+    PROPOSED: ("drafter", "Draft tokens that were verified, by drafter"),
+    ACCEPTED: ("drafter", "Draft tokens that were accepted, by drafter"),
 }
 ANSWERED = frozenset({Reason.STOP, Reason.LENGTH, Reason.TIMEOUT})
 # all kinds, so that every series exists from the start and their number is bounded
@@ -144,8 +151,9 @@ class Tally:
 class EngineMetrics(Collector):
     """Counts the events of one engine; an Observer. A request with n samples counts as n requests here."""
 
-    def __init__(self, policies: Mapping[str, str] | None = None) -> None:
+    def __init__(self, policies: Mapping[str, str] | None = None, drafters: Iterable[str] = ()) -> None:
         self.policies = dict(policies or {})  # axis → choice
+        self.proposed, self.accepted = dict.fromkeys(drafters, 0), dict.fromkeys(drafters, 0)
         self.ways = dict.fromkeys(WAYS, 0)
         self.promises: Counter[tuple[str, ...]] = Counter()  # (tier, which promise, kept) → requests
         self.gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
@@ -172,6 +180,8 @@ class EngineMetrics(Collector):
         self.totals["shoal_faults"] += events.faults
         self.totals["shoal_kv_blocks_out"] += events.blocks_out
         self.totals["shoal_kv_blocks_in"] += events.blocks_in
+        if events.proposed:
+            self._drafts(events)
         if events.owners:
             self._tokens(events)
         for finished in events.finished:
@@ -215,6 +225,14 @@ class EngineMetrics(Collector):
         if events.budget_tokens:
             tallies["shoal_budget_use_ratio"].add(events.computed_tokens / events.budget_tokens)
 
+    def _drafts(self, events: PassEvents) -> None:
+        for name, tokens in events.proposed.items():
+            self.proposed[name] = self.proposed.get(name, 0) + tokens
+            self.accepted[name] = self.accepted.get(name, 0) + events.accepted[name]
+        for tokens in events.row_tokens:
+            self.tallies["shoal_draft_row_tokens"].add(tokens)
+        self.gauges["shoal_draft_saved_seconds"] += events.saved_s
+
     def _tokens(self, events: PassEvents) -> None:
         """Hot: up to a thousand tokens per pass, so requests with the same previous token time are counted together."""
         now_s, token_s = events.committed_s, self._token_s
@@ -222,7 +240,7 @@ class EngineMetrics(Collector):
         self.totals["shoal_output_tokens"] += len(events.owners)
         token_now = dict.fromkeys(events.owners, now_s)
         together = len(events.owners) - len(token_now)
-        if together:  # several tokens of one request in one record, as when a static group ends
+        if together:  # several tokens of one request in one record: drafts, or a static group that ends
             gaps.add(0.0, together)
         before = Counter(map(token_s.get, token_now))
         if before.pop(None, 0):
@@ -269,7 +287,8 @@ class EngineMetrics(Collector):
             yield GaugeMetricFamily(name, help, value=self.gauges[name])
         for name, help in COUNTERS.items():
             yield CounterMetricFamily(name, help, value=self.totals[name])
-        for name, values in ((FINISHED, self.reasons), (REJECTED, self.kinds), (GAVE_WAY, self.ways)):
+        drafts = ((PROPOSED, self.proposed), (ACCEPTED, self.accepted))
+        for name, values in ((FINISHED, self.reasons), (REJECTED, self.kinds), (GAVE_WAY, self.ways), *drafts):
             label, help = LABELLED[name]
             yield _by_label(name, help, [label], {(key,): value for key, value in values.items()})
         yield _by_label(

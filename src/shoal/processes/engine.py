@@ -83,7 +83,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     """The engine of this config, behind the socket."""
     from shoal.build import build  # loads torch
 
-    engine = EngineConfig(**config["engine"])
+    engine = EngineConfig(**config["engine"]).for_answers()
     folder = Path(config["folder"])
     made: list[Grammars] = []
     built = build(
@@ -94,7 +94,8 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         spare_folder=folder / "kernels",  # the next engine finds it there
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
-    metrics = EngineMetrics(policies_of(built.config))
+    drafters = built.loop.scheduler.policies.drafts.drafter.names
+    metrics = EngineMetrics(policies_of(built.config), drafters)
     return Host(
         built.loop,
         socket,

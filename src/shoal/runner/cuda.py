@@ -6,7 +6,10 @@
 Block tables and last tokens of all rows live on the device; a pass is described by small tables that kernels read
 there, so one graph serves any lengths. Long passes are not recorded: their launches hide behind their own work.
 The head's graph takes the likeliest token or draws one; rows that ask for more than a draw go to the Sampler.
-The padded layout is computed as on any device. Knows rows, not requests; its kernels come from Ops.pass_ops.
+Rows that verify drafts are decodes with several positions, and their lines are drawn like any others. Which drafts are
+accepted is found on the host (verify.py): such a row is not planned again before. The padded layout, and passes with
+more lines than ever occur under load, are computed as on any device.
+Knows rows, not requests; its kernels come from Ops.pass_ops.
 """
 
 from collections import deque
@@ -35,9 +38,10 @@ from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
 from shoal.runner.kvstore import KVStore
 from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.runner import ForwardState, Runner
-from shoal.runner.step import PassShape, count_blocks, fill, lay_out, new_blocks, padded
+from shoal.runner.step import PassShape, count_blocks, decoding, fill, lay_out, new_blocks, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
+VERIFYING = (1, 2, 4, 8, 16, 32, 64, 256, 1024)  # rows of a graph in which some have several positions
 REHEARSED = (1, 4, 16, 64)  # batch sizes that are computed by different kernels
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
@@ -54,7 +58,7 @@ class QueuedForward:
     since: torch.cuda.Event
     padded: int  # positions of padding that are computed
     hidden: Tensor | None = None  # states of all positions, where prompt logprobs need them
-    rectangle: ForwardState | None = None  # of a padded pass
+    computed: ForwardState | None = None  # of a pass that is computed as on any device
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class QueuedPass:
     drawn: Tensor | None  # pinned: tokens, then the bits of their best scores
     logprobs: list[tuple[int, Logprobs]]
     prompt_logprobs: PromptLogprobs
-    finished: StepResult | None = None  # of a padded pass
+    finished: StepResult | None = None  # of a pass that is computed as on any device
 
 
 @cache
@@ -79,7 +83,8 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 class CudaExecutor:
     """Queues passes on one stream, from the calling thread."""
 
-    def __init__(self, runner: Runner, most_tokens: int) -> None:
+    def __init__(self, runner: Runner, most_tokens: int, most_drafts: int = 0) -> None:
+        """most_tokens: of a pass; most_drafts: of a row."""
         self.runner = runner
         self.model, self.kv, self.sampler = runner.model, runner.kv, runner.sampler
         self.device = self.kv.data.device
@@ -88,9 +93,10 @@ class CudaExecutor:
         ops, spec = self.model.ops.pass_ops, self.model.spec
         assert ops is not None, "kernels that cannot be recorded"
         self.ops = ops
-        self.queries = ops.queries_per_block(spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
-        rows = runner.tables.blocks.shape[0]
-        self._lines = size_for(DECODES, rows) or padded(rows)
+        kind = (spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
+        self.queries, self.few = ops.queries_per_block(*kind), ops.few_queries(*kind)
+        self.drafts = most_drafts
+        self._lines = most_lines(runner.tables.blocks.shape[0], most_drafts)
         largest = PassShape(max(most_tokens, TOKENS[-1]), self._lines, TOKENS[-1] + PROMPTS, self._lines)
         with torch.cuda.stream(self.stream), torch.inference_mode():
             self.block_tables = torch.zeros(runner.tables.blocks.shape, dtype=torch.int32, device=self.device)
@@ -108,12 +114,14 @@ class CudaExecutor:
     def recordings(self, most: int) -> Iterator[int]:
         """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is in flight.
 
-        The others (beside prompts, with a long past, with filters) are too many: they are recorded when they occur.
+        And of one row that verifies drafts. The others (of several such rows, beside prompts, with a long past, with
+        filters) are too many: they are recorded when they occur.
         """
-        for size in LINES:
-            if size > min(most, self._lines):
-                return
-            shape = PassShape(size, size, 0, size)
+        shapes = [PassShape(size, size, 0, size) for size in LINES if size <= min(most, self._lines)]
+        several = [size for size in LINES if 2 <= size <= min(self.drafts + 1, self.few[-1])]
+        shapes += [PassShape(size, 1, 0, size, queries=size_for(self.few, size) or 1) for size in several]
+        for shape in shapes:
+            size = shape.lines
             with self._here():
                 work = partial(self._body, self._send(NOTHING, draws_of(NOTHING), shape), shape)
                 for _ in range(2):  # as it is, then recorded; if requests did that already, a pass of padding
@@ -137,10 +145,10 @@ class CudaExecutor:
             if not len(plan.rows):  # only copies of blocks
                 self._forward = QueuedForward(plan, draws, since, 0)
                 return
-            if plan.width:
-                rectangle = self._rectangle(plan, draws)
-                padding = len(rectangle.inputs.ids) - len(plan.tokens)
-                self._forward = QueuedForward(plan, draws, since, padding, rectangle=rectangle)
+            if plan.width or draws.lines > self._lines:
+                computed = self._compute(plan, draws)
+                padding = len(computed.inputs.ids) - len(plan.tokens)
+                self._forward = QueuedForward(plan, draws, since, padding, computed=computed)
                 return
             shape, recorded = self._shape(plan, draws)
             work = partial(self._body, self._send(plan, draws, shape), shape)
@@ -153,21 +161,23 @@ class CudaExecutor:
 
     def _shape(self, plan: StepPlan, draws: PassDraws) -> tuple[PassShape, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
-        tokens, rows, drawing = len(plan.tokens), len(plan.rows), len(draws.rows)
-        single = plan.counts == 1
-        long = bool((plan.starts[single] >= self.ops.long_context).any())
-        if tokens == rows:
-            size = size_for(LINES, rows)
+        tokens, rows, drawing = len(plan.tokens), len(plan.rows), draws.lines
+        is_decode = decoding(plan, self.few[-1])
+        decodes = int(is_decode.sum())
+        long = bool((plan.starts[is_decode] >= self.ops.long_context).any())
+        queries = size_for(self.few, int(plan.counts[is_decode].max(initial=1))) or 1
+        if decodes == rows:
+            size, held = size_for(LINES, tokens), size_for(VERIFYING, rows)
             if size is not None and size <= self._lines:
-                return PassShape(size, size, 0, size, long), True
-            return PassShape(tokens, rows, 0, drawing, long), False
-        blocks, decodes = count_blocks(plan, self.queries), int(single.sum())
+                return PassShape(size, size if queries == 1 else held or rows, 0, size, long, queries), True
+            return PassShape(tokens, rows, 0, drawing, long, queries), False
+        blocks = count_blocks(plan.counts[~is_decode], self.queries)
         size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, drawing))
         if size is not None and beside is not None:
             most = size // self.queries + PROMPTS
             if blocks <= most and beside <= self._lines:
-                return PassShape(size, beside, most, beside, long), True
-        return PassShape(tokens, decodes, blocks, drawing, long), False
+                return PassShape(size, beside, most, beside, long, queries), True
+        return PassShape(tokens, decodes, blocks, drawing, long, queries), False
 
     def _send(self, plan: StepPlan, draws: PassDraws, shape: PassShape) -> Tensor:
         """Send all tables of the pass in one copy, and add its new blocks to the block tables."""
@@ -176,8 +186,8 @@ class CudaExecutor:
         host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
         array = host.numpy()
         draw_table = array[: self._first].reshape(COLUMNS, self._lines)
-        fill_draw_table(draw_table, self.sampler.state, draws.rows, draws.positions)
-        fill(lay_out(array, shape, self._first), plan, draws, self.queries)
+        fill_draw_table(draw_table, self.sampler.state, draws.line_rows, draws.positions)
+        fill(lay_out(array, shape, self._first), plan, draws, self.queries, self.few[-1])
         array[until:] = new.reshape(-1)
         if len(host) <= len(self._buffer):
             buffer = self._buffer[: len(host)]
@@ -197,14 +207,14 @@ class CudaExecutor:
         known, rows, at = tables.tokens
         last, size = self.runner.tables.last_token, self.kv.block_size
         ids, positions, slots = self.ops.place_tokens(known, rows, at, last, self.block_tables, size)
-        prepared = self.ops.prepared(self.block_tables, tables.decodes, tables.blocks, shape.long)
+        prepared = self.ops.prepared(self.block_tables, tables.decodes, tables.blocks, shape.long, shape.queries)
         batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=prepared)
         hidden = self.model.forward(ids, batch, self.kv.layers)
         if shape.lines:
             torch.index_select(hidden, 0, tables.index, out=self._scored[: shape.lines])
         return hidden
 
-    def _rectangle(self, plan: StepPlan, draws: PassDraws) -> ForwardState:
+    def _compute(self, plan: StepPlan, draws: PassDraws) -> ForwardState:
         new = new_blocks(plan)
         if len(new):
             self.ops.add_blocks(to_device(new.astype(np.int32), self.device), self.block_tables)
@@ -217,13 +227,13 @@ class CudaExecutor:
         assert forward is not None, "no pass was begun"
         plan = forward.plan
         with self._here():
-            if forward.rectangle is not None:
-                finished = self.runner.sample(plan, forward.rectangle, masks)
+            if forward.computed is not None:
+                finished = self.runner.sample(plan, forward.computed, masks)
                 self._passes.append(QueuedPass(forward, _now(), masks, None, [], (), finished))
                 return
             drawn: Tensor | None = None
             logprobs: list[tuple[int, Logprobs]] = []
-            if len(forward.draws.rows):
+            if forward.draws.lines:
                 size, logprobs = self._choose(forward.draws, masks)
                 drawn = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
                 drawn.copy_(self._drawn[: 2 * size], non_blocking=True)
@@ -234,13 +244,13 @@ class CudaExecutor:
             self._passes.append(QueuedPass(forward, _now(), masks, drawn, logprobs, of_prompts))
 
     def _choose(self, draws: PassDraws, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]]]:
-        """Tokens and best scores for the host, so many of each; rows that ask for more are chosen once more."""
-        count, asking = len(draws.rows), self.sampler.asking(draws.rows, draws.positions, masks)
+        """Tokens and best scores for the host, so many of each; lines that ask for more are chosen once more."""
+        count, asking = draws.lines, self.sampler.asking(draws.line_rows, draws.positions, masks)
         size = size_for(LINES, count)
         if size is None or size > self._lines or asking.all():
             size, asking = count, np.ones(count, dtype=np.bool_)
         else:
-            filters = filters_of(self.sampler.state, draws.rows[~asking])
+            filters = filters_of(self.sampler.state, draws.line_rows[~asking])
             self.graphs.run(("head", size, filters), partial(self._head, size, filters))
         if not asking.any():
             return size, []
@@ -250,7 +260,7 @@ class CudaExecutor:
         """A token for every line; without filters the likeliest."""
         scores = self.model.scores(self._scored[:lines])
         tokens, best = self._drawn[:lines], self._drawn[lines : 2 * lines].view(torch.float32)
-        last_token = self.runner.tables.last_token
+        last_token = self.runner.tables.last_token  # of a row with several lines any one, which is never read
         if filters is None:
             self.ops.likeliest(scores, self._draw_table[ROW], last_token, tokens, best)
         else:
@@ -258,9 +268,11 @@ class CudaExecutor:
 
     def _sample(self, size: int, lines: Ints, draws: PassDraws, masks: LateMasks | None) -> list[tuple[int, Logprobs]]:
         """Choose the tokens of these lines by Ops.choose, and their logprobs."""
-        where, rows = to_device(lines, self.device), draws.rows[lines]
+        where, rows = to_device(lines, self.device), draws.line_rows[lines]
         logits = self.model.logits(self._scored[where])
-        tokens, best, logprobs = self.sampler.sample(logits, rows, draws.positions[lines], masks)
+        of_these = None if masks is None else masks.among(lines)
+        expected = draws.expected[lines] if draws.has_drafts else None
+        tokens, best, logprobs = self.sampler.sample(logits, rows, draws.positions[lines], of_these, expected)
         self.runner.tables.last_token[to_device(rows, self.device)] = tokens
         self._drawn[where] = tokens.to(torch.int32)
         self._drawn[size : 2 * size].view(torch.float32)[where] = best
@@ -279,13 +291,13 @@ class CudaExecutor:
         plan, draws, drawn = forward.plan, forward.draws, NO_TOKENS
         copies = self.runner.copier.take(all_of_them=not len(plan.rows))
         if oldest.drawn is not None:
-            count, half = len(draws.rows), len(oldest.drawn) // 2
+            count, half = draws.lines, len(oldest.drawn) // 2
             numbers = oldest.drawn.numpy()
             best = numbers[half : half + count].view(np.float32)
-            drawn = DrawnTokens(np.ones_like(draws.rows), numbers[:count].astype(np.int64), best, oldest.logprobs)
-        ends_at = self.sampler.rows.ends_at
-        of_prompts = oldest.prompt_logprobs
-        return step_result(plan, draws, drawn, ends_at, oldest.masks, copies, of_prompts, forward.padded, busy_s)
+            drawn = DrawnTokens(numbers[:count].astype(np.int64), best, oldest.logprobs)
+        accepted, ends_at = self.runner.accepted(draws, drawn), self.sampler.rows.ends_at
+        more = oldest.prompt_logprobs, forward.padded, busy_s
+        return step_result(plan, draws, drawn, accepted, ends_at, oldest.masks, copies, *more)
 
     def close(self) -> None:
         self.stream.synchronize()
@@ -304,8 +316,22 @@ def _now() -> torch.cuda.Event:
     return event
 
 
+def most_lines(rows: int, drafts: int) -> int:
+    """Lines that graphs are prepared for: all that so many rows with so many drafts each can have, up to 256; beyond
+    that, two or more for each row on average, up to 1,024."""
+    if drafts:
+        rows = min(max(2 * rows, min((drafts + 1) * rows, DECODES[-2])), max(rows, DECODES[-1]))
+    return size_for(DECODES, rows) or padded(rows)
+
+
 def rehearse(
-    model: Model, dtype: torch.dtype, block_size: int, tokens: int, lines: int, progress: bool = False
+    model: Model,
+    dtype: torch.dtype,
+    block_size: int,
+    tokens: int,
+    lines: int,
+    progress: bool = False,
+    most_drafts: int = 0,
 ) -> None:
     """Compute the largest possible passes, and one of each kind, over a KV cache of a single block.
 
@@ -315,22 +341,31 @@ def rehearse(
     store = KVStore(model.spec, 1, block_size, dtype, "cuda")
     model.reserve_positions(tokens)  # before the threads start, which would race to do it
 
-    def compute(rows: int, count: int, params: Sequence[SamplingParams]) -> None:
-        executor = CudaExecutor(Runner(model, store, rows, count, "cuda"), rows * count)
-        executor.forward(_made_up(rows, count, params, block_size))
+    def compute(rows: int, count: int, params: Sequence[SamplingParams], draws: int = 1) -> None:
+        executor = CudaExecutor(Runner(model, store, rows, count, "cuda"), rows * count, draws - 1)
+        executor.forward(_made_up(rows, count, params, block_size, draws))
         executor.sample(None)
         executor.result()
         executor.close()
 
-    works = [(1, tokens, [ALL]), (lines, 1, [FILTERED, ALL])]
-    works += [(count, 1, [GREEDY]) for count in sorted({min(count, lines) for count in REHEARSED})]
+    few = [count for count in _few_of(model, dtype)[1:] if most_drafts]
+    rows = sorted({min(count, lines) for count in REHEARSED})
+    works = [(1, tokens, [ALL], 1), (lines, 1, [FILTERED, ALL], 1)]
+    works += [(count, 1, [GREEDY], 1) for count in rows]
+    works += [(count, each, [GREEDY], each) for each in few for count in rows if count * each <= tokens]
     with ThreadPoolExecutor(thread_name_prefix="rehearse") as pool:
         futures = [pool.submit(compute, *work) for work in works]
         for one in tqdm(futures, desc="kernels", unit="pass", disable=not progress, leave=False):
             one.result()
 
 
-def _made_up(rows: int, count: int, params: Sequence[SamplingParams], block_size: int) -> StepPlan:
+def _few_of(model: Model, dtype: torch.dtype) -> tuple[int, ...]:
+    spec, ops = model.spec, model.ops.pass_ops
+    assert ops is not None, "kernels that cannot be recorded"
+    return ops.few_queries(spec.heads // spec.kv_heads, spec.head_dim, dtype)
+
+
+def _made_up(rows: int, count: int, params: Sequence[SamplingParams], block_size: int, draws: int) -> StepPlan:
     """The first `count` positions of `rows` rows, all in block 0; the last params apply to all further rows."""
     blocks = (0,) * -(-count // block_size)
     starting = [
@@ -340,4 +375,4 @@ def _made_up(rows: int, count: int, params: Sequence[SamplingParams], block_size
     zeros, ones = np.zeros(rows, dtype=np.int64), np.ones(rows, dtype=np.int64)
     tokens = np.zeros(rows * count, dtype=np.int64)
     grown = np.empty((0, 3), dtype=np.int64)
-    return StepPlan(0, tuple(starting), grown, np.arange(rows), zeros, zeros, ones * count, ones, tokens)
+    return StepPlan(0, tuple(starting), grown, np.arange(rows), zeros, zeros, ones * count, ones * draws, tokens)

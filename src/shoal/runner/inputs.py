@@ -37,12 +37,12 @@ class RowTables:
         self.blocks = np.zeros((rows, blocks_per_row), dtype=np.int64)
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def note(self, rows: Ints, tokens: Tensor) -> None:
-        """Keep the tokens just chosen for these rows."""
+    def note(self, rows: Ints, tokens: Ints) -> None:
+        """Keep the last tokens of these rows."""
         if self.device.type == "cpu":  # numpy: caches are cold between two passes, and torch touches more memory
-            self.last_token.numpy()[rows] = tokens.numpy()
+            self.last_token.numpy()[rows] = tokens
         else:
-            self.last_token[self._put(rows)] = tokens
+            self.last_token[self._put(rows)] = self._put(tokens)
 
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's changes."""
@@ -72,7 +72,7 @@ class RowTables:
             block_tables=self._put(self.blocks[plan.rows, :widest]),
             block_size=size,
         )
-        return PassInputs(self._ids(plan, rows), batch, draws, draws.last)
+        return PassInputs(self._ids(plan, rows), batch, draws, draws.scored)
 
     def _rectangle(self, plan: StepPlan, draws: PassDraws) -> PassInputs:
         """Every row padded to the width, plus rows of padding; padding reads and writes the scratch block."""
@@ -99,7 +99,7 @@ class RowTables:
             block_size=size,
             width=width,
         )
-        return PassInputs(ids, batch, draws, cells[draws.last])
+        return PassInputs(ids, batch, draws, cells[draws.scored])
 
     def _ids(self, plan: StepPlan, rows: Ints) -> Tensor:
         """Token ids; an id that the host does not know yet is the row's last token."""

@@ -13,6 +13,7 @@ from shoal.core.plan import SCRIPTED_END, Ints, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs
 from shoal.runner.draws import PassDraws
+from shoal.runner.verify import AcceptedTokens
 
 NOT_FINITE = "the model's scores are not finite numbers; its weights may be damaged, or every token is forbidden"
 FORBIDDEN = "the grammar allows no token of the model's vocabulary here; change the grammar"
@@ -22,21 +23,21 @@ CopiesDone = tuple[tuple[tuple[int, float], ...], tuple[int, ...]]  # what Copie
 
 
 class DrawnTokens(NamedTuple):
-    """What the draws of a pass gave, on the host."""
+    """What the draws of a pass gave, on the host: one entry per line."""
 
-    accepted: Ints  # how many tokens each row yields
-    tokens: Ints  # of all rows, one row after the other
-    best: npt.NDArray[np.float32]  # the best score of each row; not finite: its tokens have no meaning
-    logprobs: Sequence[tuple[int, Logprobs]]  # (index into tokens, its logprobs)
+    tokens: Ints
+    best: npt.NDArray[np.float32]  # the best score; not finite: the token has no meaning
+    logprobs: Sequence[tuple[int, Logprobs]]  # (line, its logprobs), ascending
 
 
-NO_TOKENS = DrawnTokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32), ())
+NO_TOKENS = DrawnTokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32), ())
 
 
 def step_result(
     plan: StepPlan,
     draws: PassDraws,
     drawn: DrawnTokens,
+    accepted: AcceptedTokens,
     ends_at: Ints,
     masks: LateMasks | None,
     copies: CopiesDone,
@@ -45,31 +46,34 @@ def step_result(
     busy_s: float = 0.0,
 ) -> StepResult:
     """The result of a pass; ends_at: of every row of the sampler, where its scripted end is (0: it has none)."""
-    tokens = drawn.tokens
-    scripted = ends_at[draws.rows] == draws.positions
+    lines, tokens = accepted.lines, accepted.tokens
+    scripted = ends_at[draws.line_rows[lines]] == draws.positions[lines]
     if scripted.any():
         tokens = np.where(scripted, SCRIPTED_END, tokens)
+    logprobs = drawn.logprobs
+    if draws.has_drafts and logprobs:
+        index = {line: number for number, line in enumerate(lines.tolist())}
+        logprobs = [(index[line], one) for line, one in logprobs if line in index]
     return StepResult(
         plan.step,
         draws.rows,
         draws.generations,
-        drawn.accepted,
+        accepted.counts,
         tokens,
-        tuple(drawn.logprobs),
+        tuple(logprobs),
         prompt_logprobs,
-        failures(drawn.best, draws.rows, masks),
+        failures(draws.first_lines, drawn.best, masks),
         *copies,
         padded=padded,
         busy_s=busy_s,
     )
 
 
-def failures(best: npt.NDArray[np.float32], rows: Ints, masks: LateMasks | None) -> tuple[tuple[int, str], ...]:
-    """(index into rows, reason) of the rows whose best score is not finite."""
-    finite = np.isfinite(best)
+def failures(lines: Ints, best: npt.NDArray[np.float32], masks: LateMasks | None) -> tuple[tuple[int, str], ...]:
+    """(index into these lines, reason) of those whose best score is not finite; best: of all lines."""
+    finite = np.isfinite(best[lines])
     if finite.all():
         return ()
-    masked = set() if masks is None else set(masks.rows[~masks.allowed.any(axis=1)].tolist())
-    return tuple(
-        (index, FORBIDDEN if int(rows[index]) in masked else NOT_FINITE) for index in np.flatnonzero(~finite).tolist()
-    )
+    empty = set() if masks is None else set(masks.lines[~masks.allowed.any(axis=1)].tolist())
+    broken = np.flatnonzero(~finite).tolist()
+    return tuple((index, FORBIDDEN if int(lines[index]) in empty else NOT_FINITE) for index in broken)

@@ -21,6 +21,7 @@ from shoal.runner.inputs import PassInputs, RowTables
 from shoal.runner.kvstore import KVStore
 from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.sampler import Sampler, logprobs_of
+from shoal.runner.verify import AcceptedTokens, DraftRule, EqualTokens, accepted_tokens
 
 LOGITS_AT_ONCE = 64  # lines of logits held at a time for prompt logprobs
 
@@ -33,15 +34,24 @@ class ForwardState(NamedTuple):
 
 
 class Runner:
-    """Computes passes one after the other, on the calling thread."""
+    """Computes passes one after the other, on the calling thread; `rule` says which draft tokens are accepted."""
 
-    def __init__(self, model: Model, kv: KVStore, rows: int, max_model_len: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: KVStore,
+        rows: int,
+        max_model_len: int,
+        device: torch.device | str,
+        rule: DraftRule | None = None,
+    ) -> None:
         self.model = model
         self.kv = kv
         blocks_per_row = -(-max_model_len // kv.block_size)
         self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device)
         self.sampler = Sampler(rows, model.spec.vocab_size, device, model.ops)
         self.copier = Copier(kv)
+        self.rule = rule or EqualTokens()
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # rows with prompt logprobs: prompt, how many
 
     @torch.inference_mode()
@@ -73,22 +83,28 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, plan: StepPlan, forward: ForwardState | None, masks: LateMasks | None) -> StepResult:
-        """The result of a pass: tokens for the rows that draw one."""
+        """The result of a pass: tokens for the rows that draw."""
         ends_at = self.sampler.rows.ends_at
         if forward is None:
-            copies = self.copier.take(all_of_them=True)
-            return step_result(plan, draws_of(plan), NO_TOKENS, ends_at, masks, copies)
+            draws, copies = draws_of(plan), self.copier.take(all_of_them=True)
+            return step_result(plan, draws, NO_TOKENS, self.accepted(draws, NO_TOKENS), ends_at, masks, copies)
         hidden, inputs = forward
         draws, drawn = inputs.draws, NO_TOKENS
-        if len(draws.rows):
+        if draws.lines:
             logits = self.model.logits(scored_states(hidden, inputs.scored))
-            tokens, best, logprobs = self.sampler.sample(logits, draws.rows, draws.positions, masks)
-            self.tables.note(draws.rows, tokens)
-            drawn = DrawnTokens(np.ones_like(draws.rows), tokens.cpu().numpy(), best.cpu().numpy(), logprobs)
+            expected = draws.expected if draws.has_drafts else None
+            tokens, best, logprobs = self.sampler.sample(logits, draws.line_rows, draws.positions, masks, expected)
+            drawn = DrawnTokens(tokens.cpu().numpy(), best.cpu().numpy(), logprobs)
+        accepted = self.accepted(draws, drawn)
+        self.tables.note(draws.rows, accepted.tokens[np.cumsum(accepted.counts) - 1])
         of_prompts = self.prompt_logprobs(plan, hidden, inputs.batch.starts)
         copies = self.copier.take()  # last of all: a failure before this loses none of them
         padded = len(inputs.ids) - len(plan.tokens)
-        return step_result(plan, draws, drawn, ends_at, masks, copies, of_prompts, padded)
+        return step_result(plan, draws, drawn, accepted, ends_at, masks, copies, of_prompts, padded)
+
+    def accepted(self, draws: PassDraws, drawn: DrawnTokens) -> AcceptedTokens:
+        """What the rows yield of the tokens drawn."""
+        return accepted_tokens(draws, drawn.tokens, drawn.best, self.rule, self.sampler.state)
 
     def prompt_logprobs(self, plan: StepPlan, hidden: Tensor, starts: Sequence[int]) -> PromptLogprobs:
         """Logprobs of each prompt token, given those before it; starts: where each row begins in hidden."""

@@ -66,21 +66,30 @@ class Sampler:
         self.rows.asks_more[start.row] = edits or start.params.logprobs is not None
 
     def asking(self, rows: Ints, positions: Ints, masks: LateMasks | None) -> Flags:
-        """Which rows ask for more than a draw from the model's own scores."""
+        """Which lines, of these rows and positions, ask for more than a draw from the model's own scores."""
         more: Flags = self.rows.asks_more[rows]
         if more.any():  # forbidden ends matter for the first tokens only
             more = has_edits(self.state, rows, positions) | (self.rows.logprobs[rows] >= 0)
-            self.rows.asks_more[rows] = more
-        return more if masks is None else more | np.isin(rows, masks.rows)
+            self.rows.asks_more[rows[::-1]] = more[::-1]  # a row's first line decides: the others may be rejected
+            more = self.rows.asks_more[rows]
+        if masks is not None:
+            more[masks.lines] = True
+        return more
 
     def sample(
-        self, logits: Tensor, rows: Ints, positions: Ints, masks: LateMasks | None = None
+        self,
+        logits: Tensor,
+        rows: Ints,
+        positions: Ints,
+        masks: LateMasks | None = None,
+        expected: Ints | None = None,
     ) -> tuple[Tensor, Tensor, list[tuple[int, Logprobs]]]:
         """Tokens [n] for float32 logits [n, vocab]; the best score of each line; logprobs where a row asks for them.
 
-        A best score that is not finite means that the line has no meaning, and neither has its token.
+        A best score that is not finite means that the line has no meaning, and neither has its token. expected: the
+        draft token that each line verifies, as in Ops.choose.
         """
-        tokens, best = self.ops.choose(logits, rows, positions, self.state, masks)
+        tokens, best = self.ops.choose(logits, rows, positions, self.state, masks, expected)
         return tokens, best, self._logprobs(logits, rows, tokens)
 
     def _logprobs(self, logits: Tensor, rows: Ints, tokens: Tensor) -> list[tuple[int, Logprobs]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.plan import Ints, StepPlan
+from shoal.core.plan import Flags, Ints, StepPlan
 from shoal.runner.draws import PassDraws
 
 PADDING = -1  # the row of padding
@@ -27,11 +27,12 @@ class PassShape:
     blocks: int
     lines: int  # hidden states that are scored
     long: bool = False  # whether a decode has a long past
+    queries: int = 1  # what a decode is computed for, at most: one of PassOps.few_queries
 
     @property
     def size(self) -> int:
         """Numbers in all tables but the draw table."""
-        tables = 3 * padded(self.tokens) + 3 * padded(self.decodes) + 5 * padded(self.blocks)
+        tables = 3 * padded(self.tokens) + 4 * padded(self.decodes) + 5 * padded(self.blocks)
         return tables + padded(self.lines)
 
 
@@ -40,7 +41,7 @@ class Tables:
     """Views into a buffer, a numpy array or a tensor."""
 
     tokens: Any  # [3, tokens]: id (FROM_DEVICE: the row's last token), row (or PADDING), position
-    decodes: Any  # [3, decodes]: row, context (0: padding), index of the query among the tokens
+    decodes: Any  # [4, decodes]: row, context (0: padding), index of its first query among the tokens, its queries
     blocks: Any  # [5, blocks]: row (PADDING: none), where its queries begin, how many, first of this block, context
     index: Any  # [lines]: which tokens' hidden states are scored
 
@@ -52,20 +53,25 @@ def padded(count: int) -> int:
 def lay_out(buffer: Any, shape: PassShape, first: int) -> Tables:
     """The tables of a pass in a flat buffer, from number `first` on."""
     views = []
-    for lines, size in ((3, shape.tokens), (3, shape.decodes), (5, shape.blocks), (1, shape.lines)):
+    for lines, size in ((3, shape.tokens), (4, shape.decodes), (5, shape.blocks), (1, shape.lines)):
         wide = padded(size)
         views.append(buffer[first : first + lines * wide].reshape(lines, wide)[:, :size])
         first += lines * wide
     return Tables(views[0], views[1], views[2], views[3][0])
 
 
-def count_blocks(plan: StepPlan, queries: int) -> int:
-    """How many blocks of queries the plan's prompt chunks are split into."""
-    long = plan.counts[plan.counts > 1]
-    return int((-(-long // queries)).sum())
+def decoding(plan: StepPlan, few: int) -> Flags:
+    """Which rows are decodes: those with one position, and those that verify drafts, up to `few` positions each."""
+    found: Flags = (plan.counts == 1) | ((plan.counts == plan.draws) & (plan.counts <= few))
+    return found
 
 
-def fill(tables: Tables, plan: StepPlan, draws: PassDraws, queries: int) -> None:
+def count_blocks(counts: Ints, queries: int) -> int:
+    """How many blocks of queries prompt chunks of these lengths are split into."""
+    return int((-(-counts // queries)).sum())
+
+
+def fill(tables: Tables, plan: StepPlan, draws: PassDraws, queries: int, few: int) -> None:
     """Fill the tables from the plan; pad the rest with row PADDING."""
     counts, count = plan.counts, len(plan.tokens)
     tables.tokens[0, :count] = plan.tokens
@@ -74,29 +80,30 @@ def fill(tables: Tables, plan: StepPlan, draws: PassDraws, queries: int) -> None
     if count == len(counts):  # one position each
         tables.tokens[1, :count] = plan.rows
         tables.tokens[2, :count] = plan.starts
-        _fill_decodes(tables.decodes, plan.rows, plan.starts + 1, np.arange(count))
+        _fill_decodes(tables.decodes, plan.rows, plan.starts, np.arange(count), counts)
     else:
         begins = np.cumsum(counts) - counts
         tables.tokens[1, :count] = np.repeat(plan.rows, counts)
         tables.tokens[2, :count] = np.arange(count) - np.repeat(begins - plan.starts, counts)
-        single = counts == 1
-        _fill_decodes(tables.decodes, plan.rows[single], plan.starts[single] + 1, begins[single])
-        _fill_blocks(tables.blocks, plan, begins, queries)
-    tables.index[: len(draws.last)] = draws.last
-    tables.index[len(draws.last) :] = 0
+        is_decode = decoding(plan, few)
+        _fill_decodes(tables.decodes, *(one[is_decode] for one in (plan.rows, plan.starts, begins, counts)))
+        _fill_blocks(tables.blocks, plan, begins, np.flatnonzero(~is_decode), queries)
+    tables.index[: draws.lines] = draws.scored
+    tables.index[draws.lines :] = 0
 
 
-def _fill_decodes(decodes: Any, rows: Ints, contexts: Ints, queries: Ints) -> None:
+def _fill_decodes(decodes: Any, rows: Ints, starts: Ints, begins: Ints, counts: Ints) -> None:
     count = len(rows)
-    decodes[0, :count], decodes[1, :count], decodes[2, :count] = rows, contexts, queries
+    decodes[0, :count], decodes[1, :count], decodes[2, :count] = rows, starts + counts, begins
+    decodes[3, :count] = counts
     decodes[:, count:] = 0
 
 
-def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, queries: int) -> None:
-    """The longest contexts first, so that the GPU does not wait for one long block at the end."""
-    long = np.flatnonzero(plan.counts > 1)
-    each = -(-plan.counts[long] // queries)
-    owner = np.repeat(long, each)
+def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, chunks: Ints, queries: int) -> None:
+    """chunks: indexes of the rows with prompt chunks. The longest contexts come first, so that the GPU does not wait
+    for one long block at the end."""
+    each = -(-plan.counts[chunks] // queries)
+    owner = np.repeat(chunks, each)
     count = len(owner)
     first = (np.arange(count) - np.repeat(np.cumsum(each) - each, each)) * queries
     order = np.argsort(-(plan.starts[owner] + first), kind="stable")

@@ -31,6 +31,9 @@ class Budget(Protocol):
     def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
         """Positions for prompts beside so many decodes, when at most `most` more fit into the pass."""
 
+    def draft_tokens(self, running: Iterable[Request], positions: int, most: int) -> int:
+        """Positions for drafts in a pass of so many others, when at most `most` more fit into it."""
+
 
 class Fixed(NoOptions):
     """All that fits."""
@@ -38,6 +41,9 @@ class Fixed(NoOptions):
     learns = False
 
     def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
+        return most
+
+    def draft_tokens(self, running: Iterable[Request], positions: int, most: int) -> int:
         return most
 
 
@@ -54,11 +60,7 @@ class PromiseBudget:
         return cls(setup.steps)
 
     def prompt_tokens(self, running: Iterable[Request], decodes: int, most: int) -> int:
-        tightest_s, read = math.inf, 0
-        for request in running:
-            read += request.planned
-            if len(request.tokens) > request.prompt_len and request.promise.itl_s < tightest_s:  # it decodes
-                tightest_s = request.promise.itl_s
+        tightest_s, read = self._tightest(running)
         if tightest_s == math.inf:
             return most
         # the model does not know passes far larger than any before: grow step by step
@@ -67,6 +69,21 @@ class PromiseBudget:
             return most
         within_s = SAFETY * tightest_s / self.steps.miss
         return min(most, max(LEAST, self.steps.tokens_within(within_s, read) - decodes))
+
+    def draft_tokens(self, running: Iterable[Request], positions: int, most: int) -> int:
+        tightest_s, read = self._tightest(running)
+        if tightest_s == math.inf or not self.steps.known:
+            return most
+        return max(0, min(most, self.steps.tokens_within(SAFETY * tightest_s, read) - positions))
+
+    def _tightest(self, running: Iterable[Request]) -> tuple[float, int]:
+        """The shortest time between tokens that a decoding request was promised, and the KV positions that all read."""
+        tightest_s, read = math.inf, 0
+        for request in running:
+            read += request.planned
+            if len(request.tokens) > request.prompt_len and request.promise.itl_s < tightest_s:  # it decodes
+                tightest_s = request.promise.itl_s
+        return tightest_s, read
 
 
 BUDGET: dict[str, type[Budget]] = {"fixed": Fixed, "promise": PromiseBudget}

@@ -11,6 +11,8 @@ Results that come too late (their request has ended) are dropped. Tokens of a re
 still appended: they are right, only their KV is gone. Owns nothing; knows no torch and no clock.
 """
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from shoal.core.events import PassEvents
@@ -46,20 +48,30 @@ class Committer:
         for index, first, values in result.prompt_logprobs:
             if flight.requests[index].state is not State.FINISHED:
                 out.note_prompt(flight.requests[index].id, first, values)
-        if flight.rejected is not None or result.failures:
-            self._commit_rows(flight, result, out)
-        elif not self._commit_steady(flight, result, out):
-            self._commit_single_draws(flight, result, out)
+        got, accepted = self._take_tokens(flight, result, out)
         if policies.order.counts:
             drawing = [request for request, draws in zip(flight.requests, flight.draws, strict=True) if draws]
-            for request, accepted in zip(drawing, result.accepted.tolist(), strict=True):
-                policies.order.generated(request, accepted)
+            for request, tokens in zip(drawing, got, strict=True):
+                policies.order.generated(request, tokens)
+        if policies.drafts.on:
+            policies.drafts.committed(flight, accepted, sum(got), result.busy_s, now_s, bool(tables.running))
         tables.rows.committed(flight.plan.step)
         if tables.suspects:
             tables.suspects.clear()
         if tables.kv.host is not None:
             tables.kv.spill_cold()
         return self.seal(events, now_s)
+
+    def _take_tokens(
+        self, flight: Flight, result: StepResult, out: PassEvents
+    ) -> tuple[Sequence[int], Mapping[Request, int]]:
+        """Commit what each request computed. Returns how many tokens each drawing row got, and how many draft tokens of
+        each request that has some were accepted."""
+        if flight.rejected is not None or result.failures:
+            return self._commit_rows(flight, result, out)
+        if not self._commit_steady(flight, result, out):
+            self._commit_single_draws(flight, result, out)
+        return [1] * len(result.rows), {}
 
     def _commit_steady(self, flight: Flight, result: StepResult, out: PassEvents) -> bool:
         """As _commit_single_draws, where no request started, left or ends since the pass was planned; False: it may."""
@@ -106,8 +118,12 @@ class Committer:
                 if holding is not None and end // size > holding.published:
                     kv.publish(holding, request.tokens, end)
 
-    def _commit_rows(self, flight: Flight, result: StepResult, out: PassEvents) -> None:
+    def _commit_rows(
+        self, flight: Flight, result: StepResult, out: PassEvents
+    ) -> tuple[Sequence[int], Mapping[Request, int]]:
         """What each request computed, and the tokens that were accepted for it."""
+        got: list[int] = []
+        right: dict[Request, int] = {}
         failed, logprobs = dict(result.failures), dict(result.logprobs)
         accepted, drawn = result.accepted.tolist(), result.tokens.tolist()
         then = flight.rejected or [0] * len(flight.requests)
@@ -120,6 +136,7 @@ class Committer:
                 row += 1
                 taken = accepted[row]
                 index += taken
+                got.append(0)
             if request.state is State.FINISHED:
                 continue
             alive = request.generation == generation
@@ -132,13 +149,19 @@ class Committer:
                 why = request.grammar.error if request.grammar is not None else ""
                 self._endings.end(request, Reason.ERROR, out, error=why or failed[row])
                 continue
+            known = len(request.tokens)
             for number in range(first, first + taken):
                 if number in logprobs:
                     out.logprobs[request.id, request.outputs] = logprobs[number]
                 if not self._append(request, drawn[number], out):
                     break  # what was drawn after the end is dropped
+            if draws:
+                got[-1] = len(request.tokens) - known
+            if request in flight.drafts:
+                right[request] = min(taken - 1, got[-1])
             if alive and request.holding is not None:
                 self._tables.kv.publish(request.holding, request.tokens, end)
+        return got, right
 
     def _reject(self, request: Request, rejected: int, end: int, alive: bool) -> int:
         """Take back what was counted on before so many of its draft tokens were rejected; returns its real end."""

@@ -1,28 +1,79 @@
-"""Drafts: tokens that are guessed and verified, several in one pass.
+"""Drafts: what the scheduler asks about tokens that are guessed and verified. And the answer without any.
 
-A drafter proposes tokens that may follow a request's last one; the pass computes them as further positions and accepts
-those that its own draws confirm (core/plan.py). Knows requests. Does not know budgets, blocks or passes: the planner
-asks last, when all other work of a pass is placed, and takes what fits.
+The policy with drafts is in speculation.py. Knows requests and passes; decides nothing.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from shoal.core.drafts import Draft, Drafter, NoDrafter
 from shoal.core.request import Request
+from shoal.sched.flight import Flight
+from shoal.sched.pass_builder import PassBuilder
 
 
-class Drafter(Protocol):
-    """Guesses what decoding requests will generate next."""
+class DraftPolicy(Protocol):
+    """How many draft tokens of which requests a pass verifies."""
 
-    def propose(self, requests: Collection[Request], most: int) -> Mapping[Request, Sequence[int]]:
-        """Draft tokens for some of these requests, in the order they are to be tried; `most` in all can be used.
+    on: bool
+    drafter: Drafter
 
-        A draft continues the request's tokens, and the `pending` ones after them that are not known yet.
-        """
+    def started(self, request: Request) -> None:
+        """It got a row."""
+
+    def stopped(self, request: Request) -> None:
+        """It has none any more; it may get one again."""
+
+    def ended(self, request: Request, by_itself: bool) -> None:
+        """It has ended."""
+
+    def waits(self, flights: Sequence[Flight]) -> bool:
+        """Whether nothing is to be planned before the oldest of these passes has come back."""
+
+    def choose(self, batch: PassBuilder, flights: Sequence[Flight], room: int) -> Mapping[Request, Draft]:
+        """Drafts for decoding requests of this pass, of at most `room` tokens in all."""
+
+    def committed(
+        self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
+    ) -> None:
+        """A pass has come back: how many draft tokens of each request were accepted, how many tokens all requests got,
+        how long the device took; and whether requests are still running."""
+
+    def counts(self, request: Request) -> tuple[int, int]:
+        """Its draft tokens that were verified so far, and of those accepted."""
+
+    def check(self, running: Mapping[Request, None]) -> None:
+        """It knows these requests, and no others as running."""
 
 
-class NoDrafter:
+class NoDrafts:
     """One token per row and pass."""
 
-    def propose(self, requests: Collection[Request], most: int) -> Mapping[Request, Sequence[int]]:
+    on = False
+    drafter: Drafter = NoDrafter()
+
+    def started(self, request: Request) -> None:
+        pass
+
+    def stopped(self, request: Request) -> None:
+        pass
+
+    def ended(self, request: Request, by_itself: bool) -> None:
+        pass
+
+    def waits(self, flights: Sequence[Flight]) -> bool:
+        return False
+
+    def choose(self, batch: PassBuilder, flights: Sequence[Flight], room: int) -> Mapping[Request, Draft]:
         return {}
+
+    def committed(
+        self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
+    ) -> None:
+        pass
+
+    def counts(self, request: Request) -> tuple[int, int]:
+        return 0, 0
+
+    def check(self, running: Mapping[Request, None]) -> None:
+        pass

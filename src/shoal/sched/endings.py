@@ -70,6 +70,7 @@ class Endings:
         if by_itself:
             policies.memory.learn(request)
         policies.order.left(request, by_itself)
+        policies.drafts.ended(request, by_itself)
 
     def expire(self, request: Request, now_s: float) -> None:
         """End a request whose time is over. Output that it has is its answer; without any it is rejected."""

@@ -1,7 +1,9 @@
 """A pass in flight: what the scheduler remembers of it from its plan to its commit. Decides nothing."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from shoal.core.drafts import Draft
 from shoal.core.events import PassEvents
 from shoal.core.plan import StepPlan
 from shoal.core.request import Request
@@ -18,11 +20,17 @@ class Flight:
     ends: list[int]  # how far each will have been computed if every draft token in flight is accepted
     draws: list[int]
     events: PassEvents
-    masked: list[tuple[int, Request]]  # (row, request) of rows that draw under a grammar
+    masked: list[tuple[int, Request]]  # (line of its first draw, request) of those that draw under a grammar
     steady: Steady | None = None  # the batch that it carried on, if any
-    drafted: int = 0  # draft tokens in it
+    ahead: bool = False  # it was planned while another was in flight
+    drafts: Mapping[Request, Draft] = field(default_factory=dict)  # that it verifies
+    drafted: int = 0  # tokens of those
     rejected: list[int] | None = None  # each request's `rejected`, then; None: no draft tokens were in flight
 
     @property
     def requests(self) -> list[Request]:
         return self.rows.requests
+
+    def lines_of(self, request: Request) -> int:
+        """How many tokens a request that draws in it may get."""
+        return 1 + len(self.drafts[request].tokens) if request in self.drafts else 1

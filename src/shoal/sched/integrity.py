@@ -16,6 +16,9 @@ def check(tables: SharedTables) -> None:
     tables.waiting.check()
     assert all(request in known for request in tables.suspects), "a request that has ended is suspected"
     tables.deadlines.check(tables.requests.values())
+    tables.policies.drafts.check(tables.running)
+    if not tables.policies.drafts.drafter.ahead:
+        assert not any(flight.drafts for flight in list(tables.flights)[:-1]), "a pass was planned on top of drafts"
     under_way: dict[Request, int] = {}
     for flight in tables.flights:
         for request, draws in zip(flight.requests, flight.draws, strict=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.core.drafts import Draft
 from shoal.core.events import PassEvents
 from shoal.core.plan import FROM_DEVICE, Ints, RowStart
 from shoal.core.request import Request
@@ -22,7 +23,7 @@ class PassBuilder:
         self.long = long  # this pass is for long sequences
         self.only: Mapping[Request, int] | None = None  # no other request may be in it
         self.takes: dict[Request, int] = {}
-        self.drafts: dict[Request, Sequence[int]] = {}  # draft tokens; the last positions of a request in `takes`
+        self.drafts: dict[Request, Draft] = {}  # their tokens are the last positions of a request in `takes`
         self.starting: dict[Request, bool] = {}  # … and whether it has run before
         self.grown: dict[Request, None] = {}  # requests that got blocks beyond those they started with
         self.victims: list[Request] = []  # preempted, and not yet back in the queue
@@ -48,11 +49,11 @@ class PassBuilder:
         self.takes[request] = count
         self.prompts += 1
 
-    def add_drafts(self, request: Request, drafts: Sequence[int]) -> None:
+    def add_draft(self, request: Request, draft: Draft) -> None:
         """Let a decoding request of this pass verify draft tokens."""
-        self.drafts[request] = drafts
-        self.takes[request] += len(drafts)
-        self.left -= len(drafts)
+        self.drafts[request] = draft
+        self.takes[request] += len(draft.tokens)
+        self.left -= len(draft.tokens)
 
     @property
     def picky(self) -> bool:
@@ -131,7 +132,7 @@ def count_on(
     for request, start, end in zip(batch.takes, starts, ends, strict=True):
         ids, pending = request.tokens, request.pending
         known = len(ids)
-        drafts = drafted.get(request, ()) if drafted else ()
+        drafts = drafted[request].tokens if request in drafted else ()
         last = end - len(drafts)
         drawing = 1 + len(drafts) if last == known + pending else 0
         draws.append(drawing)

@@ -5,6 +5,8 @@ draft tokens, for which no request is preempted or delayed. Then freezes it into
 do. Owns the number of the next pass. Knows no torch and no clock.
 """
 
+from itertools import accumulate
+
 import numpy as np
 
 from shoal.core.events import PassEvents
@@ -40,6 +42,8 @@ class Planner:
         tables = self._tables
         events = PassEvents(self._step, planned_s=now_s, budget_tokens=tables.limits.max_num_batched_tokens)
         cap = self._policies.lanes.cap
+        if tables.flights and self._policies.drafts.waits(tables.flights):
+            return None  # its drafts, or those of the next pass, are worth more than a pass planned early
         if tables.suspects:
             if tables.flights:
                 return None  # one pass at a time, so that it is certain which requests were in it
@@ -93,7 +97,7 @@ class Planner:
         else:
             self._decode(batch, events)
             self._prefill(batch, events, now_s)
-        if batch.decodes and batch.left > 0:
+        if batch.decodes and batch.left > 0 and self._policies.drafts.on and batch.only is None:
             self._draft(batch)
         return batch
 
@@ -210,14 +214,18 @@ class Planner:
 
     def _draft(self, batch: PassBuilder) -> None:
         """Draft tokens for decoding requests: what the rest of the pass and the free blocks allow."""
-        for request, drafts in self._policies.drafter.propose(batch.takes, batch.left).items():
-            if request in batch.starting or request.need() != 1 or request.grammar is not None:
-                continue  # it computes its prompt; or a mask, of which a row has one, would be needed for each draft
-            most = min(len(drafts), batch.left, request.end - request.planned - 1)
-            while most > 0 and not self._grow(batch, request, 1 + most):
-                most -= 1
-            if most > 0:
-                batch.add_drafts(request, tuple(drafts[:most]))
+        tables, policies = self._tables, self._policies
+        room = batch.left
+        if policies.budget.learns:
+            room = policies.budget.draft_tokens(tables.running, sum(batch.takes.values()), room)
+        if room < 1:
+            return
+        for request, draft in policies.drafts.choose(batch, tables.flights, room).items():
+            # blocks that running requests need next are not for drafts: none is to be preempted for them
+            spare = max(0, tables.kv.pool.free - len(tables.running)) * tables.kv.block_size
+            most = min(len(draft.tokens), request.holding.capacity + spare - request.planned - 1)
+            if most > 0 and self._grow(batch, request, 1 + most):
+                batch.add_draft(request, draft.cut(most))
 
     def freeze(self, batch: PassBuilder, events: PassEvents) -> StepPlan:
         """Turn the pass into arrays, and count on what they will do. Hot: once per scheduled request and pass."""
@@ -232,7 +240,7 @@ class Planner:
             starts = [request.planned for request in rows.requests]
             ends = [start + count for start, count in zip(starts, counts, strict=True)]
             draws, tokens = self._count_on(batch, rows, starts, ends, events)
-        drafted = sum(map(len, batch.drafts.values()))
+        drafted = sum(len(draft.tokens) for draft in batch.drafts.values())
         width = self._policies.layout.width(counts) if counts else 0
         dead = self._dead_rows(batch) if width and batch.decodes else 0
         plan = StepPlan(
@@ -257,7 +265,10 @@ class Planner:
         if drafted or any(flight.drafted for flight in tables.flights):
             rejected = [request.rejected for request in rows.requests]
         masked = _masked(rows.requests, draws) if tables.grammars else []
-        tables.flights.append(Flight(plan, rows, ends, draws, events, masked, tables.steady, drafted, rejected))
+        ahead = bool(tables.flights)
+        tables.flights.append(
+            Flight(plan, rows, ends, draws, events, masked, tables.steady, ahead, batch.drafts, drafted, rejected)
+        )
         self._step += 1
         return plan
 
@@ -271,7 +282,7 @@ class Planner:
         if batch.prompts or batch.drafts:
             if batch.prompts and order.counts:
                 for request, count in batch.takes.items():
-                    order.computed(request, count)
+                    order.computed(request, 1 if request in batch.drafts else count)
             return count_on(batch, starts, ends, self._step, events)
         draws, tokens = count_on_decodes(rows.requests, ends, self._step, events)
         everything = len(ends) == len(tables.running) and not batch.picky
@@ -293,5 +304,6 @@ class Planner:
 
 
 def _masked(requests: list[Request], draws: list[int]) -> list[tuple[int, Request]]:
-    drawing = zip(requests, draws, strict=True)
-    return [(request.row, request) for request, count in drawing if count and request.grammar is not None]
+    """(its first line among the draws of the pass, request) of those that draw under a grammar."""
+    drawing = zip(requests, draws, accumulate(draws, initial=0), strict=False)
+    return [(line, request) for request, count, line in drawing if count and request.grammar is not None]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from shoal.core.tiers import Tiers
 from shoal.sched.batching import Batching
 from shoal.sched.budget import Budget, Fixed
-from shoal.sched.drafts import Drafter, NoDrafter
+from shoal.sched.drafts import DraftPolicy, NoDrafts
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import Layout
 from shoal.sched.memory import Memory
@@ -31,10 +31,10 @@ class Policies:
     tiers: Tiers = field(default_factory=Tiers)
     steps: StepModel = field(default_factory=StepModel)  # how long passes take, for policies that need to know
     copies: CopyTimes = field(default_factory=CopyTimes)  # … and copies of blocks
-    drafter: Drafter = field(default_factory=NoDrafter)
+    drafts: DraftPolicy = field(default_factory=NoDrafts)
 
     @property
     def learns(self) -> bool:
         """Some policy needs to know how long passes take."""
         late = any(tier.reject_late for tier in self.tiers)
-        return self.budget.learns or self.preempt.learns or late or len(self.tiers) > 1
+        return self.budget.learns or self.preempt.learns or self.drafts.on or late or len(self.tiers) > 1

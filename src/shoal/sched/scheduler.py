@@ -213,21 +213,31 @@ class Scheduler:
     @property
     def masks_wait(self) -> bool:
         """Whether the newest pass cannot be sampled yet: a grammar in it misses a token of an earlier pass."""
+        newest = self.flights[-1]
         return any(
-            request.pending > 1 and request.state is not State.FINISHED for _, request in self.flights[-1].masked
+            request.pending > newest.lines_of(request) and request.state is not State.FINISHED
+            for _, request in newest.masked
         )
 
     def masks(self) -> LateMasks | None:
         """Which tokens grammars allow in the newest pass; None: all. To be asked as late as possible."""
-        masked = [one for one in self.flights[-1].masked if one[1].state is not State.FINISHED]
+        newest = self.flights[-1]
+        masked = [one for one in newest.masked if one[1].state is not State.FINISHED]
         if not masked:
             return None
-        allowed = np.zeros((len(masked), -(-self.limits.vocab_size // 32)), dtype=np.uint32)
-        for line, (_, request) in zip(allowed, masked, strict=True):
+        lines = [line + place for line, request in masked for place in range(newest.lines_of(request))]
+        allowed = np.zeros((len(lines), -(-self.limits.vocab_size // 32)), dtype=np.uint32)
+        first = 0
+        for _, request in masked:
             assert request.grammar is not None
-            assert request.pending == 1, f"{request} would be masked without its last token"
-            request.grammar.fill(line)
-        return LateMasks(np.array([row for row, _ in masked], dtype=np.int64), allowed)
+            count = newest.lines_of(request)
+            assert request.pending == count, f"{request} would be masked without its last token"
+            if count == 1:
+                request.grammar.fill(allowed[first])
+            else:
+                request.grammar.fill_ahead(allowed[first : first + count], newest.drafts[request].tokens)
+            first += count
+        return LateMasks(np.array(lines, dtype=np.int64), allowed)
 
     def check(self) -> None:
         """Every invariant that must hold between two calls."""

@@ -82,6 +82,7 @@ class SharedTables:
         self.grammars += request.grammar is not None
         self.groups.join(request)
         self.policies.layout.started()
+        self.policies.drafts.started(request)
 
     def vacate(self, request: Request, to: State, blocks: Blocks = Blocks.RELEASE) -> None:
         """Take a running request's row and blocks. Its tokens stay, and those on their way will still be appended.
@@ -98,6 +99,7 @@ class SharedTables:
         request.furthest = max(request.furthest, request.planned)
         request.computed = request.planned = 0
         del self.running[request]
+        self.policies.drafts.stopped(request)
         self.pass_rows = self.steady = None
         self.grammars -= request.grammar is not None
         self.rows.give_back(request.row, request.last_step)

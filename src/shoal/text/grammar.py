@@ -112,6 +112,39 @@ class Matcher:
             if not mask.any():
                 self.error = "the grammar asks for the text of an end token; write it without that text"
 
+    def forced(self) -> list[int]:
+        """The tokens that come next where there is no choice, as they are usually spelled. Bytes whose token depends on
+        what follows them are left out."""
+        if self.error or self.ended:
+            return []
+        try:
+            return self._matcher.compute_ff_tokens()
+        except Exception:  # a mask will tell what is wrong
+            return []
+
+    def allows(self, tokens: Sequence[int]) -> int:
+        """How many of these, from the first, may come next, one after the other; no end tokens."""
+        if self.error or self.ended:
+            return 0
+        ends = next((place for place, token in enumerate(tokens) if self._is_end(token)), len(tokens))
+        try:
+            return self._matcher.validate_tokens(list(tokens[:ends])) if ends else 0
+        except Exception:  # a mask will tell what is wrong
+            return 0
+
+    def fill_ahead(self, lines: TokenBits, tokens: Sequence[int]) -> None:
+        """Line i as fill() would set it after the first i of these tokens. On a copy: an error beyond the first line is
+        that of tokens which may never come."""
+        self.fill(lines[0])
+        if self.error:
+            lines[1:] = 0
+            return
+        ahead = Matcher(self._matcher.deep_copy(), self._ends)
+        ahead.ended = self.ended
+        for token, line in zip(tokens, lines[1:], strict=True):
+            ahead.accept(token)
+            ahead.fill(line)
+
     def _is_end(self, token: int) -> bool:
         return bool(self._ends[token // 32] >> np.uint32(token % 32) & np.uint32(1))
 

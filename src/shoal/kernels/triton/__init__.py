@@ -39,11 +39,13 @@ class AttentionTables:
     tables: Tensor
     """int32 [rows, widest]: blocks of every row, those outside this pass included"""
     decodes: Tensor
-    """int32 [3, n]: row, context (0: padding), index of the query"""
+    """int32 [4, n]: row, context (0: padding), index of its first query, its queries"""
     blocks: Tensor
     """int32 [5, m]: row (PADDING: none), index of the row's first query, its queries, this block's first, context"""
     long: bool = False
     """A decode's past is longer than kernels.LONG."""
+    queries: int = 1
+    """One of kernels.few_queries: no decode has more."""
 
 
 class TritonOps(RefOps):
@@ -62,10 +64,16 @@ class TritonOps(RefOps):
         return embedding(ids, values_of(weight))
 
     def choose(
-        self, scores: Tensor, rows: Ints, positions: Ints, state: SamplingState, masks: LateMasks | None
+        self,
+        scores: Tensor,
+        rows: Ints,
+        positions: Ints,
+        state: SamplingState,
+        masks: LateMasks | None,
+        expected: Ints | None = None,
     ) -> tuple[Tensor, Tensor]:
         """All lines at once, in torch; what needs neither edits nor masks is drawn by `draw`."""
-        return torch_choose.choose(scores, rows, positions, state, masks)
+        return torch_choose.choose(scores, rows, positions, state, masks, expected)
 
     @property
     def pass_ops(self) -> PassOps:
@@ -75,8 +83,11 @@ class TritonOps(RefOps):
     def queries_per_block(self, group: int, head_dim: int, kind: torch.dtype) -> int:
         return kernels.queries_per_block(group, head_dim, kind)
 
-    def prepared(self, tables: Tensor, decodes: Tensor, blocks: Tensor, long: bool) -> AttentionTables:
-        return AttentionTables(tables, decodes, blocks, long)
+    def few_queries(self, group: int, head_dim: int, kind: torch.dtype) -> tuple[int, ...]:
+        return kernels.few_queries(group, head_dim, kind)
+
+    def prepared(self, tables: Tensor, decodes: Tensor, blocks: Tensor, long: bool, queries: int) -> AttentionTables:
+        return AttentionTables(tables, decodes, blocks, long, queries)
 
     def add_blocks(self, new: Tensor, tables: Tensor) -> None:
         step.add_blocks(new, tables)
@@ -120,15 +131,16 @@ class TritonOps(RefOps):
         """Decodes and prompt chunks of the same pass, each in its own kernel, into one result."""
         if batch.width:
             return padded_attention(q, k_cache, v_cache, batch, scale, window)
+        _, heads, dim = q.shape
         kv_heads = k_cache.shape[2]
-        found = self._tables_of(batch, kernels.queries_per_block(q.shape[1] // kv_heads, q.shape[2], q.dtype))
+        found = self._tables_of(batch, heads // kv_heads, dim, q.dtype)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         count = found.decodes.shape[1]
         if count:
             processors, arrived = self._device(q.device, count * kv_heads)
-            wide = q.dtype == torch.float32
-            shape = kernels.decode_shape(count, kv_heads, q.shape[2], wide, found.long, processors)
-            kernels.decode(q, k_cache, v_cache, found.tables, found.decodes, out, arrived, scale, window, shape)
+            wide, few = q.dtype == torch.float32, found.queries
+            shape = kernels.decode_shape(count, heads, kv_heads, dim, wide, found.long, processors, few)
+            kernels.decode(q, k_cache, v_cache, found.tables, found.decodes, out, arrived, scale, window, shape, few)
         if found.blocks.shape[1]:
             kernels.prefill(q, k_cache, v_cache, found.tables, found.blocks, out, scale, window)
         return out
@@ -141,25 +153,29 @@ class TritonOps(RefOps):
             self._arrived = torch.zeros(max(most, 2**15), dtype=torch.int32, device=device)
         return self._processors, self._arrived
 
-    def _tables_of(self, batch: Batch, queries: int) -> AttentionTables:
+    def _tables_of(self, batch: Batch, group: int, dim: int, kind: torch.dtype) -> AttentionTables:
         """Remembered for the layers of the same pass."""
         if isinstance(batch.prepared, AttentionTables):
             return batch.prepared
+        queries, few = kernels.queries_per_block(group, dim, kind), kernels.few_queries(group, dim, kind)
         if self._last is not None and self._last[0] is batch and self._last[1] == queries:
             return self._last[2]
-        found = split_batch(batch, queries)
+        found = split_batch(batch, queries, few)
         self._last = (batch, queries, found)
         return found
 
 
-def split_batch(batch: Batch, queries: int) -> AttentionTables:
-    """Rows with one query are decodes; the others are split into blocks of queries, most work first."""
+def split_batch(batch: Batch, queries: int, few: tuple[int, ...] = (1,)) -> AttentionTables:
+    """Rows with few queries are decodes; the others are split into blocks of queries, most work first."""
     counts = [end - first for first, end in zip(batch.starts, batch.starts[1:], strict=False)]
-    decodes = [(row, batch.contexts[row], batch.starts[row]) for row, count in enumerate(counts) if count == 1]
+    most = few[-1]
+    decodes = [
+        (row, batch.contexts[row], batch.starts[row], count) for row, count in enumerate(counts) if count <= most
+    ]
     blocks = [
         (row, batch.starts[row], count, first, batch.contexts[row])
         for row, count in enumerate(counts)
-        if count > 1
+        if count > most
         for first in range(0, count, queries)
     ]
     blocks.sort(key=lambda block: -(block[4] - block[2] + block[3]))
@@ -172,7 +188,8 @@ def split_batch(batch: Batch, queries: int) -> AttentionTables:
 
     return AttentionTables(
         tables=batch.block_tables,
-        decodes=table([*decodes], (0, 0, 0)),
+        decodes=table([*decodes], (0, 0, 0, 0)),
         blocks=table([*blocks], (kernels.PADDING, 0, 0, 0, 0)),
-        long=any(context > kernels.LONG for _, context, _ in decodes),
+        long=any(context > kernels.LONG for _, context, _, _ in decodes),
+        queries=next(size for size in few if size >= max((count for *_, count in decodes), default=1)),
     )

@@ -3,15 +3,16 @@
 Both kernels read keys and values through the block table and pack the query heads that share a KV head into the rows
 of one matrix product, so that every key is read once per KV head.
 
-    decode    one program for (sequence, KV head, split): the group's heads against a part of the past; the program
-              that finishes last merges the parts
+    decode    one program for (sequence, KV head, split): the group's heads, of one query or of the few that verify
+              drafts, against a part of the past. Of one query, the program that finishes last merges the parts; of
+              several, a second kernel does, because that is too much work for one program
     prefill   one program for (block of queries, KV head): tiles wholly in the past unmasked, then the ragged border
 
 Lengths, rows and query indexes are read from device memory, and programs without work exit at once: a launch in a CUDA
 graph serves any lengths. Scores are exponents of two (exp2 is a hardware instruction). Knows tensors, not batches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from shoal.kernels.triton.launch import overlap, settle
 LOG2_E = 1.4426950408889634
 ROWS = 128  # of the prefill's query block: queries × heads of a group
 LONG = 8192  # tokens of a past that is too long for one program while the others have finished
+FEW = 16  # queries of a sequence that the decode kernel computes at most
+PARTS = 2**26  # bytes that the parts of a launch may take
 PADDING = -1  # the row of an empty block of queries
 
 
@@ -38,80 +41,127 @@ class DecodeShape:
     least: int
 
 
-@triton.jit(do_not_specialize=["window", "least", "t_row"])
-def _decode(
-    q, k_cache, v_cache, tables, rows, contexts, places, out, parts, sums, arrived, scale, window, least,
-    q_token, q_head, c_block, c_token, c_head, t_row,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, DIM: tl.constexpr,
-    DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    settle(OVERLAP)
-    item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context = tl.load(contexts + item)
+@triton.jit
+def _split(context, queries, window, least, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr):
+    """(first token that is read, tiles of all parts, tiles of one part) of a sequence."""
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(context - window, 0) // TILE * TILE
+        begin = tl.maximum(context - window - (queries - 1), 0) // TILE * TILE
     tiles = tl.cdiv(context - begin, TILE)
     share = tiles
     if SPLITS > 1:
         share = tl.maximum(tl.cdiv(tiles, SPLITS), least)
+    return begin, tiles, share
+
+
+@triton.jit
+def _merge_group(
+    out, parts, sums, place, line, head, count,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One query, the heads of one KV head: the sum of its `count` parts, each by its share of the whole."""
+    p, d = tl.arange(0, SPLITS), tl.arange(0, DIM_ROOM)
+    in_dim = d < DIM
+    for member in tl.static_range(GROUP):
+        one = (line * HEADS + head * GROUP + member) * SPLITS + p
+        mass = tl.load(sums + one, mask=p < count, other=float("-inf"), cache_modifier=".cg")
+        share_of = tl.exp2(mass - tl.max(mass, 0))
+        share_of = share_of / tl.sum(share_of, 0)
+        piece = tl.load(
+            parts + one[:, None] * DIM + d[None, :], mask=(p < count)[:, None] & in_dim[None, :],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        merged = tl.sum(piece * share_of[:, None], 0).to(out.dtype.element_ty)
+        tl.store(out + (place * HEADS + head * GROUP + member) * DIM + d, merged, mask=in_dim)
+
+
+@triton.jit(do_not_specialize=["window", "least", "t_row"])
+def _decode(
+    q, k_cache, v_cache, tables, rows, contexts, places, counts, out, parts, sums, arrived, scale, window, least,
+    q_token, q_head, c_block, c_token, c_head, t_row,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr,
+    DIM: tl.constexpr, DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    settle(OVERLAP)
+    item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + item)
+    queries = 1
+    if QUERIES > 1:
+        queries = tl.load(counts + item)
+    begin, tiles, share = _split(context, queries, window, least, TILE, SPLITS, WINDOWED)
     first = begin + split * share * TILE
     last = tl.minimum(first + share * TILE, context)
     if first < last:  # else this part, or the whole sequence, is empty
         row = tl.load(rows + item).to(tl.int64)
         place = tl.load(places + item).to(tl.int64)
-        g, d, t = tl.arange(0, GROUP_ROWS), tl.arange(0, DIM_ROOM), tl.arange(0, TILE)
-        in_dim, in_group = d < DIM, g < GROUP
-        heads = head * GROUP + g
-        mask = in_group[:, None] & in_dim[None, :]
+        r, d, t = tl.arange(0, QUERY_ROWS), tl.arange(0, DIM_ROOM), tl.arange(0, TILE)
+        in_dim, live, heads = d < DIM, r < GROUP, head * GROUP + r
+        if QUERIES > 1:
+            live, heads, place = r // GROUP < queries, head * GROUP + r % GROUP, (place + r // GROUP)[:, None]
+        mask = live[:, None] & in_dim[None, :]
         query = tl.load(q + place * q_token + heads[:, None] * q_head + d[None, :], mask=mask, other=0.0)
-        top = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_ROWS], tl.float32)
-        mixed = tl.zeros([GROUP_ROWS, DIM_ROOM], tl.float32)
+        position = context - queries + r // GROUP
+        top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([QUERY_ROWS], tl.float32)
+        mixed = tl.zeros([QUERY_ROWS, DIM_ROOM], tl.float32)
         for start in range(first, last, TILE):
             token = start + t
-            seen = token < last
+            there = token < last
             if WINDOWED:
-                seen = seen & (token > context - 1 - window)
-            block = tl.load(tables + row * t_row + token // BLOCK, mask=seen, other=0).to(tl.int64)
+                there = there & (token > context - queries - window)
+            block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
-            key = tl.load(k_cache + at[None, :] + d[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0)
+            key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
             score = tl.dot(query, key, input_precision=PRECISION) * scale
-            score = tl.where(seen[None, :], score, float("-inf"))
+            seen = there[None, :]
+            if QUERIES > 1:
+                seen = seen & (token[None, :] <= position[:, None])
+                if WINDOWED:
+                    seen = seen & (token[None, :] > position[:, None] - window)
+            score = tl.where(seen, score, float("-inf"))
             higher = tl.maximum(top, tl.max(score, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
             total = total * fade + tl.sum(weight, 1)
-            value = tl.load(v_cache + at[:, None] + d[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
+            value = tl.load(v_cache + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
             mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             top = higher
         safe = tl.where(total > 0, total, 1.0)
         count = tl.cdiv(tiles, share)
         whole = (mixed / safe[:, None]).to(out.dtype.element_ty)
-        to = out + (place * HEADS + heads)[:, None] * DIM + d[None, :]
+        to = out + (place * HEADS + heads[:, None]) * DIM + d[None, :]
         if SPLITS == 1 or count == 1:
             tl.store(to, whole, mask=mask)
         else:
             part = (item * HEADS + heads) * SPLITS + split
+            if QUERIES > 1:
+                part = ((item * QUERIES + r // GROUP) * HEADS + heads) * SPLITS + split
             tl.store(parts + part[:, None] * DIM + d[None, :], mixed / safe[:, None], mask=mask)
-            tl.store(sums + part, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=in_group)
-            tl.debug_barrier()  # all of this program's stores come before its arrival
-            before = tl.atomic_add(arrived + item * KV_HEADS + head, 1, sem="acq_rel")
-            if before == count - 1:  # the last one: all parts are stored
-                tl.store(arrived + item * KV_HEADS + head, 0)
-                p = tl.arange(0, SPLITS)
-                for member in tl.static_range(GROUP):
-                    one = (item * HEADS + head * GROUP + member) * SPLITS + p
-                    mass = tl.load(sums + one, mask=p < count, other=float("-inf"), cache_modifier=".cg")
-                    share_of = tl.exp2(mass - tl.max(mass, 0))
-                    share_of = share_of / tl.sum(share_of, 0)
-                    piece = tl.load(
-                        parts + one[:, None] * DIM + d[None, :], mask=(p < count)[:, None] & in_dim[None, :],
-                        other=0.0, cache_modifier=".cg",
-                    )  # fmt: skip
-                    merged = tl.sum(piece * share_of[:, None], 0).to(out.dtype.element_ty)
-                    tl.store(out + (place * HEADS + head * GROUP + member) * DIM + d, merged, mask=in_dim)
+            tl.store(sums + part, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
+            if QUERIES == 1:
+                tl.debug_barrier()  # all of this program's stores come before its arrival
+                before = tl.atomic_add(arrived + item * KV_HEADS + head, 1, sem="acq_rel")
+                if before == count - 1:  # the last one: all parts are stored
+                    tl.store(arrived + item * KV_HEADS + head, 0)
+                    _merge_group(out, parts, sums, place, item, head, count, HEADS, GROUP, DIM, DIM_ROOM, SPLITS)
+
+
+@triton.jit(do_not_specialize=["window", "least"])
+def _merge(
+    contexts, places, counts, out, parts, sums, window, least,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The parts of one query of a sequence, for the heads of one KV head."""
+    settle(OVERLAP)
+    item, head, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context, queries = tl.load(contexts + item), tl.load(counts + item)
+    _, tiles, share = _split(context, queries, window, least, TILE, SPLITS, WINDOWED)
+    if (query < queries) & (tiles > share):  # else there is one part, which is the result
+        place = tl.load(places + item).to(tl.int64) + query
+        line = item * QUERIES + query
+        _merge_group(out, parts, sums, place, line, head, tl.cdiv(tiles, share), HEADS, GROUP, DIM, DIM_ROOM, SPLITS)
 
 
 @triton.jit(do_not_specialize=["window", "t_row"])
@@ -191,13 +241,38 @@ def queries_per_block(group: int, dim: int, dtype: torch.dtype) -> int:
     return max(1, rows // group)
 
 
-def decode_shape(sequences: int, kv_heads: int, dim: int, wide: bool, long: bool, processors: int) -> DecodeShape:
+def few_queries(group: int, dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """The numbers of queries of a sequence that the decode kernel is compiled for: 1, then as many as fit into a matrix
+    of 16 rows, of 32, of 64 and, if they are short, of 128."""
+    most = ROWS if dim * dtype.itemsize <= 256 else ROWS // 2
+    sizes = {min(FEW, rows // group) for rows in (16, 32, 64, 128) if rows <= most}
+    return (1, *sorted(size for size in sizes if size > 1))
+
+
+def decode_shape(
+    sequences: int, heads: int, kv_heads: int, dim: int, wide: bool, long: bool, processors: int, queries: int = 1
+) -> DecodeShape:
     """From the number of sequences and whether a past is long: the exact lengths are known only on the device, where
     short pasts use fewer parts.
 
     The table in docs/lab/gpu.md shows how these were found.
     """
-    programs = sequences * kv_heads
+    shape = _shape_of_one(sequences * kv_heads, dim, wide, long, processors)
+    if queries == 1:
+        return shape
+    rows = triton.next_power_of_2(queries * heads // kv_heads)
+    if rows > 32:
+        tile = min(shape.tile, 64)
+        warps = 4 if rows <= 64 else 8  # else registers spill
+        shape = replace(shape, tile=tile, warps=warps, least=shape.least * shape.tile // tile)
+    splits = shape.splits
+    while splits > 1 and sequences * queries * heads * splits * dim * 4 > PARTS:
+        splits //= 2
+    return replace(shape, splits=splits)
+
+
+def _shape_of_one(programs: int, dim: int, wide: bool, long: bool, processors: int) -> DecodeShape:
+    """For one query per sequence; programs: of a launch without parts."""
     if wide or dim > 128:
         return DecodeShape(32, 4, 2, 8 if long or programs <= 2 * processors else 1, 4)
     if programs <= 16:
@@ -226,24 +301,32 @@ def _shapes(q: Tensor, k_cache: Tensor, tables: Tensor, window: int) -> dict[str
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, decodes: Tensor, out: Tensor, arrived: Tensor,
-    scale: float, window: int, shape: DecodeShape,
+    scale: float, window: int, shape: DecodeShape, queries: int = 1,
 ) -> None:  # fmt: skip
-    """Sequences with one query each. decodes [3, n]: row of the table, context (0: padding), index of the query.
+    """Sequences with few queries each. decodes [4, n]: row of the table, context with the queries (0: padding), index
+    of the first query, how many, at most `queries`.
 
     `arrived` holds a zero for every sequence and KV head, before and after.
     """
-    count, heads, dim = decodes.shape[1], q.shape[1], q.shape[2]
+    items, heads, dim = decodes.shape[1], q.shape[1], q.shape[2]
     kv_heads = k_cache.shape[2]
     parts, sums = out, out
     if shape.splits > 1:
-        parts = torch.empty((count, heads, shape.splits, dim), dtype=torch.float32, device=q.device)
-        sums = torch.empty((count, heads, shape.splits), dtype=torch.float32, device=q.device)
-    _decode[(count, kv_heads, shape.splits)](
-        q, k_cache, v_cache, tables, decodes[0], decodes[1], decodes[2], out, parts, sums, arrived, scale * LOG2_E,
-        window, shape.least, **_shapes(q, k_cache, tables, window), KV_HEADS=kv_heads,
-        GROUP_ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), TILE=shape.tile, SPLITS=shape.splits,
+        parts = torch.empty((items * queries, heads, shape.splits, dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((items * queries, heads, shape.splits), dtype=torch.float32, device=q.device)
+    sizes = _shapes(q, k_cache, tables, window)
+    _decode[(items, kv_heads, shape.splits)](
+        q, k_cache, v_cache, tables, decodes[0], decodes[1], decodes[2], decodes[3], out, parts, sums, arrived,
+        scale * LOG2_E, window, shape.least, **sizes, KV_HEADS=kv_heads, QUERIES=queries,
+        QUERY_ROWS=max(16, triton.next_power_of_2(queries * heads // kv_heads)), TILE=shape.tile, SPLITS=shape.splits,
         num_warps=shape.warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
+    if queries > 1 and shape.splits > 1:
+        _merge[(items, kv_heads, queries)](
+            decodes[1], decodes[2], decodes[3], out, parts, sums, window, shape.least, HEADS=heads,
+            GROUP=heads // kv_heads, QUERIES=queries, DIM=dim, DIM_ROOM=sizes["DIM_ROOM"], TILE=shape.tile,
+            SPLITS=shape.splits, WINDOWED=window > 0, num_warps=4, **overlap(),
+        )  # fmt: skip
 
 
 def prefill(
