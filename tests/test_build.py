@@ -8,11 +8,22 @@ import pytest
 import torch
 
 from shoal import build as wiring
-from shoal.build import build, check_memory, check_size, host_blocks, kv_blocks, make_limits, pick_device
+from shoal.build import (
+    build,
+    check_memory,
+    check_size,
+    fitting_fp8,
+    host_blocks,
+    kv_blocks,
+    kv_dtype,
+    make_limits,
+    pick_device,
+)
 from shoal.config.engine import EngineConfig
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
 from shoal.errors import BadConfig, UnknownName
+from shoal.kernels.fp8 import FP8
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner import threads
 from shoal.runner.kvstore import bytes_per_block
@@ -123,3 +134,46 @@ def test_a_running_engine_follows_its_cpus(monkeypatch: pytest.MonkeyPatch, tmp_
     finally:
         built.loop.close()
         torch.set_num_threads(before)
+
+
+# ---- fp8 ------------------------------------------------------------------------------------------------------------
+
+
+def test_fp8_counts_in_the_size_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
+    block = bytes_per_block(spec, 16, FP8)
+    in_a_container(monkeypatch, 100 * block, 40 * block)
+    config = EngineConfig(block_size=16, kv_dtype="fp8")
+    assert kv_dtype(config, torch.float32) == FP8
+    assert kv_dtype(EngineConfig(), torch.bfloat16) == torch.bfloat16
+    assert kv_blocks(config, spec, FP8) == 20
+
+
+def test_fp8_computes_in_bfloat16_on_a_gpu() -> None:
+    """On a CPU the plain meaning is computed in any type."""
+    fp8, kv = EngineConfig(quantization="fp8"), EngineConfig(kv_dtype="fp8", dtype="float16")
+    assert fitting_fp8(fp8, torch.float16, "cuda") == torch.bfloat16
+    assert fitting_fp8(fp8, torch.float16, "cpu") == torch.float16
+    assert fitting_fp8(EngineConfig(), torch.float16, "cuda") == torch.float16
+    assert fitting_fp8(EngineConfig(kv_dtype="fp8", dtype="float32"), torch.float32, "cuda") == torch.float32
+    with pytest.raises(BadConfig, match="--kv-dtype fp8 computes in bfloat16 on a GPU, not in float16"):
+        fitting_fp8(kv, torch.float16, "cuda")
+
+
+def test_fp8_on_a_cpu_says_that_it_is_slow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = save_model(tmp_path / "model")
+    options = {"quantization": "fp8", "kv_dtype": "fp8", "when_short": "swap", "host_kv_memory": 2**20}
+    sizes = {"model": str(model), "device": "cpu", "kv_memory": 2**20, "max_model_len": 128}
+    with caplog.at_level(logging.WARNING):
+        built = build(EngineConfig.from_mapping({**options, **sizes}))
+    assert "--quantization int8 is fast on CPUs" in caplog.text
+    found = built.loop.executor.runner.kv  # type: ignore[attr-defined]
+    assert found.layers[0][0].dtype == FP8
+    assert found.host is not None
+    for prompt in ([5, 6, 7], [5, 6, 7, 8] * 9, [5, 6, 7, 8] * 9 + [4]):  # the last finds the prefix of the one before
+        built.loop.submit(Request(f"{prompt}", prompt, SamplingParams(temperature=0.0, max_tokens=4), seed=0))
+        ends = []
+        while not built.loop.idle:
+            ends += built.loop.step().finished
+        assert [end.error for end in ends] == [""]
+    assert ends[0].cached_tokens > 0
+    built.loop.close()

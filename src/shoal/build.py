@@ -7,7 +7,7 @@ config ─► files ─► spec ─► weights ─► model ─► runner ─►
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.kernels.cpu import keep_in
+from shoal.kernels.fp8 import FP8
 from shoal.machine.memory import available_bytes, memory_owner, total_bytes
 from shoal.models import Model, make_model
+from shoal.models.formats import checkpoint_format
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner.kvstore import KVStore, bytes_per_block
 from shoal.runner.loader import (
@@ -36,9 +38,11 @@ from shoal.runner.loader import (
     dummy_weights,
     load_weights,
     pick_dtype,
+    to_fp8,
     to_int8,
     untied_if_both,
 )
+from shoal.runner.quantized import NOT_IN_FP8, AsFp8, opened
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import ThreadChoice, ThreadFollower, choose_threads, move_to, release_threads, staying_on
@@ -118,23 +122,46 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
     """The model with its files, tokenizer and weights."""
     device = pick_device(config.device)
     check_memory(config, device)
-    if config.quantization != "none" and device != "cpu":
-        raise BadConfig(
-            f"quantization {config.quantization} works on CPUs only; leave it out on a GPU, or use --device cpu"
-        )
+    if config.quantization == "int8" and device != "cpu":
+        raise BadConfig("quantization int8 works on CPUs only; use --quantization fp8 on a GPU, or --device cpu")
     files = find_model(config.model)
-    spec = spec_from_config(files.config)
+    spec, form = spec_from_config(files.config), checkpoint_format(files.config)
+    # CPUs have no kernels for fp8: there a checkpoint in fp8 becomes numbers of the model's type
+    if form is not None and form.kind == "fp8" and device != "cpu":
+        config = replace(config, quantization="fp8")
     in_messages = config.special_tokens_in_messages == "tokens"
     tokenizer = load_tokenizer(files, read_template(config.chat_template), in_messages)
     if tokenizer is not None:
         check_vocabulary(tokenizer, spec.vocab_size)
         if on_tokenizer is not None:
             on_tokenizer(files, tokenizer)
-    dtype = pick_dtype(config.dtype, spec, device)
+    dtype = fitting_fp8(config, pick_dtype(config.dtype, spec, device), device)
     threads = pick_threads(config, spec, dtype, device)
     with staying_on(threads.cpus):  # so that the weights are in the memory of that socket
         model = load_model(config, files, spec, dtype, device, progress)
     return Loaded(files, model.spec, dtype, device, model, tokenizer, threads)
+
+
+def fitting_fp8(config: EngineConfig, dtype: torch.dtype, device: str) -> torch.dtype:
+    """The type to compute in; raises BadConfig if fp8 kernels do not compute in the one that was asked for."""
+    if device == "cpu" or "fp8" not in (config.quantization, config.kv_dtype):
+        return dtype
+    if config.dtype == "auto" and dtype != torch.bfloat16:
+        log.info("computing in bfloat16, because fp8 kernels do")
+        return torch.bfloat16
+    if dtype == torch.float16:  # whose range is too small for sums of products
+        flag = "--quantization fp8" if config.quantization == "fp8" else "--kv-dtype fp8"
+        raise BadConfig(f"{flag} computes in bfloat16 on a GPU, not in float16; use --dtype bfloat16")
+    return dtype
+
+
+def pick_ops(config: EngineConfig, device: str) -> kernels.Ops:
+    """The kernels of the device. There are none for fp8 on CPUs, where its plain meaning is computed instead."""
+    if device != "cpu" or "fp8" not in (config.quantization, config.kv_dtype):
+        return kernels.pick(device, config.cpu_kernels)
+    log.warning("fp8 on a CPU is computed by plain torch, which is good for measuring accuracy only: it is slow; "
+                "--quantization int8 is fast on CPUs")  # fmt: skip
+    return kernels.plain()
 
 
 def pick_threads(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str) -> ThreadChoice:
@@ -162,10 +189,11 @@ def assemble(
     check_memory(config, device)
     if device == "cuda":
         take_memory(loaded, config, progress)
-    blocks = kv_blocks(config, spec, dtype, device)
+    kept = kv_dtype(config, dtype)
+    blocks = kv_blocks(config, spec, kept, device)
     limits = make_limits(config, spec, blocks * config.block_size)
-    host = host_blocks(config, spec, dtype, blocks)
-    store = KVStore(spec, blocks, config.block_size, dtype, device, host)  # raises if it does not fit
+    host = host_blocks(config, spec, kept, blocks)
+    store = KVStore(spec, blocks, config.block_size, kept, device, host)  # raises if it does not fit
     drafter = make_drafter(config.speculation) if config.speculation.on else None
     scheduler = make_scheduler(config, limits, blocks, host, drafter)
     synthetic = config.speculation.synthetic
@@ -216,7 +244,13 @@ def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
     if config.prefill != "chunked" or config.batching != "continuous":  # prompts are not chunked
         tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
     log.info("rehearsing passes of %d tokens and %d requests", tokens, config.slots)
-    rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.slots, progress, most_drafts(config))
+    kept = kv_dtype(config, loaded.dtype)
+    rehearse(loaded.model, kept, config.block_size, tokens, config.slots, progress, most_drafts(config))
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type that keys and values are kept in; dtype: the model's."""
+    return FP8 if config.kv_dtype == "fp8" else dtype
 
 
 def most_drafts(config: EngineConfig) -> int:
@@ -241,16 +275,22 @@ def load_model(
         check_size(spec.parameters, dtype, device, "choose smaller sizes in config.json")
         params = dummy_weights(spec, dtype, device, seed=config.seed or 0)
     else:
-        reader = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
+        form = checkpoint_format(files.config)
+        stored = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
+        reader = opened(stored, form)
         spec = untied_if_both(reader, spec)
+        small = config.quantization == "fp8"
         # a config that claims more than the files hold is refused for that
         held = min(spec.parameters, sum(math.prod(reader.shape(name)) for name in reader.names()))
         smaller = ", or --dtype bfloat16" if dtype.itemsize > 2 else ""
-        check_size(held, dtype, device, f"give it more memory, or choose a smaller model{smaller}")
-        params = load_weights(reader, spec, dtype, device, progress=progress)
+        check_size(held, FP8 if small else dtype, device, f"give it more memory, or choose a smaller model{smaller}")
+        keep = AsFp8(reader, device) if small else None
+        params = load_weights(reader, spec, dtype, device, progress=progress, keep=keep)
     if config.quantization == "int8":
         params.convert(to_int8)
-    ops = kernels.pick(device, config.cpu_kernels)
+    elif config.quantization == "fp8":  # what is not in fp8 yet
+        params.convert(to_fp8, but=NOT_IN_FP8)
+    ops = pick_ops(config, device)
     params.convert(ops.prepare)
     return make_model(spec, params, ops)
 
@@ -293,9 +333,9 @@ def check_memory(config: EngineConfig, device: str) -> None:
             )
 
 
-def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> int:
-    """How many blocks fit; at most as many as all slots can fill at once."""
-    block_bytes = bytes_per_block(spec, config.block_size, dtype)
+def kv_blocks(config: EngineConfig, spec: ModelSpec, kept: torch.dtype, device: str = "cpu") -> int:
+    """How many blocks of this type fit; at most as many as all slots can fill at once."""
+    block_bytes = bytes_per_block(spec, config.block_size, kept)
     longest = config.max_model_len or spec.max_position
     useful = config.slots * -(-longest // config.block_size)
     if config.kv_memory is not None:
@@ -317,10 +357,10 @@ def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device:
     return blocks
 
 
-def host_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, blocks: int) -> int:
+def host_blocks(config: EngineConfig, spec: ModelSpec, kept: torch.dtype, blocks: int) -> int:
     """How many blocks host memory holds: as configured, else as many as the device if the policy swaps, but not more
     than a quarter of the memory that is free."""
-    block_bytes = bytes_per_block(spec, config.block_size, dtype)
+    block_bytes = bytes_per_block(spec, config.block_size, kept)
     if config.host_kv_memory is not None:
         return config.host_kv_memory // block_bytes
     if config.when_short in ("swap", "auto"):

@@ -22,16 +22,23 @@ pytest.importorskip("triton", reason="needs Triton")
 
 
 def _mend_interpreter() -> None:
-    """Triton 3.6 converts arrays of one element to integers, which numpy 2.4 refuses."""
+    """Triton 3.6 converts arrays of one element to integers, which numpy 2.4 refuses; and where rounding to fp8 carries
+    into the exponent, it halves the number."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch, convert = interpreter._patch_lang_tensor, interpreter._convert_float
 
     def mended(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = mended
+    def converted(values: Any, kind: Any, other: Any, rounding: Any) -> Any:
+        if (kind, other) != (tl.float32, tl.float8e4nv):
+            return convert(values, kind, other, rounding)
+        return torch.from_numpy(values.copy()).view(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._patch_lang_tensor, interpreter._convert_float = mended, converted
 
 
 def triton_ops() -> Any:

@@ -115,7 +115,19 @@ def test_accuracy(model: Path, tmp_path: Path, capsys: Capture) -> None:
     assert [row["type"] for row in rows] == ["float32", "bfloat16", "int8"]
     assert rows[0]["ratio"] == 1
     assert all(0.9 < row["ratio"] < 1.1 for row in rows)
+    assert rows[0]["same_top1"] == 1
+    assert all(0.5 < row["same_top1"] <= 1 for row in rows)
     assert rows[0]["perplexity"] != rows[2]["perplexity"]
     assert main(["bench", "accuracy", *small, "--types", "int3"]) == 2
     assert "int3" in capsys.readouterr().err
     assert main(["bench", "accuracy", *small[:-1], str(tmp_path / "none.txt")]) == 2
+
+
+def test_accuracy_of_fp8_over_the_text_that_comes_with_python(model: Path, capsys: Capture) -> None:
+    small = ["--kv-memory", "64MiB", "--threads", "1", "--model", str(model), "--tokens", "300"]
+    assert main(["bench", "accuracy", *small, "--types", "float32,fp8,kv-fp8"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[-4:]] == ["type", "float32", "fp8", "kv-fp8"]
+    assert shown[-3].split()[3] == "100.00%"
+    whole, weights, kv = (float(line.split()[1]) for line in shown[-3:])
+    assert len({whole, weights, kv}) == 3

@@ -181,10 +181,11 @@ def engine_maker(
     args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan"
 ) -> "Callable[[dict[str, Any]], EngineLoop]":
     """Builds engines over the one loaded model; the user's flags apply to every preset."""
-    from shoal.build import assemble
+    from shoal.build import assemble, kv_dtype
     from shoal.runner.kvstore import bytes_per_block
 
-    given = asdict(EngineConfig.from_args(args))
+    config = EngineConfig.from_args(args)
+    given, kept = asdict(config), kv_dtype(config, loaded.dtype)
     flags = {name: value for name, value in given.items() if name in vars(args)}
     longest = max(one.prompt for one in plan.trace) + plan.max_tokens
     worst = sum(sorted((one.prompt + plan.max_tokens for one in plan.trace), reverse=True)[: plan.slots])
@@ -193,7 +194,7 @@ def engine_maker(
     def make(settings: dict[str, Any]) -> "EngineLoop":
         size = flags.get("block_size", 16)
         blocks = -(-tokens // size)
-        memory = blocks * bytes_per_block(loaded.spec, size, loaded.dtype)
+        memory = blocks * bytes_per_block(loaded.spec, size, kept)
         chosen = {"max_num_seqs": plan.slots, "kv_memory": memory, **settings, **flags, "model": None}
         return assemble(loaded, EngineConfig.from_mapping(chosen)).loop
 

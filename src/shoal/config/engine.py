@@ -147,7 +147,10 @@ class EngineConfig(Options):
     )
     dtype: str = option("auto", "type of weights and KV", choices=DTYPES, group="model")
     quantization: str = option(
-        "none", "int8: 8-bit weights with a scale per output, on CPUs", choices=("none", "int8"), group="model"
+        "none",
+        "8-bit weights with a scale per output, made while loading: int8 on CPUs, fp8 on NVIDIA GPUs",
+        choices=("none", "int8", "fp8"),
+        group="model",
     )
     device: str = option("auto", "auto, cpu or cuda", group="model")
     chat_template: str | None = option(None, "file with a chat template instead of the model's own", group="model")
@@ -165,6 +168,12 @@ class EngineConfig(Options):
         None,
         "memory for the KV cache, such as 2GiB; default: a share of the free memory",
         parse=parse_bytes,
+        group="memory",
+    )
+    kv_dtype: str = option(
+        "auto",
+        "type of keys and values; fp8: half the memory, with a scale per token and head; auto: as dtype",
+        choices=("auto", "fp8"),
         group="memory",
     )
     kv_share: float | None = option(

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from shoal.kernels.ops import Batch, FusedLayers, Ops, PassOps
 
-__all__ = ["Batch", "FusedLayers", "Ops", "PassOps", "available", "pick"]
+__all__ = ["Batch", "FusedLayers", "Ops", "PassOps", "available", "pick", "plain"]
 
 
-def _ref() -> Ops:
+def plain() -> Ops:
+    """The plain-torch meaning of every operation, on any device: slow."""
     from shoal.kernels.ref import RefOps
 
     return RefOps()
@@ -35,14 +36,14 @@ _TABLE: dict[str, Callable[[], Ops]] = {"cuda": _triton}
 
 def pick(device_type: str, cpu_level: str = "auto") -> Ops:
     """The kernels for a torch device type; devices without their own get the plain-torch ones."""
-    return _cpu(cpu_level) if device_type == "cpu" else _TABLE.get(device_type, _ref)()
+    return _cpu(cpu_level) if device_type == "cpu" else _TABLE.get(device_type, plain)()
 
 
 def available() -> list[tuple[str, Ops]]:
     """(name, kernels) of every implementation that runs here, for tests that compare them with ref."""
     from shoal.kernels.cpu import LEVELS, Library, NativeOps, find
 
-    found: list[tuple[str, Ops]] = [("ref", _ref()), ("cpu", _cpu("off"))]
+    found: list[tuple[str, Ops]] = [("ref", plain()), ("cpu", _cpu("off"))]
     for level in LEVELS:
         library = find(level)
         if isinstance(library, Library) and library.level == level:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
+from shoal.kernels.fp8 import gathered
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -21,8 +23,8 @@ def padded_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, 
     """q [rows × width, heads, d], all rows' blocks gathered to the longest context → as q."""
     rows, width = batch.block_tables.shape[0], batch.width
     positions = batch.positions.view(rows, width)
-    keys = k_cache[batch.block_tables].flatten(1, 2).transpose(1, 2)  # [rows, kv_heads, longest, d]
-    values = v_cache[batch.block_tables].flatten(1, 2).transpose(1, 2)
+    keys = gathered(k_cache, batch.block_tables, q.dtype).flatten(1, 2).transpose(1, 2)  # [rows, kv_heads, longest, d]
+    values = gathered(v_cache, batch.block_tables, q.dtype).flatten(1, 2).transpose(1, 2)
     at = torch.arange(keys.shape[2], device=q.device)
     seen = at <= positions.unsqueeze(2)
     if window:

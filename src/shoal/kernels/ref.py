@@ -16,12 +16,12 @@ from torch.nn.functional import linear, silu
 
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
-from shoal.kernels import composed
+from shoal.kernels import composed, fp8
 from shoal.kernels.draw_table import KEY, PARAMETERS, ROW, SECOND_KEY, TEMPERATURE, SamplingState
 from shoal.kernels.noise import draw_keys, gumbel
 from shoal.kernels.ops import Batch, FusedLayers, PassOps
 from shoal.kernels.padded import padded_attention
-from shoal.kernels.weights import Weight, matrix
+from shoal.kernels.weights import Fp8Weight, Weight, matrix
 
 
 class RefOps:
@@ -68,7 +68,12 @@ class RefOps:
         return None
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b, in x's type; on a CPU, 16-bit types and types that differ are computed in float32."""
+        """x Wᵀ + b, in x's type; on a CPU, 16-bit types and types that differ are computed in float32.
+
+        For an fp8 weight, x is rounded to fp8 with a scale per row; the products of these bytes are added in float32.
+        """
+        if isinstance(weight, Fp8Weight):
+            return _fp8_linear(x, weight, bias)
         values = matrix(weight, x.dtype)
         if x.device.type == "cpu" and not x.dtype == values.dtype == torch.float32:
             wide_bias = None if bias is None else bias.float()
@@ -104,8 +109,11 @@ class RefOps:
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """One row of the flattened cache per token; none for a slot below 0."""
         real = slots >= 0
-        k_cache.view(-1, *k.shape[1:])[slots[real]] = k[real].to(k_cache.dtype)
-        v_cache.view(-1, *v.shape[1:])[slots[real]] = v[real].to(v_cache.dtype)
+        for x, cache in ((k, k_cache), (v, v_cache)):
+            if cache.dtype == fp8.FP8:
+                fp8.store(x[real], cache, slots[real])
+            else:
+                cache.view(-1, *x.shape[1:])[slots[real]] = x[real].to(cache.dtype)
 
     def rotate_and_store(
         self,
@@ -126,10 +134,16 @@ class RefOps:
         for row, context in enumerate(batch.contexts):
             first, end = batch.starts[row], batch.starts[row + 1]
             blocks = batch.block_tables[row, : -(-context // batch.block_size)]
-            k = k_cache[blocks].flatten(0, 1)[:context]
-            v = v_cache[blocks].flatten(0, 1)[:context]
+            k = fp8.gathered(k_cache, blocks, torch.float32).flatten(0, 1)[:context]
+            v = fp8.gathered(v_cache, blocks, torch.float32).flatten(0, 1)[:context]
             out[first:end] = _attend(q[first:end], k, v, scale, window).to(q.dtype)
         return out
+
+
+def _fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    values, exponents = fp8.quantize_rows(x)
+    out = linear(values.float(), weight.values.float()) * fp8.scales_of(exponents).unsqueeze(-1) * weight.scales
+    return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:

@@ -3,6 +3,7 @@
     DenseWeight    [outputs, inputs] in torch's layout
     TiledWeight    the same values in the tiles that a CPU's matrix instructions read
     Int8Weight     bytes, dense or tiled, and one scale per output
+    Fp8Weight      8-bit floating-point numbers in torch's layout, and one scale per output
 
 Owns what a stored weight means: its shape, some of its rows, the whole matrix. Knows tensors only: each implementation
 of Ops decides how it multiplies by a weight. A new format is a new class here and the kernels that read it.
@@ -14,13 +15,15 @@ memory that those rows had. kernels.cpu makes them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
+
+from shoal.kernels.fp8 import FP8, quantize_rows, scales_of
 
 TILE_ROWS = 16
 TILE_BYTES = 64
@@ -128,6 +131,34 @@ class Int8Weight:
         return self.stored.dense()[:, : self.inputs].float() * self.scales[:, None]
 
 
+@dataclass(frozen=True, eq=False)
+class Fp8Weight:
+    """The matrix in e4m3, and a scale for each output."""
+
+    values: Tensor
+    """float8_e4m3fn [outputs, inputs], contiguous"""
+    scales: Tensor
+    """float32 [outputs]"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FP8
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.values.view(torch.uint8)[ids].view(FP8).float() * self.scales[ids, None]
+
+    def dense(self) -> Tensor:
+        return self.values.float() * self.scales[:, None]
+
+
 @dataclass
 class Parameters:
     """Everything a model learned, by name: matrices as weights; norm weights and biases as plain tensors."""
@@ -135,10 +166,11 @@ class Parameters:
     weights: dict[str, Weight] = field(default_factory=dict)
     vectors: dict[str, Tensor] = field(default_factory=dict)
 
-    def convert(self, how: Callable[[Weight], Weight]) -> None:
-        """Replace every weight, one at a time, so that no two copies of all of them are in memory."""
+    def convert(self, how: Callable[[Weight], Weight], but: Collection[str] = ()) -> None:
+        """Replace every weight but some, one at a time, so that no two copies of all of them are in memory."""
         for name in list(self.weights):
-            self.weights[name] = how(self.weights.pop(name))
+            if name not in but:
+                self.weights[name] = how(self.weights.pop(name))
 
 
 def quantize(weight: Tensor) -> Int8Weight:
@@ -155,6 +187,26 @@ def quantize(weight: Tensor) -> Int8Weight:
         values[first : first + 4096, :inputs] = (part / scale[:, None]).round_().to(torch.int8)
         scales[first : first + 4096] = scale
     return Int8Weight(DenseWeight(values), scales, inputs)
+
+
+def quantize_fp8(weight: Tensor) -> Fp8Weight:
+    """e4m3 with a power of two per row; 4096 rows at a time, as above."""
+    values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    for first in range(0, len(weight), 4096):
+        part, exponents = quantize_rows(weight[first : first + 4096])
+        values[first : first + 4096], scales[first : first + 4096] = part, scales_of(exponents)
+    return Fp8Weight(values, scales)
+
+
+def joined(parts: Sequence[Weight]) -> Weight:
+    """One matrix of the outputs of several, all in one format."""
+    if len(parts) == 1:
+        return parts[0]
+    fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+    assert len(fp8) == len(parts), "matrices of several formats"
+    values = torch.cat([part.values.view(torch.uint8) for part in fp8])  # torch cannot join all types of 8 bits
+    return Fp8Weight(values.view(FP8), torch.cat([part.scales for part in fp8]))
 
 
 def can_be_tiled(values: Tensor) -> bool:

@@ -14,7 +14,7 @@ from shoal.errors import UnsupportedModel
 from shoal.models.spec import MODELS, ModelSpec, RopeSpec, spec_from_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from shoal.kernels import Batch, Ops
     from shoal.kernels.weights import Parameters
@@ -28,6 +28,8 @@ class Model(Protocol):
 
     spec: ModelSpec
     ops: Ops
+    dtype: dtype
+    """Type of the residual stream."""
 
     def __init__(self, spec: ModelSpec, params: Parameters, ops: Ops) -> None: ...
 

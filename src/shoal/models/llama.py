@@ -29,6 +29,7 @@ class LlamaModel:
         self.embedding = params.weights["embedding.weight"]
         self.layers = [Layer.of(spec, number, f"layers.{number}", params) for number in range(spec.layers)]
         self.norm = params.vectors["norm.weight"]
+        self.dtype = self.norm.dtype
         self.head = self.embedding if spec.tie_embeddings else params.weights["head.weight"]
         self.rope = RopeTable(spec.rope, spec.head_dim, self.norm.device)
         self.fused = ops.fused(self.layers)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import UnsupportedModel, shown
+from shoal.models.formats import checkpoint_format
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "swish")
@@ -231,12 +232,7 @@ def _refuse_what_we_cannot_compute(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise UnsupportedModel(f"hidden_act {shown(activation)} is not supported; known: {', '.join(ACTIVATIONS)}")
-    quantized = config.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise UnsupportedModel(
-            f"quantization {shown(method)} is not supported; use the unquantized weights or a GGUF file"
-        )
+    checkpoint_format(config)
 
 
 def _head_dim(config: Mapping[str, Any], traits: _Traits, hidden_size: int, heads: int) -> int:

@@ -93,7 +93,7 @@ class CudaExecutor:
         ops, spec = self.model.ops.pass_ops, self.model.spec
         assert ops is not None, "kernels that cannot be recorded"
         self.ops = ops
-        kind = (spec.heads // spec.kv_heads, spec.head_dim, self.kv.data.dtype)
+        kind = (spec.heads // spec.kv_heads, spec.head_dim, self.model.dtype)
         self.queries, self.few = ops.queries_per_block(*kind), ops.few_queries(*kind)
         self.drafts = most_drafts
         self._lines = most_lines(runner.tables.blocks.shape[0], most_drafts)
@@ -104,7 +104,7 @@ class CudaExecutor:
             self._buffer = torch.zeros(self._first + largest.size, dtype=torch.int32, device=self.device)
             self._draw_table = self._buffer[: self._first].view(COLUMNS, self._lines)
             shape = (self._lines, spec.hidden_size)
-            self._scored = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
+            self._scored = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
             self._drawn = torch.zeros(2 * self._lines, dtype=torch.int32, device=self.device)
         self.model.reserve_positions(self.block_tables.shape[1] * self.kv.block_size)
         torch.cuda.synchronize(self.device)  # tensors made on other streams are ready
@@ -326,7 +326,7 @@ def most_lines(rows: int, drafts: int) -> int:
 
 def rehearse(
     model: Model,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     block_size: int,
     tokens: int,
     lines: int,
@@ -338,7 +338,7 @@ def rehearse(
     So the memory that passes need is allocated before the free memory is measured, and kernels are compiled before
     the first request: in parallel, because compiling one takes seconds on one processor.
     """
-    store = KVStore(model.spec, 1, block_size, dtype, "cuda")
+    store = KVStore(model.spec, 1, block_size, kv_dtype, "cuda")
     model.reserve_positions(tokens)  # before the threads start, which would race to do it
 
     def compute(rows: int, count: int, params: Sequence[SamplingParams], draws: int = 1) -> None:
@@ -348,7 +348,7 @@ def rehearse(
         executor.result()
         executor.close()
 
-    few = [count for count in _few_of(model, dtype)[1:] if most_drafts]
+    few = [count for count in _few_of(model)[1:] if most_drafts]
     rows = sorted({min(count, lines) for count in REHEARSED})
     works = [(1, tokens, [ALL], 1), (lines, 1, [FILTERED, ALL], 1)]
     works += [(count, 1, [GREEDY], 1) for count in rows]
@@ -359,10 +359,10 @@ def rehearse(
             one.result()
 
 
-def _few_of(model: Model, dtype: torch.dtype) -> tuple[int, ...]:
+def _few_of(model: Model) -> tuple[int, ...]:
     spec, ops = model.spec, model.ops.pass_ops
     assert ops is not None, "kernels that cannot be recorded"
-    return ops.few_queries(spec.heads // spec.kv_heads, spec.head_dim, dtype)
+    return ops.few_queries(spec.heads // spec.kv_heads, spec.head_dim, model.dtype)
 
 
 def _made_up(rows: int, count: int, params: Sequence[SamplingParams], block_size: int, draws: int) -> StepPlan:

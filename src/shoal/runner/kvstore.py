@@ -13,11 +13,14 @@ from torch import Tensor
 
 from shoal.core.plan import BlockCopy
 from shoal.errors import BadConfig
+from shoal.kernels import fp8
 from shoal.models.spec import ModelSpec
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of one block over all layers; of fp8 with its scales."""
+    if dtype == fp8.FP8:
+        return 2 * spec.layers * fp8.block_bytes(block_size, spec.kv_heads, spec.head_dim)
     return spec.kv_values_per_token * block_size * dtype.itemsize
 
 
@@ -45,7 +48,11 @@ def refusing(flag: str, blocks: int, block_bytes: int) -> Iterator[None]:
 
 
 class KVStore:
-    """Keys and values of all layers: per layer two tensors [blocks, block_size, kv_heads, head_dim]."""
+    """Keys and values of all layers: per layer two tensors [blocks, block_size, kv_heads, head_dim].
+
+    `data` is their memory, [layers, 2, blocks, …]: the tensors themselves or, for fp8, the bytes of each block, in
+    which scales follow the values (kernels/fp8.py).
+    """
 
     def __init__(
         self,
@@ -58,22 +65,26 @@ class KVStore:
     ) -> None:
         # zeros, not empty: masked positions are multiplied by 0, and 0 x NaN is NaN; untouched pages cost nothing
         self.scratch = blocks  # one block more, which padding writes to
-        shape = (spec.layers, 2, blocks + 1, block_size, spec.kv_heads, spec.head_dim)
+        sizes = (block_size, spec.kv_heads, spec.head_dim)
+        of_block = (fp8.block_bytes(*sizes),) if dtype == fp8.FP8 else sizes
+        kept = torch.uint8 if dtype == fp8.FP8 else dtype
         block_bytes = bytes_per_block(spec, block_size, dtype)
         with refusing("--kv-memory or --kv-share", blocks, block_bytes):
-            self.data = lazy_zeros(shape, dtype, device)
+            self.data = lazy_zeros((spec.layers, 2, blocks + 1, *of_block), kept, device)
         self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self.data]
+        if dtype == fp8.FP8:
+            self.layers = [(fp8.blocks_in(k, *sizes), fp8.blocks_in(v, *sizes)) for k, v in self.layers]
         self.block_size = block_size
         self.host: Tensor | None = None
         if host_blocks:
-            host_shape = (spec.layers, 2, host_blocks, *shape[3:])
+            host_shape = (spec.layers, 2, host_blocks, *of_block)
             # pinned where the device is a GPU: only then do copies run beside its work
             pinned = self.data.is_cuda
             with refusing("--host-kv-memory", host_blocks, block_bytes):
                 self.host = (
-                    torch.zeros(host_shape, dtype=dtype, pin_memory=True)
+                    torch.zeros(host_shape, dtype=kept, pin_memory=True)
                     if pinned
-                    else lazy_zeros(host_shape, dtype, "cpu")
+                    else lazy_zeros(host_shape, kept, "cpu")
                 )
 
     @torch.inference_mode()

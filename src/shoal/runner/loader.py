@@ -5,7 +5,8 @@ Does not know layers' arithmetic, schedules or KV blocks.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from tqdm import tqdm
 
 from shoal.errors import BadWeights, ModelNotFound, UnknownName, UnsafeWeights, shown
 from shoal.files.reading import has_file, read_json
-from shoal.kernels.weights import DenseWeight, Parameters, Weight, quantize
+from shoal.kernels.weights import DenseWeight, Fp8Weight, Parameters, Weight, joined, quantize, quantize_fp8
 from shoal.machine.cpus import count_cpus
 from shoal.models import ModelSpec, model_class
 from shoal.models.layout import Place, places, shapes
+from shoal.runner.quantized import FP8_SIZES
 
 log = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
@@ -148,23 +150,58 @@ class ArrayReader:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
+class KeptFormat(Protocol):
+    """Matrices that stay in a format of their own, not in the model's type."""
+
+    def fits(self, parameter: str, shape: tuple[int, ...], sources: Sequence[str]) -> bool:
+        """Whether a parameter, made of these tensors of the checkpoint, is kept so."""
+
+    def part(self, name: str) -> Weight:
+        """One of these tensors, on the device."""
+
+
+class NoneKept:
+    """Everything is in the model's type."""
+
+    def fits(self, parameter: str, shape: tuple[int, ...], sources: Sequence[str]) -> bool:
+        return False
+
+    def part(self, name: str) -> Weight:
+        raise AssertionError("nothing is kept in another format")
+
+
 def load_weights(
-    reader: WeightReader, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, progress: bool = False
+    reader: WeightReader,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    progress: bool = False,
+    keep: KeptFormat | None = None,
 ) -> Parameters:
-    """Allocate every fused parameter once and copy each tensor, cast, into its rows.
+    """Allocate every fused parameter once and copy each tensor, cast, into its rows; or keep it as it is.
 
     Names and shapes are compared with the files first, so that a wrong config cannot make it allocate more than fits
     what the files hold.
     """
+    keep = keep or NoneKept()
     layout = list(model_class(spec).layout(spec))
     place_of = places(layout)
     _check_names(set(reader.names()), place_of, spec)
     _check_shapes(reader, place_of)
-    tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes(layout)}
+    sources = {name: [source for source, _ in parts] for name, parts in layout}
+    kept = {name for name, shape in shapes(layout) if keep.fits(name, shape, sources[name])}
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes(layout) if name not in kept
+    }
+    found: dict[str, dict[int, Weight]] = defaultdict(dict)  # of a kept parameter: first row → part
 
     def load(item: tuple[str, Place]) -> str:
         """Copy one tensor to its place; returns what is wrong with it, or nothing."""
         name, place = item
+        if place.parameter in kept:
+            with torch.inference_mode():
+                found[place.parameter][place.first] = keep.part(name)
+            return ""
         tensor = reader.read(name)
         if not tensor.is_floating_point():
             return f"{name} holds {tensor.dtype}, floating point is needed"
@@ -175,7 +212,11 @@ def load_weights(
     with ThreadPoolExecutor(min(8, count_cpus()), thread_name_prefix="weights") as pool:
         done = tqdm(pool.map(load, place_of.items()), "weights", len(place_of), unit="tensor", disable=not progress)
         _raise_if_any([problem for problem in done if problem])
-    return _parameters(tensors)
+    params = _parameters(tensors)
+    for name in kept:
+        parts = found.pop(name)
+        params.weights[name] = joined([parts[first] for first in sorted(parts)])
+    return params
 
 
 def untied_if_both(reader: WeightReader, spec: ModelSpec) -> ModelSpec:
@@ -214,6 +255,13 @@ def dummy_weights(spec: ModelSpec, dtype: torch.dtype, device: str | torch.devic
 def to_int8(weight: Weight) -> Weight:
     """The weight in 8 bits."""
     return quantize(weight.dense())
+
+
+def to_fp8(weight: Weight) -> Weight:
+    """The weight in e4m3, if its sizes are those that matrix units multiply; else as it is."""
+    if isinstance(weight, Fp8Weight) or any(size % FP8_SIZES for size in weight.shape):
+        return weight
+    return quantize_fp8(weight.dense())
 
 
 def _parameters(tensors: dict[str, Tensor]) -> Parameters:

@@ -4,7 +4,9 @@ Owns how a ragged batch becomes the tables that attention.py reads, and which ke
 meaning of everything here; measurements are in docs/lab/gpu.md.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +16,15 @@ from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
 from shoal.kernels import torch_choose
 from shoal.kernels.draw_table import Filters, SamplingState
-from shoal.kernels.ops import Batch, PassOps
+from shoal.kernels.ops import Batch, FusedLayers, PassOps
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.ref import RefOps
 from shoal.kernels.triton import attention as kernels
-from shoal.kernels.triton import draw, rows, step
+from shoal.kernels.triton import draw, rows, rows8, step
+from shoal.kernels.triton.layers8 import Fp8Layers, is_fusable
+from shoal.kernels.triton.products8 import product
 from shoal.kernels.triton.skinny import linear
-from shoal.kernels.weights import DenseWeight, Weight
+from shoal.kernels.weights import DenseWeight, Fp8Weight, Weight
 
 __all__ = ["AttentionTables", "TritonOps", "split_batch"]
 
@@ -105,10 +109,19 @@ class TritonOps(RefOps):
     ) -> None:
         draw.draw(scores, table, last_token, out, best, filters)
 
+    def fused(self, layers: Sequence[Any]) -> FusedLayers | None:
+        """For fp8 weights, whose scales are multiplied where the next operation reads a product."""
+        return Fp8Layers(self.attention, layers) if is_fusable(layers) else None
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        if isinstance(weight, Fp8Weight):
+            none = torch.zeros((len(x), weight.shape[0]), dtype=x.dtype, device=x.device)
+            return self.linear_add(x, weight, bias, none)
         return linear(x, values_of(weight), bias)
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
+        if isinstance(weight, Fp8Weight):
+            return rows8.add(residual.contiguous(), product(rows8.quantize(x.contiguous()), weight, bias, x.dtype))
         return linear(x, values_of(weight), bias, residual)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

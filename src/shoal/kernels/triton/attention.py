@@ -8,6 +8,9 @@ of one matrix product, so that every key is read once per KV head.
               several, a second kernel does, because that is too much work for one program
     prefill   one program for (block of queries, KV head): tiles wholly in the past unmasked, then the ragged border
 
+Of an fp8 cache, keys and values are converted to the queries' type, exactly; the scale of a key multiplies its scores
+and the scale of a value its weights.
+
 Lengths, rows and query indexes are read from device memory, and programs without work exit at once: a launch in a CUDA
 graph serves any lengths. Scores are exponents of two (exp2 is a hardware instruction). Knows tensors, not batches.
 """
@@ -20,7 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.kernels.fp8 import FP8, exponents_in
 from shoal.kernels.triton.launch import overlap, settle
+from shoal.kernels.triton.rows8 import power
 
 LOG2_E = 1.4426950408889634
 ROWS = 128  # of the prefill's query block: queries × heads of a group
@@ -55,6 +60,13 @@ def _split(context, queries, window, least, TILE: tl.constexpr, SPLITS: tl.const
 
 
 @triton.jit
+def _scales(k_exponents, v_exponents, at, there):
+    """Of the keys and values of some tokens; at: where their exponents lie."""
+    k_scale = power(tl.load(k_exponents + at, mask=there, other=0).to(tl.int32))
+    return k_scale, power(tl.load(v_exponents + at, mask=there, other=0).to(tl.int32))
+
+
+@triton.jit
 def _merge_group(
     out, parts, sums, place, line, head, count,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr, SPLITS: tl.constexpr,
@@ -77,11 +89,11 @@ def _merge_group(
 
 @triton.jit(do_not_specialize=["window", "least", "t_row"])
 def _decode(
-    q, k_cache, v_cache, tables, rows, contexts, places, counts, out, parts, sums, arrived, scale, window, least,
-    q_token, q_head, c_block, c_token, c_head, t_row,
+    q, k_cache, v_cache, k_exponents, v_exponents, tables, rows, contexts, places, counts, out, parts, sums, arrived,
+    scale, window, least, q_token, q_head, c_block, c_token, c_head, t_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOWED: tl.constexpr, FROM_FP8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     settle(OVERLAP)
     item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -113,7 +125,13 @@ def _decode(
             block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
+            if FROM_FP8:
+                exponent_at = block * c_block + head * BLOCK + token % BLOCK
+                k_scale, v_scale = _scales(k_exponents, v_exponents, exponent_at, there)
+                key = key.to(query.dtype)
             score = tl.dot(query, key, input_precision=PRECISION) * scale
+            if FROM_FP8:
+                score = score * k_scale[None, :]
             seen = there[None, :]
             if QUERIES > 1:
                 seen = seen & (token[None, :] <= position[:, None])
@@ -125,6 +143,8 @@ def _decode(
             fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
             total = total * fade + tl.sum(weight, 1)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
+            if FROM_FP8:
+                weight, value = weight * v_scale[None, :], value.to(query.dtype)
             mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             top = higher
         safe = tl.where(total > 0, total, 1.0)
@@ -166,11 +186,11 @@ def _merge(
 
 @triton.jit(do_not_specialize=["window", "t_row"])
 def _prefill(
-    q, k_cache, v_cache, tables, rows, begins, counts, firsts, contexts, out, scale, window,
+    q, k_cache, v_cache, k_exponents, v_exponents, tables, rows, begins, counts, firsts, contexts, out, scale, window,
     q_token, q_head, c_block, c_token, c_head, t_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr,
     QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOWED: tl.constexpr, FROM_FP8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     settle(OVERLAP)
     head, item = tl.program_id(0), tl.program_id(1)
@@ -179,16 +199,12 @@ def _prefill(
         begin, count = tl.load(begins + item), tl.load(counts + item)
         first_query, context = tl.load(firsts + item), tl.load(contexts + item)
         r, d, t = tl.arange(0, QUERY_ROWS), tl.arange(0, DIM_ROOM), tl.arange(0, TILE)
-        query_at = first_query + r // GROUP
-        heads = head * GROUP + r % GROUP
+        query_at, heads = first_query + r // GROUP, head * GROUP + r % GROUP
         in_dim = d < DIM
         live = (query_at < count) & (r < QUERIES * GROUP)
         place = (begin + query_at).to(tl.int64)
-        query = tl.load(
-            q + place[:, None] * q_token + heads[:, None] * q_head + d[None, :],
-            mask=live[:, None] & in_dim[None, :],
-            other=0.0,
-        )
+        mask = live[:, None] & in_dim[None, :]
+        query = tl.load(q + place[:, None] * q_token + heads[:, None] * q_head + d[None, :], mask=mask, other=0.0)
         past = context - count  # positions before this pass's first
         position = past + query_at
         top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
@@ -205,11 +221,19 @@ def _prefill(
             block = tl.load(tables + row * t_row + token // BLOCK).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=in_dim[:, None], other=0.0)
+            if FROM_FP8:
+                here = block * c_block + head * BLOCK + token % BLOCK
+                k_scale, v_scale = _scales(k_exponents, v_exponents, here, token >= 0)
+                key = key.to(query.dtype)
             score = tl.dot(query, key, input_precision=PRECISION)
+            if FROM_FP8:
+                score = score * k_scale[None, :]
             higher = tl.maximum(top, tl.max(score, 1) * scale)
             fade, weight = tl.exp2(top - higher), tl.exp2(score * scale - higher[:, None])
             total = total * fade + tl.sum(weight, 1)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=in_dim[None, :], other=0.0)
+            if FROM_FP8:
+                weight, value = weight * v_scale[None, :], value.to(query.dtype)
             mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
             top = higher
         for start in range(border, until, TILE):
@@ -218,7 +242,13 @@ def _prefill(
             block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
+            if FROM_FP8:
+                here = block * c_block + head * BLOCK + token % BLOCK
+                k_scale, v_scale = _scales(k_exponents, v_exponents, here, there)
+                key = key.to(query.dtype)
             score = tl.dot(query, key, input_precision=PRECISION)
+            if FROM_FP8:
+                score = score * k_scale[None, :]
             seen = (token[None, :] <= position[:, None]) & there[None, :]
             if WINDOWED:
                 seen = seen & (token[None, :] > position[:, None] - window)
@@ -228,11 +258,13 @@ def _prefill(
             fade, weight = tl.exp2(top - base), tl.exp2(score * scale - base[:, None])
             total = total * fade + tl.sum(weight, 1)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
+            if FROM_FP8:
+                weight, value = weight * v_scale[None, :], value.to(query.dtype)
             mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
             top = higher
         result = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
         to = (place[:, None] * HEADS + heads[:, None]) * DIM + d[None, :]
-        tl.store(out + to, result, mask=live[:, None] & in_dim[None, :])
+        tl.store(out + to, result, mask=mask)
 
 
 def queries_per_block(group: int, dim: int, dtype: torch.dtype) -> int:
@@ -296,7 +328,15 @@ def _shapes(q: Tensor, k_cache: Tensor, tables: Tensor, window: int) -> dict[str
         "c_head": k_cache.stride(2), "t_row": tables.stride(0), "HEADS": heads, "GROUP": heads // k_cache.shape[2],
         "DIM": dim, "DIM_ROOM": triton.next_power_of_2(dim), "BLOCK": k_cache.shape[1],
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32", "WINDOWED": window > 0,
+        "FROM_FP8": k_cache.dtype == FP8,
     }  # fmt: skip
+
+
+def _exponents(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Of an fp8 cache; else anything, which is not read."""
+    if k_cache.dtype != FP8:
+        return k_cache, v_cache
+    return exponents_in(k_cache), exponents_in(v_cache)
 
 
 def decode(
@@ -316,8 +356,8 @@ def decode(
         sums = torch.empty((items * queries, heads, shape.splits), dtype=torch.float32, device=q.device)
     sizes = _shapes(q, k_cache, tables, window)
     _decode[(items, kv_heads, shape.splits)](
-        q, k_cache, v_cache, tables, decodes[0], decodes[1], decodes[2], decodes[3], out, parts, sums, arrived,
-        scale * LOG2_E, window, shape.least, **sizes, KV_HEADS=kv_heads, QUERIES=queries,
+        q, k_cache, v_cache, *_exponents(k_cache, v_cache), tables, decodes[0], decodes[1], decodes[2], decodes[3], out,
+        parts, sums, arrived, scale * LOG2_E, window, shape.least, **sizes, KV_HEADS=kv_heads, QUERIES=queries,
         QUERY_ROWS=max(16, triton.next_power_of_2(queries * heads // kv_heads)), TILE=shape.tile, SPLITS=shape.splits,
         num_warps=shape.warps, num_stages=shape.stages, **overlap(),
     )  # fmt: skip
@@ -339,8 +379,8 @@ def prefill(
     queries = queries_per_block(group, q.shape[2], q.dtype)
     tile, warps, stages = shape or prefill_shape(q.shape[2], q.dtype == torch.float32)
     _prefill[(k_cache.shape[2], blocks.shape[1])](
-        q, k_cache, v_cache, tables, blocks[0], blocks[1], blocks[2], blocks[3], blocks[4], out, scale * LOG2_E, window,
-        **_shapes(q, k_cache, tables, window), QUERIES=queries,
+        q, k_cache, v_cache, *_exponents(k_cache, v_cache), tables, blocks[0], blocks[1], blocks[2], blocks[3],
+        blocks[4], out, scale * LOG2_E, window, **_shapes(q, k_cache, tables, window), QUERIES=queries,
         QUERY_ROWS=max(16, triton.next_power_of_2(queries * group)), TILE=tile, num_warps=warps, num_stages=stages,
         **overlap(),
     )  # fmt: skip

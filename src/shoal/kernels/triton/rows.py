@@ -1,6 +1,6 @@
 """Row-wise operations in Triton: norms, the gated product, and everything between the QKV projection and attention.
 
-Each kernel reads and writes its rows once. Knows tensors, not models.
+Each kernel reads and writes its rows once. rows8.py has those around fp8 products. Knows tensors, not models.
 """
 
 import torch
@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shoal.kernels.fp8 import FP8, exponents_in
 from shoal.kernels.triton.launch import overlap, settle
+from shoal.kernels.triton.rows8 import Product, exponent_for, power
 
 
 @triton.jit
@@ -60,10 +62,29 @@ def silu_mul(both: Tensor) -> Tensor:
 
 
 @triton.jit
+def _store_fp8(
+    left, right, cache, exponents, slot, head, i, mask, c_block, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token into an fp8 cache; left, right: the halves of each head, 0 outside of it."""
+    largest = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
+    exponent = exponent_for(largest)
+    inverse = power(254 - exponent)[:, None]
+    block = slot // BLOCK * c_block
+    to = cache + block + (slot % BLOCK * KV_HEADS + head)[:, None] * DIM + i[None, :]
+    tl.store(to, (left * inverse).to(tl.float8e4nv), mask=mask)
+    tl.store(to + DIM // 2, (right * inverse).to(tl.float8e4nv), mask=mask)
+    whole = tl.max(mask.to(tl.int32), 1) > 0
+    tl.store(exponents + block + head * BLOCK + slot % BLOCK, exponent.to(tl.uint8), mask=whole)
+
+
+@triton.jit
 def _rotate_and_store(
-    qkv, q_weight, k_weight, cos, sin, slots, q_out, k_cache, v_cache, eps, qkv_row, angle_row,
+    qkv, row_scales, columns, bias, q_weight, k_weight, cos, sin, slots, q_out, k_cache, v_cache, k_exponents,
+    v_exponents, eps, qkv_row, angle_row, c_block,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, ROOM: tl.constexpr, PER: tl.constexpr,
-    NORMED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, NORMED: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, TO_FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """PER heads of one token: queries, keys or values."""
     settle(OVERLAP)
@@ -75,6 +96,14 @@ def _rotate_and_store(
     at = qkv + token * qkv_row + h[:, None] * DIM + i[None, :]
     left = tl.load(at, mask=there, other=0.0).to(tl.float32)
     right = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    column = h[:, None] * DIM + i[None, :]
+    if SCALED:
+        row_scale = tl.load(row_scales + token)
+        left = left * (row_scale * tl.load(columns + column, mask=there, other=0.0))
+        right = right * (row_scale * tl.load(columns + column + HALF, mask=there, other=0.0))
+    if HAS_BIAS:
+        left += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
+        right += tl.load(bias + column + HALF, mask=there, other=0.0).to(tl.float32)
     is_query, is_value = (h < HEADS)[:, None], (h >= HEADS + KV_HEADS)[:, None]
     kind = q_out.dtype.element_ty
     if NORMED:
@@ -95,32 +124,49 @@ def _rotate_and_store(
     slot = tl.load(slots + token).to(tl.int64)
     stored = k_cache.dtype.element_ty
     kept = there & (slot >= 0)
-    to_key = k_cache + (slot * KV_HEADS + h - HEADS)[:, None] * DIM + i[None, :]
     is_key = (h >= HEADS)[:, None] & (h < HEADS + KV_HEADS)[:, None]
-    tl.store(to_key, new_left.to(stored), mask=kept & is_key)
-    tl.store(to_key + HALF, new_right.to(stored), mask=kept & is_key)
-    to_value = v_cache + (slot * KV_HEADS + h - HEADS - KV_HEADS)[:, None] * DIM + i[None, :]
-    tl.store(to_value, new_left.to(stored), mask=kept & is_value)
-    tl.store(to_value + HALF, new_right.to(stored), mask=kept & is_value)
+    if TO_FP8:
+        new_left, new_right = new_left.to(kind).to(tl.float32), new_right.to(kind).to(tl.float32)
+        key, value = h - HEADS, h - HEADS - KV_HEADS
+        _store_fp8(
+            new_left, new_right, k_cache, k_exponents, slot, key, i, kept & is_key, c_block, KV_HEADS, DIM, BLOCK
+        )
+        _store_fp8(
+            new_left, new_right, v_cache, v_exponents, slot, value, i, kept & is_value, c_block, KV_HEADS, DIM, BLOCK
+        )
+    else:
+        to_key = k_cache + (slot * KV_HEADS + h - HEADS)[:, None] * DIM + i[None, :]
+        tl.store(to_key, new_left.to(stored), mask=kept & is_key)
+        tl.store(to_key + HALF, new_right.to(stored), mask=kept & is_key)
+        to_value = v_cache + (slot * KV_HEADS + h - HEADS - KV_HEADS)[:, None] * DIM + i[None, :]
+        tl.store(to_value, new_left.to(stored), mask=kept & is_value)
+        tl.store(to_value + HALF, new_right.to(stored), mask=kept & is_value)
 
 
 def rotate_and_store(
-    qkv: Tensor,
+    qkv: Tensor | Product,
     norms: tuple[Tensor, Tensor, float] | None,
     rope: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor],
     slots: Tensor,
 ) -> Tensor:
-    """Queries and keys normed and rotated, keys and values into the contiguous caches → queries [T, heads, d]."""
-    k_cache, v_cache = cache
-    kv_heads, dim = k_cache.shape[2], k_cache.shape[3]
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
-    out = torch.empty((qkv.shape[0], heads, dim), dtype=qkv.dtype, device=qkv.device)
+    """Queries and keys normed and rotated, keys and values into the caches → queries [T, heads, d].
+
+    A cache is contiguous, or fp8.
+    """
+    tensors, flags = (Product(qkv, None, None, None) if isinstance(qkv, Tensor) else qkv).arguments()
+    values, (k_cache, v_cache) = tensors[0], cache
+    to_fp8 = k_cache.dtype == FP8
+    exponents = (exponents_in(k_cache), exponents_in(v_cache)) if to_fp8 else cache
+    _, block, kv_heads, dim = k_cache.shape
+    heads = values.shape[1] // dim - 2 * kv_heads
+    q_weight, k_weight, eps = norms or (values, values, 0.0)
+    out = torch.empty((values.shape[0], heads, dim), dtype=values.dtype, device=values.device)
     per = 8
-    _rotate_and_store[(qkv.shape[0], triton.cdiv(heads + 2 * kv_heads, per))](
-        qkv, q_weight, k_weight, rope[0], rope[1], slots, out, k_cache, v_cache, eps, qkv.stride(0), rope[0].stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, ROOM=triton.next_power_of_2(dim // 2), PER=per,
-        NORMED=norms is not None, num_warps=1 if dim <= 128 else 4, **overlap(),
+    _rotate_and_store[(values.shape[0], triton.cdiv(heads + 2 * kv_heads, per))](
+        *tensors, q_weight, k_weight, rope[0], rope[1], slots, out, k_cache, v_cache, *exponents, eps, values.stride(0),
+        rope[0].stride(0), k_cache.stride(0), HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+        ROOM=triton.next_power_of_2(dim // 2), PER=per, BLOCK=block, NORMED=norms is not None, **flags, TO_FP8=to_fp8,
+        num_warps=1 if dim <= 128 else 4, **overlap(),
     )  # fmt: skip
     return out

@@ -1,0 +1,254 @@
+"""Checkpoints in fp8 and in 4 bits, in their real layouts, against what their numbers mean."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shoal.errors import BadWeights, UnsupportedModel
+from shoal.kernels.fp8 import FP8
+from shoal.kernels.ref import RefOps
+from shoal.kernels.weights import DenseWeight, Fp8Weight
+from shoal.models import model_class, spec_from_config
+from shoal.models.formats import CheckpointFormat, checkpoint_format
+from shoal.models.layout import places
+from shoal.runner.loader import SafetensorsReader, load_weights
+from shoal.runner.quantized import NOT_IN_FP8, AsFp8, opened
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384, "max_position_embeddings": 64,
+    "rope_theta": 1e4, "torch_dtype": "bfloat16",
+}  # fmt: skip
+SPEC = spec_from_config(CONFIG)
+SCHEMES: dict[str, dict[str, Any]] = {
+    "tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "channel": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+        },
+        "ignore": ["lm_head"],
+    },
+    "block": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+}  # fmt: skip
+
+
+def numbers() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    found = places(model_class(SPEC).layout(SPEC))
+    return {name: torch.randn(place.shape) * place.shape[-1] ** -0.5 for name, place in found.items()}
+
+
+def is_matrix(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def in_fp8(scheme: str, folder: Path) -> dict[str, Tensor]:
+    """Saves such a checkpoint; returns the numbers that it means."""
+    tensors, meant = {}, {}
+    for name, tensor in numbers().items():
+        stem = name.removesuffix(".weight")
+        if not is_matrix(name):
+            tensors[name] = meant[name] = tensor.to(torch.bfloat16)
+            continue
+        outputs, inputs = tensor.shape
+        if scheme == "block":
+            tiles = torch.nn.functional.pad(tensor, (0, -inputs % 128, 0, -outputs % 128)).unfold(0, 128, 128)
+            scales = tiles.unfold(1, 128, 128).abs().amax((2, 3)) / 448
+            spread = scales.repeat_interleave(128, 0)[:outputs].repeat_interleave(128, 1)[:, :inputs]
+            tensors[f"{stem}.weight_scale_inv"] = scales
+        elif scheme == "channel":
+            scales = spread = tensor.abs().amax(1, keepdim=True) / 448
+            tensors[f"{stem}.weight_scale"] = scales.to(torch.bfloat16)
+            scales = spread = scales.to(torch.bfloat16).float()
+        else:
+            scales = spread = tensor.abs().max() / 440
+            tensors[f"{stem}.weight_scale"], tensors[f"{stem}.input_scale"] = scales, torch.tensor(0.5)
+        tensors[name] = (tensor / spread).to(FP8)
+        meant[name] = tensors[name].float() * spread
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return meant
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fp8_as_numbers(scheme: str, tmp_path: Path) -> None:
+    meant = in_fp8(scheme, tmp_path)
+    form = checkpoint_format({"quantization_config": SCHEMES[scheme]})
+    params = load_weights(opened(SafetensorsReader(tmp_path), form), SPEC, torch.float32, "cpu")
+    for name, place in places(model_class(SPEC).layout(SPEC)).items():
+        whole = params.weights.get(place.parameter)
+        found = params.vectors[place.parameter] if whole is None else whole.dense()
+        assert torch.equal(found[place.first : place.first + place.rows], meant[name].float()), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fp8_kept_in_fp8(scheme: str, tmp_path: Path) -> None:
+    """Byte for byte where an output has one scale; products are those of the numbers, with inputs rounded."""
+    meant = in_fp8(scheme, tmp_path)
+    reader = opened(SafetensorsReader(tmp_path), checkpoint_format({"quantization_config": SCHEMES[scheme]}))
+    params = load_weights(reader, SPEC, torch.bfloat16, "cpu", keep=AsFp8(reader, "cpu"))
+    x = torch.randn(3, 256).to(FP8).float() / 64  # as it would be rounded
+    x[:, 0] = 7.0
+    for name, place in places(model_class(SPEC).layout(SPEC)).items():
+        if place.parameter in NOT_IN_FP8:
+            assert isinstance(params.weights[place.parameter], DenseWeight)
+        if not is_matrix(name):
+            continue
+        weight = params.weights[place.parameter]
+        assert isinstance(weight, Fp8Weight)
+        rows = slice(place.first, place.first + place.rows)
+        difference = (weight.dense()[rows] - meant[name]).norm() / meant[name].norm()
+        assert difference < (0.04 if scheme == "block" else 1e-7)  # two scales in an output: rounded once more
+        if weight.shape[1] == 256 and scheme != "block":
+            found = RefOps().linear(x, weight, None)[:, rows]
+            torch.testing.assert_close(found, x @ meant[name].t(), rtol=1e-4, atol=1e-4)
+
+
+def test_plain_numbers_are_rounded_part_by_part(tmp_path: Path) -> None:
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in numbers().items()}, tmp_path / "model.safetensors")
+    reader = SafetensorsReader(tmp_path)
+    params = load_weights(reader, SPEC, torch.bfloat16, "cpu", keep=AsFp8(reader, "cpu"))
+    whole = load_weights(reader, SPEC, torch.bfloat16, "cpu")
+    from shoal.kernels.weights import quantize_fp8
+
+    for name, weight in params.weights.items():
+        assert isinstance(weight, Fp8Weight) == (name not in NOT_IN_FP8)
+        if isinstance(weight, Fp8Weight):
+            assert torch.equal(weight.dense(), quantize_fp8(whole.weights[name].dense()).dense())
+
+
+def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Path) -> None:
+    in_fp8("channel", tmp_path)
+    reader = SafetensorsReader(tmp_path)
+    tensors = {name: reader.read(name) for name in reader.names()}
+    scale = "model.layers.0.mlp.down_proj.weight_scale"
+    for change, message in (({}, "weight_scale is missing"), ({scale: torch.ones(5, 3)}, "does not fit")):
+        folder = tmp_path / message.replace(" ", "-")
+        folder.mkdir()
+        save_file(
+            {**{name: tensor for name, tensor in tensors.items() if name != scale}, **change},
+            folder / "model.safetensors",
+        )
+        with pytest.raises(BadWeights, match=message):
+            load_weights(opened(SafetensorsReader(folder), CheckpointFormat("fp8")), SPEC, torch.float32, "cpu")
+
+
+# ---- 4 bits ---------------------------------------------------------------------------------------------------------
+
+
+def packed(kind: str, group: int, folder: Path, shuffled: bool = False) -> dict[str, Tensor]:
+    """Rounds to the nearest of 16 steps and writes the layout of these tools, number by number."""
+    tensors, meant = {}, {}
+    for name, tensor in numbers().items():
+        stem = name.removesuffix(".weight")
+        if not is_matrix(name):
+            tensors[name] = meant[name] = tensor.to(torch.float16)
+            continue
+        outputs, inputs = tensor.shape
+        size = inputs if group < 0 else group
+        group_of = torch.arange(inputs) // size
+        if shuffled:
+            group_of = group_of[torch.randperm(inputs)]
+            tensors[f"{stem}.g_idx"] = group_of.to(torch.int32)
+        values = torch.empty(inputs, outputs, dtype=torch.int64)
+        zeros, scales = (torch.empty(inputs // size, outputs) for _ in range(2))
+        for one in range(inputs // size):
+            members = tensor[:, group_of == one]
+            low, high = members.amin(1), members.amax(1)
+            scales[one] = ((high - low) / 15).half().float()
+            zeros[one] = (-low / scales[one]).round().clamp(1, 15)
+            values[group_of == one] = (
+                ((members / scales[one, :, None]).round() + zeros[one, :, None]).clamp(0, 15).long().t()
+            )
+        meant[name] = ((values - zeros[group_of]) * scales[group_of]).t()
+        tensors[f"{stem}.scales"] = scales.half()
+        place = {"awq": [0, 2, 4, 6, 1, 3, 5, 7], "gptq": list(range(8))}[kind]
+
+        def words(table: np.ndarray, places: list[int] = place) -> Tensor:
+            """Eight neighbours of each row in a word."""
+            made = np.zeros((len(table), table.shape[1] // 8), dtype=np.uint32)
+            for bit, at in enumerate(places):
+                made |= table[:, at::8].astype(np.uint32) << np.uint32(4 * bit)
+            return torch.from_numpy(made.view(np.int32))
+
+        if kind == "awq":
+            tensors[f"{stem}.qweight"], tensors[f"{stem}.qzeros"] = words(values.numpy()), words(zeros.numpy())
+        else:
+            tensors[f"{stem}.qweight"] = words(values.t().numpy()).t()
+            tensors[f"{stem}.qzeros"] = words(zeros.numpy() - 1)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return meant
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "shuffled"),
+    [("awq", 128, False), ("gptq", 64, False), ("gptq", -1, False), ("gptq", 128, True)],
+)
+def test_four_bits_as_numbers(kind: str, group: int, shuffled: bool, tmp_path: Path) -> None:
+    meant = packed(kind, group, tmp_path, shuffled)
+    given = {"quant_method": kind, "bits": 4, "group_size": group, "desc_act": shuffled, "version": "gemm"}
+    reader = opened(SafetensorsReader(tmp_path), checkpoint_format({"quantization_config": given}))
+    params = load_weights(reader, SPEC, torch.float32, "cpu")
+    for name, place in places(model_class(SPEC).layout(SPEC)).items():
+        whole = params.weights.get(place.parameter)
+        found = params.vectors[place.parameter] if whole is None else whole.dense()
+        assert torch.equal(found[place.first : place.first + place.rows], meant[name].float()), name
+
+
+def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    packed("awq", 128, tmp_path)
+    for group in (64, 32):
+        with pytest.raises(BadWeights, match="are needed"):
+            load_weights(
+                opened(SafetensorsReader(tmp_path), CheckpointFormat("awq", group=group)), SPEC, torch.float32, "cpu"
+            )
+
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (None, None),
+        (SCHEMES["tensor"], CheckpointFormat("fp8")),
+        (SCHEMES["channel"], CheckpointFormat("fp8")),
+        (SCHEMES["block"], CheckpointFormat("fp8", (128, 128))),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, CheckpointFormat("fp8")),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, CheckpointFormat("awq", group=128)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, CheckpointFormat("gptq", zeros_from=1)),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+            CheckpointFormat("gptq", group=32),
+        ),
+    ],
+)  # fmt: skip
+def test_formats(given: Any, wanted: CheckpointFormat | None) -> None:
+    assert checkpoint_format({"quantization_config": given}) == wanted
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "fp8", {"quant_method": "bitsandbytes"}, {"quant_method": "gptq", "bits": 8}, {"quant_method": "gptq"},
+        {"quant_method": "awq", "bits": 4, "version": "gemv"}, {"quant_method": "awq", "bits": 4, "group_size": 0},
+        {"quant_method": "fp8", "weight_block_size": [128]}, {"quant_method": "fp8", "weight_block_size": "axb"},
+        {"quant_method": "compressed-tensors"}, {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "group"}}},
+        },
+    ],
+    ids=json.dumps,
+)  # fmt: skip
+def test_other_formats_are_refused(given: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="is not supported; use the unquantized"):
+        checkpoint_format({"quantization_config": given})
