@@ -1,10 +1,15 @@
 """A plan as tables of numbers: every position, decode and block of queries is where kernels look for it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.core.params import SamplingParams
 from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan
+from shoal.runner.cuda import LONG_DRAFTS, CudaExecutor, head_lines, most_lines, verifying_shapes
 from shoal.runner.draws import draws_of
 from shoal.runner.graphs import LINES, TOKENS, size_for
 from shoal.runner.step import ALIGN, PADDING, PassShape, Tables, count_blocks, decoding, fill, lay_out, new_blocks
@@ -126,3 +131,26 @@ def test_sizes_grow() -> None:
             assert found is not None
             assert count <= found <= max(count * 1.5, count + 16)
         assert size_for(sizes, sizes[-1] + 1) is None
+
+
+# ---- graphs that are recorded before they are needed ----------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=LONG_DRAFTS), st.sampled_from([1, 4, 7, 15]), st.booleans())
+def test_passes_of_a_few_rows_with_drafts_have_graphs(drafts: list[int], most: int, wide: bool) -> None:
+    """Whatever is drafted for up to eight rows, its graph was recorded, with the head's."""
+    few, slots = (1, 4, 8, 16) if wide else (1, 2, 4, 8), 32
+    counts = [1 + min(count, most, few[-1] - 1) for count in drafts]
+    lines = most_lines(slots, most)
+    plan = plan_of(*((row, 20, count, count) for row, count in enumerate(counts)))
+    executor = SimpleNamespace(few=few, queries=QUERIES, ops=SimpleNamespace(long_context=8192), _lines=lines)
+    shape, recorded = CudaExecutor._shape(executor, plan, draws_of(plan))  # type: ignore[arg-type]
+    assert recorded
+    assert shape.tokens >= len(plan.tokens)
+    assert shape.decodes >= len(counts)
+    if max(counts) > 1:
+        shapes = verifying_shapes(slots, most + 1, few, lines)
+        assert shape in shapes
+        assert len(set(shapes)) == len(shapes)
+        assert head_lines(draws_of(plan)) in {one.lines for one in shapes}

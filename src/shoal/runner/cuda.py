@@ -12,6 +12,7 @@ more lines than ever occur under load, are computed as on any device.
 Knows rows, not requests; its kernels come from Ops.pass_ops.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from shoal.kernels.draw_table import fill as fill_draw_table
 from shoal.kernels.transfer import to_device
 from shoal.models import Model
 from shoal.runner.draws import PassDraws, draws_of
-from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
+from shoal.runner.graphs import LINES, TOKENS, VERIFIED, Graphs, size_for
 from shoal.runner.kvstore import KVStore
 from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.runner import ForwardState, Runner
@@ -42,6 +43,9 @@ from shoal.runner.step import PassShape, count_blocks, decoding, fill, lay_out, 
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
 VERIFYING = (1, 2, 4, 8, 16, 32, 64, 256, 1024)  # rows of a graph in which some have several positions
+RECORDED = 256  # rows that verify drafts, of the graphs that are recorded before they are needed
+LONG_DRAFTS = 8  # … and of those with drafts of all lengths
+TIMED = 2  # replays of a graph that are timed; the fastest counts
 REHEARSED = (1, 4, 16, 64)  # batch sizes that are computed by different kernels
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
@@ -57,6 +61,7 @@ class QueuedForward:
     draws: PassDraws
     since: torch.cuda.Event
     padded: int  # positions of padding that are computed
+    cold: bool = False  # it did not run as a graph, but will
     hidden: Tensor | None = None  # states of all positions, where prompt logprobs need them
     computed: ForwardState | None = None  # of a pass that is computed as on any device
 
@@ -68,6 +73,7 @@ class QueuedPass:
     forward: QueuedForward
     until: torch.cuda.Event
     masks: LateMasks | None
+    cold: bool
     drawn: Tensor | None  # pinned: tokens, then the bits of their best scores
     logprobs: list[tuple[int, Logprobs]]
     prompt_logprobs: PromptLogprobs
@@ -111,24 +117,28 @@ class CudaExecutor:
         self._forward: QueuedForward | None = None
         self._passes: deque[QueuedPass] = deque()
 
-    def recordings(self, most: int) -> Iterator[int]:
+    def recordings(self, most: int) -> Iterator[tuple[int, float]]:
         """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is in flight.
 
-        And of one row that verifies drafts. The others (of several such rows, beside prompts, with a long past, with
-        filters) are too many: they are recorded when they occur.
+        And of some rows that verify drafts. The others (of many such rows, beside prompts, with a long past, with
+        filters) are too many: they are recorded when they occur. Yields the positions of each, and the seconds that it
+        takes while there is no past.
         """
         shapes = [PassShape(size, size, 0, size) for size in LINES if size <= min(most, self._lines)]
-        several = [size for size in LINES if 2 <= size <= min(self.drafts + 1, self.few[-1])]
-        shapes += [PassShape(size, 1, 0, size, queries=size_for(self.few, size) or 1) for size in several]
+        if self.drafts:
+            shapes += verifying_shapes(min(most, RECORDED), self.drafts + 1, self.few, self._lines)
         for shape in shapes:
-            size = shape.lines
+            size, best_s = shape.lines, math.inf
             with self._here():
                 work = partial(self._body, self._send(NOTHING, draws_of(NOTHING), shape), shape)
-                for _ in range(2):  # as it is, then recorded; if requests did that already, a pass of padding
-                    self.graphs.run(shape, work)
-                    self.graphs.run(("head", size, None), partial(self._head, size, None))
-            self.stream.synchronize()
-            yield size
+                for _ in range(2 + TIMED):  # as it is, then recorded; if requests did that already, a pass of padding
+                    since = _now()
+                    there = self.graphs.run(shape, work)
+                    there = self.graphs.run(("head", size, None), partial(self._head, size, None)) and there
+                    until = _now()
+                    until.synchronize()
+                    best_s = min(best_s, since.elapsed_time(until) / 1000) if there else best_s
+            yield shape.tokens, best_s
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -153,11 +163,12 @@ class CudaExecutor:
             shape, recorded = self._shape(plan, draws)
             work = partial(self._body, self._send(plan, draws, shape), shape)
             kept: Tensor | None = None
+            cold = False
             if recorded and not self.runner.needs_hidden:
-                self.graphs.run(shape, work)
+                cold = not self.graphs.run(shape, work)
             else:
                 kept = work()
-            self._forward = QueuedForward(plan, draws, since, shape.tokens - len(plan.tokens), kept)
+            self._forward = QueuedForward(plan, draws, since, shape.tokens - len(plan.tokens), cold, kept)
 
     def _shape(self, plan: StepPlan, draws: PassDraws) -> tuple[PassShape, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
@@ -167,7 +178,7 @@ class CudaExecutor:
         long = bool((plan.starts[is_decode] >= self.ops.long_context).any())
         queries = size_for(self.few, int(plan.counts[is_decode].max(initial=1))) or 1
         if decodes == rows:
-            size, held = size_for(LINES, tokens), size_for(VERIFYING, rows)
+            size, held = size_for(LINES if queries == 1 or rows == 1 else VERIFIED, tokens), size_for(VERIFYING, rows)
             if size is not None and size <= self._lines:
                 return PassShape(size, size if queries == 1 else held or rows, 0, size, long, queries), True
             return PassShape(tokens, rows, 0, drawing, long, queries), False
@@ -229,32 +240,35 @@ class CudaExecutor:
         with self._here():
             if forward.computed is not None:
                 finished = self.runner.sample(plan, forward.computed, masks)
-                self._passes.append(QueuedPass(forward, _now(), masks, None, [], (), finished))
+                self._passes.append(QueuedPass(forward, _now(), masks, False, None, [], (), finished))
                 return
             drawn: Tensor | None = None
             logprobs: list[tuple[int, Logprobs]] = []
+            cold = forward.cold
             if forward.draws.lines:
-                size, logprobs = self._choose(forward.draws, masks)
+                size, logprobs, known = self._choose(forward.draws, masks)
+                cold = cold or not known
                 drawn = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
                 drawn.copy_(self._drawn[: 2 * size], non_blocking=True)
             of_prompts: PromptLogprobs = ()
             if forward.hidden is not None:
                 starts = np.cumsum(plan.counts) - plan.counts
                 of_prompts = self.runner.prompt_logprobs(plan, forward.hidden, starts.tolist())
-            self._passes.append(QueuedPass(forward, _now(), masks, drawn, logprobs, of_prompts))
+            self._passes.append(QueuedPass(forward, _now(), masks, cold, drawn, logprobs, of_prompts))
 
-    def _choose(self, draws: PassDraws, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]]]:
-        """Tokens and best scores for the host, so many of each; lines that ask for more are chosen once more."""
+    def _choose(self, draws: PassDraws, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]], bool]:
+        """Tokens and best scores for the host, so many of each; lines that ask for more are chosen once more. And
+        whether the graph was there."""
         count, asking = draws.lines, self.sampler.asking(draws.line_rows, draws.positions, masks)
-        size = size_for(LINES, count)
+        size = head_lines(draws)
         if size is None or size > self._lines or asking.all():
-            size, asking = count, np.ones(count, dtype=np.bool_)
+            size, asking, known = count, np.ones(count, dtype=np.bool_), True
         else:
             filters = filters_of(self.sampler.state, draws.line_rows[~asking])
-            self.graphs.run(("head", size, filters), partial(self._head, size, filters))
+            known = self.graphs.run(("head", size, filters), partial(self._head, size, filters))
         if not asking.any():
-            return size, []
-        return size, self._sample(size, np.flatnonzero(asking), draws, masks)
+            return size, [], known
+        return size, self._sample(size, np.flatnonzero(asking), draws, masks), known
 
     def _head(self, lines: int, filters: Filters | None) -> None:
         """A token for every line; without filters the likeliest."""
@@ -296,7 +310,7 @@ class CudaExecutor:
             best = numbers[half : half + count].view(np.float32)
             drawn = DrawnTokens(numbers[:count].astype(np.int64), best, oldest.logprobs)
         accepted, ends_at = self.runner.accepted(draws, drawn), self.sampler.rows.ends_at
-        more = oldest.prompt_logprobs, forward.padded, busy_s
+        more = oldest.prompt_logprobs, forward.padded, busy_s, oldest.cold
         return step_result(plan, draws, drawn, accepted, ends_at, oldest.masks, copies, *more)
 
     def close(self) -> None:
@@ -322,6 +336,30 @@ def most_lines(rows: int, drafts: int) -> int:
     if drafts:
         rows = min(max(2 * rows, min((drafts + 1) * rows, DECODES[-2])), max(rows, DECODES[-1]))
     return size_for(DECODES, rows) or padded(rows)
+
+
+def head_lines(draws: PassDraws) -> int | None:
+    """Lines of the head's graph for these draws; None: there is none."""
+    return size_for(VERIFIED if draws.has_drafts and len(draws.rows) > 1 else LINES, draws.lines)
+
+
+def verifying_shapes(most: int, counts: int, few: tuple[int, ...], lines: int) -> list[PassShape]:
+    """The passes of up to `most` rows that verify drafts, with up to `counts` positions each and `lines` in all."""
+    sizes = [size for size in LINES if 2 <= size <= min(counts, few[-1], lines)]
+    shapes = [PassShape(size, 1, 0, size, queries=size_for(few, size) or 1) for size in sizes]
+    fewest = 2  # rows of a pass that is computed as one of `rows`
+    for rows in VERIFYING[1:]:
+        if fewest > most:
+            break
+        for at, queries in enumerate(few[1:], 1):
+            if few[at - 1] >= counts or (at > 1 and rows > LONG_DRAFTS):
+                break
+            least, largest = fewest + few[at - 1], rows * min(queries, counts)
+            until = min(size_for(VERIFIED, largest) or lines, lines)
+            sizes = [size for size in VERIFIED if least <= size <= until]
+            shapes += [PassShape(size, rows, 0, size, queries=queries) for size in sizes]
+        fewest = rows + 1
+    return shapes
 
 
 def rehearse(

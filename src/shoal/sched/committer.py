@@ -40,7 +40,7 @@ class Committer:
         tables.advance(now_s)
         events = flight.events
         events.padded_tokens, events.busy_s = result.padded, result.busy_s
-        if self._learns:
+        if self._learns and not result.cold:
             self._learn(flight, result)
         if result.copies_done or result.copies_failed:
             self._note_copies(result, events)
@@ -54,7 +54,8 @@ class Committer:
             for request, tokens in zip(drawing, got, strict=True):
                 policies.order.generated(request, tokens)
         if policies.drafts.on:
-            policies.drafts.committed(flight, accepted, sum(got), result.busy_s, now_s, bool(tables.running))
+            busy_s = 0.0 if result.cold else result.busy_s
+            policies.drafts.committed(flight, accepted, sum(got), busy_s, now_s, bool(tables.running))
         tables.rows.committed(flight.plan.step)
         if tables.suspects:
             tables.suspects.clear()

@@ -12,7 +12,9 @@ prompts are also remembered by their size, and sizes in between are interpolated
 A machine that gets busier is slower at all sizes, also at those that are not measured now: so there is one pace for
 all of them, which follows quickly, and the sizes are compared at the same pace. More positions never take less time:
 sizes that seem to are averaged. One that was not seen for many passes is forgotten, so that a bad measurement does not
-rule it out for good. Owns these means. Knows no requests and no clock.
+rule it out for good. Where passes were rehearsed before there were requests, a size that is not remembered takes what
+it took then, at the present pace: else a size that seems dear would never be tried. Owns these means. Knows no requests
+and no clock.
 """
 
 from bisect import bisect_left
@@ -52,6 +54,7 @@ class DecodeTimes:
     def __init__(self, steps: StepModel) -> None:
         self._steps = steps
         self._sizes: dict[int, Size] = {}
+        self._rehearsed: dict[int, Size] = {}  # what stands for sizes that are not in `_sizes`
         self._curve: list[tuple[float, float]] | None = None  # (positions, seconds), ascending; None: to be made again
         self._pace = 1.0
         self._passes = 0
@@ -65,8 +68,8 @@ class DecodeTimes:
         if not 0 < seconds < LONGEST_S or positions < 1:
             return
         net = max(seconds - self._read_s(kv_read), 0.2 * seconds)
-        if not self._sizes:
-            self._pace = net  # so that the first size takes 1
+        if not self._sizes:  # so that the first size takes 1, or what it took when it was rehearsed
+            self._pace *= net / self._net(positions) if self._rehearsed else net / self._pace
         expected = self._net(positions) if self._sizes else net
         net = min(net, WILD * expected)
         self._passes += 1
@@ -85,9 +88,16 @@ class DecodeTimes:
         if self._passes % FORGET == 0:
             self._sizes = {key: one for key, one in self._sizes.items() if self._passes - one.seen < FORGET}
 
+    def rehearse(self, positions: int, seconds: float) -> None:
+        """A pass of so many positions that read no KV took so long."""
+        if 0 < seconds < LONGEST_S and positions > 0:
+            size = self._rehearsed[size_of(positions)] = Size(positions, seconds / self._pace)
+            size.passes = 1
+            self._curve = None
+
     def seconds(self, positions: int, kv_read: int) -> float:
         """What a pass of so many positions should take."""
-        if self._sizes:
+        if self._sizes or self._rehearsed:
             return self._net(positions) + self._read_s(kv_read)
         if self._steps.known:
             return self._steps.seconds(positions, kv_read)
@@ -97,7 +107,8 @@ class DecodeTimes:
         """… at the present pace, without reading KV."""
         curve = self._curve
         if curve is None:
-            curve = self._curve = rising(sorted(self._sizes.values(), key=lambda size: size.positions))
+            sizes = {**self._rehearsed, **self._sizes}
+            curve = self._curve = rising(sorted(sizes.values(), key=lambda size: size.positions))
         above = bisect_left(curve, (positions, 0.0))
         if above == len(curve):
             at, seconds = curve[-1]
