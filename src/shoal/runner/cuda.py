@@ -39,7 +39,7 @@ from shoal.runner.graphs import LINES, TOKENS, VERIFIED, Graphs, size_for
 from shoal.runner.kvstore import KVStore
 from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.runner import ForwardState, Runner
-from shoal.runner.step import PassShape, count_blocks, decoding, fill, lay_out, new_blocks, padded
+from shoal.runner.step import PassShape, count_blocks, fill, lay_out, layout_of, new_blocks, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
 VERIFYING = (1, 2, 4, 8, 16, 32, 64, 256, 1024)  # rows of a graph in which some have several positions
@@ -173,16 +173,16 @@ class CudaExecutor:
     def _shape(self, plan: StepPlan, draws: PassDraws) -> tuple[PassShape, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
         tokens, rows, drawing = len(plan.tokens), len(plan.rows), draws.lines
-        is_decode = decoding(plan, self.few[-1])
-        decodes = int(is_decode.sum())
-        long = bool((plan.starts[is_decode] >= self.ops.long_context).any())
-        queries = size_for(self.few, int(plan.counts[is_decode].max(initial=1))) or 1
+        layout = layout_of(plan, self.few[-1])
+        decodes = len(layout.decodes)
+        long = int(plan.starts[layout.decodes].max(initial=0)) >= self.ops.long_context
+        queries = size_for(self.few, layout.most) or 1
         if decodes == rows:
             size, held = size_for(LINES if queries == 1 or rows == 1 else VERIFIED, tokens), size_for(VERIFYING, rows)
             if size is not None and size <= self._lines:
                 return PassShape(size, size if queries == 1 else held or rows, 0, size, long, queries), True
             return PassShape(tokens, rows, 0, drawing, long, queries), False
-        blocks = count_blocks(plan.counts[~is_decode], self.queries)
+        blocks = count_blocks(plan.counts[layout.chunks], self.queries)
         size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, drawing))
         if size is not None and beside is not None:
             most = size // self.queries + PROMPTS
@@ -255,6 +255,8 @@ class CudaExecutor:
                 starts = np.cumsum(plan.counts) - plan.counts
                 of_prompts = self.runner.prompt_logprobs(plan, forward.hidden, starts.tolist())
             self._passes.append(QueuedPass(forward, _now(), masks, cold, drawn, logprobs, of_prompts))
+            if forward.draws.has_drafts:
+                self.runner.rule.foresee(forward.draws, self.sampler.state)
 
     def _choose(self, draws: PassDraws, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]], bool]:
         """Tokens and best scores for the host, so many of each; lines that ask for more are chosen once more. And

@@ -40,7 +40,7 @@ class Committer:
         tables.advance(now_s)
         events = flight.events
         events.padded_tokens, events.busy_s = result.padded, result.busy_s
-        if self._learns and not result.cold:
+        if self._learns:
             self._learn(flight, result)
         if result.copies_done or result.copies_failed:
             self._note_copies(result, events)
