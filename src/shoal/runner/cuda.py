@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -39,7 +40,7 @@ from shoal.runner.graphs import LINES, TOKENS, VERIFIED, Graphs, size_for
 from shoal.runner.kvstore import KVStore
 from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.runner import ForwardState, Runner
-from shoal.runner.step import PassShape, count_blocks, fill, lay_out, layout_of, new_blocks, padded
+from shoal.runner.step import PassShape, Tables, count_blocks, fill, lay_out, layout_of, new_blocks, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
 VERIFYING = (1, 2, 4, 8, 16, 32, 64, 256, 1024)  # rows of a graph in which some have several positions
@@ -50,6 +51,7 @@ REHEARSED = (1, 4, 16, 64)  # batch sizes that are computed by different kernels
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
 ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # takes the most memory
+STAGED = 4  # buffers that passes are written into, in turns
 PROMPTS = 32  # blocks of queries in a graph beyond those that its tokens fill
 
 
@@ -74,10 +76,27 @@ class QueuedPass:
     until: torch.cuda.Event
     masks: LateMasks | None
     cold: bool
-    drawn: Tensor | None  # pinned: tokens, then the bits of their best scores
+    drawn: npt.NDArray[np.int32] | None  # pinned: tokens, then the bits of their best scores
     logprobs: list[tuple[int, Logprobs]]
     prompt_logprobs: PromptLogprobs
     finished: StepResult | None = None  # of a pass that is computed as on any device
+
+
+class Staging:
+    """Pinned memory in which the host writes the tables of a pass, and from which they are copied to the device."""
+
+    def __init__(self, size: int, first: int, lines: int) -> None:
+        """first: where the pass's tables begin, behind the draw table of so many lines."""
+        self.host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.array = self.host.numpy()
+        self.draw_table = self.array[:first].reshape(COLUMNS, lines)
+        self._first = first
+        self._tables: dict[PassShape, Tables] = {}
+
+    def tables(self, shape: PassShape) -> Tables:
+        if shape not in self._tables:
+            self._tables[shape] = lay_out(self.array, shape, self._first)
+        return self._tables[shape]
 
 
 @cache
@@ -107,7 +126,9 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream), torch.inference_mode():
             self.block_tables = torch.zeros(runner.tables.blocks.shape, dtype=torch.int32, device=self.device)
             self._first = COLUMNS * self._lines  # where the pass's tables begin in the buffer, behind the draw table
-            self._buffer = torch.zeros(self._first + largest.size, dtype=torch.int32, device=self.device)
+            self._size = self._first + largest.size
+            self._buffer = torch.zeros(self._size, dtype=torch.int32, device=self.device)
+            self._staged = deque(Staging(self._size, self._first, self._lines) for _ in range(STAGED))
             self._draw_table = self._buffer[: self._first].view(COLUMNS, self._lines)
             shape = (self._lines, spec.hidden_size)
             self._scored = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
@@ -194,23 +215,34 @@ class CudaExecutor:
         """Send all tables of the pass in one copy, and add its new blocks to the block tables."""
         new = new_blocks(plan)
         until = self._first + shape.size
-        host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
-        array = host.numpy()
-        draw_table = array[: self._first].reshape(COLUMNS, self._lines)
-        fill_draw_table(draw_table, self.sampler.state, draws.line_rows, draws.positions)
-        fill(lay_out(array, shape, self._first), plan, draws, self.queries, self.few[-1])
-        array[until:] = new.reshape(-1)
-        if len(host) <= len(self._buffer):
-            buffer = self._buffer[: len(host)]
+        size = until + new.size
+        staging = self._stage(size)
+        fill_draw_table(staging.draw_table, self.sampler.state, draws.line_rows, draws.positions)
+        fill(staging.tables(shape), plan, draws, self.queries, self.few[-1])
+        staging.array[until:size] = new.reshape(-1)
+        host = staging.host[:size]
+        if size <= self._size:
+            buffer = self._buffer[:size]
             buffer.copy_(host, non_blocking=True)
         else:  # whole long prompts, or many rows that start; graphs read the fixed buffer, so it is filled as well
             buffer = host.to(self.device, non_blocking=True)
-            kept = min(until, len(self._buffer))
+            kept = min(until, self._size)
             self._buffer[:kept].copy_(buffer[:kept])
-        if len(new):
+        if new.size:
             self.ops.add_blocks(buffer[until:].view(-1, 3), self.block_tables)
         # a pass that is recorded now must read from memory that stays
-        return self._buffer if until <= len(self._buffer) else buffer
+        return self._buffer if until <= self._size else buffer
+
+    def _stage(self, size: int) -> Staging:
+        """Memory for so many numbers, from which nothing is being copied any more.
+
+        A pass whose result was taken has been copied. Those in flight, and one that failed before it was in flight, use
+        the newest buffers, so the oldest is free while there are few of them.
+        """
+        if size > self._size or len(self._passes) > STAGED - 3:
+            return Staging(size, self._first, self._lines)  # torch reuses it when it has been copied
+        self._staged.rotate(-1)
+        return self._staged[-1]
 
     def _body(self, buffer: Tensor, shape: PassShape) -> Tensor:
         """All layers; hidden states that are scored are set aside for the head."""
@@ -242,14 +274,15 @@ class CudaExecutor:
                 finished = self.runner.sample(plan, forward.computed, masks)
                 self._passes.append(QueuedPass(forward, _now(), masks, False, None, [], (), finished))
                 return
-            drawn: Tensor | None = None
+            drawn: npt.NDArray[np.int32] | None = None
             logprobs: list[tuple[int, Logprobs]] = []
             cold = forward.cold
             if forward.draws.lines:
                 size, logprobs, known = self._choose(forward.draws, masks)
                 cold = cold or not known
-                drawn = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
-                drawn.copy_(self._drawn[: 2 * size], non_blocking=True)
+                host = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
+                host.copy_(self._drawn[: 2 * size], non_blocking=True)
+                drawn = host.numpy()
             of_prompts: PromptLogprobs = ()
             if forward.hidden is not None:
                 starts = np.cumsum(plan.counts) - plan.counts
@@ -307,8 +340,8 @@ class CudaExecutor:
         plan, draws, drawn = forward.plan, forward.draws, NO_TOKENS
         copies = self.runner.copier.take(all_of_them=not len(plan.rows))
         if oldest.drawn is not None:
-            count, half = draws.lines, len(oldest.drawn) // 2
-            numbers = oldest.drawn.numpy()
+            numbers = oldest.drawn
+            count, half = draws.lines, len(numbers) // 2
             best = numbers[half : half + count].view(np.float32)
             drawn = DrawnTokens(numbers[:count].astype(np.int64), best, oldest.logprobs)
         accepted, ends_at = self.runner.accepted(draws, drawn), self.sampler.rows.ends_at

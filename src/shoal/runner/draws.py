@@ -30,6 +30,7 @@ class PassDraws(NamedTuple):
     first_lines: Ints  # the first of them
     # one entry per line
     line_rows: Ints
+    row_lines: Ints  # the first line of its row
     positions: Ints  # of the token that is drawn
     scored: Ints  # index among the plan's tokens: the hidden state of this one is scored
     expected: Ints  # the draft token at that position, which the draw must equal; NO_DRAFT in each row's last line
@@ -54,6 +55,7 @@ class DrawLayout(NamedTuple):
     # one entry per line
     owners: Ints  # index of its row among the plan's
     line_rows: Ints
+    row_lines: Ints
     reach: Ints  # the position of its token, counted from the first that the row computes
     scored: Ints
     follows: Ints  # index among the plan's tokens: the draft token that it must equal; any, if there is none
@@ -71,6 +73,7 @@ def draws_of(plan: StepPlan) -> PassDraws:
         layout.counts,
         layout.first_lines,
         layout.line_rows,
+        layout.row_lines,
         plan.starts[layout.owners] + layout.reach,
         layout.scored,
         expected,
@@ -95,6 +98,7 @@ def _layout(row_bytes: bytes, count_bytes: bytes, draw_bytes: bytes) -> DrawLayo
         ends - counts,
         owners,
         all_rows[owners],
+        np.repeat(ends - counts, counts),
         positions[owners] - after,
         scored,
         scored + (after > 0),

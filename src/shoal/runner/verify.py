@@ -86,10 +86,12 @@ def accepted_tokens(
     if not draws.has_drafts:
         return AcceptedTokens(draws.counts, np.arange(draws.lines), tokens)
     confirmed, finite = rule.confirmed(draws, tokens, state), np.isfinite(best)
-    first = np.repeat(draws.first_lines, draws.counts)
-    last = ~(confirmed & finite)  # nothing after this line is accepted
+    first, all_finite = draws.row_lines, finite.all()
+    last = ~confirmed if all_finite else ~(confirmed & finite)  # nothing after this line is accepted
     before: Ints = np.cumsum(last) - last
-    kept = (before == before[first]) & (finite | (first == np.arange(draws.lines)))
+    kept = before == before[first]
+    if not all_finite:
+        kept &= finite | (first == np.arange(draws.lines))
     lines = np.flatnonzero(kept)
     drafted = np.where(confirmed, draws.expected, tokens)
     return AcceptedTokens(np.add.reduceat(kept, draws.first_lines, dtype=np.int64), lines, drafted[lines])

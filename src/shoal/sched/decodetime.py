@@ -26,19 +26,27 @@ FOLLOW = 0.2  # how much of a change of pace is followed with one pass
 WILD = 3.0  # a pass that took more times what was expected than this counts as so many times that
 TRUSTED = 25  # passes that one size counts for, at most
 FORGET = 1024  # passes
+SMOOTH = 0.005  # by which share a size may change before the curve is made again
 UNKNOWN = 0.05  # what a position adds to a pass of which nothing is known, as a share of it
 
 
 class Size:
     """Passes of about so many positions."""
 
-    __slots__ = ("passes", "positions", "seconds", "seen")
+    __slots__ = ("drawn", "passes", "positions", "seconds", "seen")
 
     def __init__(self, positions: float, seconds: float) -> None:
         self.passes = 0
+        self.drawn = (0.0, 0.0)  # positions and seconds, when the curve was made
         self.positions = positions
         self.seconds = seconds  # at a pace of 1, without what reading KV takes
         self.seen = 0  # when the last of them was
+
+    @property
+    def changed(self) -> bool:
+        """Whether the curve shows something else."""
+        positions, seconds = self.drawn
+        return abs(self.positions - positions) > SMOOTH * positions or abs(self.seconds - seconds) > SMOOTH * seconds
 
 
 class DecodeTimes:
@@ -84,9 +92,11 @@ class DecodeTimes:
         size.positions += share * (positions - size.positions)
         size.seconds += share * (net / self._pace - size.seconds)
         size.seen = self._passes
-        self._curve = None
+        if size.changed:
+            self._curve = None
         if self._passes % FORGET == 0:
             self._sizes = {key: one for key, one in self._sizes.items() if self._passes - one.seen < FORGET}
+            self._curve = None
 
     def rehearse(self, positions: int, seconds: float) -> None:
         """A pass of so many positions that read no KV took so long."""
@@ -109,6 +119,8 @@ class DecodeTimes:
         if curve is None:
             sizes = {**self._rehearsed, **self._sizes}
             curve = self._curve = rising(sorted(sizes.values(), key=lambda size: size.positions))
+            for size in sizes.values():
+                size.drawn = size.positions, size.seconds
         above = bisect_left(curve, (positions, 0.0))
         if above == len(curve):
             at, seconds = curve[-1]
@@ -125,6 +137,7 @@ class DecodeTimes:
         return self._steps.coefficients[1] if self._steps.known else UNKNOWN * nearest_s
 
     def _read_s(self, kv_read: int) -> float:
+        """What reading so many KV positions adds."""
         return self._steps.coefficients[2] * kv_read if self._steps.known else 0.0
 
 
