@@ -42,8 +42,10 @@ ARROWS: dict[str, set[str]] = {
     },
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
-    "processes.engine": {"processes", "build", "config", "core", "engine", "sched", "text", "obs"},
-    "processes.front": {"processes", "config", "keys", "core", "engine", "files", "text", "obs", "server"},
+    "processes.engine": {"processes", "build", "config", "core", "engine", "machine", "sched", "text", "obs"},
+    "processes.front": {
+        *("processes", "config", "keys", "core", "engine", "files", "routing", "text", "obs", "server"),
+    },
     "processes": set(),
     "cli": {
         "build",
