@@ -18,7 +18,7 @@ from tests.story_server.poison import poison_env
 from tests.story_server.servers import RESTARTS, SMALL, Server, running
 from tests.story_server.test_crash import POISON, all_answers, asks, requests_of, speaking
 
-STORIES = Path("/work/shared/data/models/stories260K")
+STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,7 @@ def test_requests_of_one_prefix_go_to_the_engine_that_holds_it(three: Server) ->
             assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 592
 
 
+@pytest.mark.slow
 def test_one_engine_is_restarted_after_its_streams_have_ended(tiny_model: Path, tmp_path: Path) -> None:
     with running(tmp_path, tiny_model, *SMALL, "--max-model-len", "2048") as server:
         wanted = asks(6, 200)
