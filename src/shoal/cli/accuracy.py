@@ -14,6 +14,7 @@ from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.params import SamplingParams
 from shoal.errors import BadConfig
 
+TOPIC = 2000  # characters that are read of each topic, so that many are
 # without a dtype: as in the first of the types, if that names one
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -52,11 +53,11 @@ def add_accuracy(kinds: Any) -> None:
 
 
 def read_texts(path: str | None) -> list[str]:
-    """Paragraphs of a text file, or the turns of each line of JSON; without a file the topics of Python's own help."""
+    """Paragraphs of a text file, or the turns of each line of JSON; without a file topics of Python's own help."""
     if path is None:
         from pydoc_data.topics import topics
 
-        return [topics[name] for name in sorted(topics)]
+        return [topics[name][:TOPIC] for name in sorted(topics)]
     try:
         raw = Path(path).read_bytes()
         text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode()
