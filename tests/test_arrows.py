@@ -29,6 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "output": {"text", "core"},
     "obs": {"core"},
     "server": {"output", "text", "obs", "keys", "core"},
+    "cluster": {"config", "engine", "obs", "core"},
     "machine": set(),
     "kernels": {"core"},
     "models": {"kernels", "core"},
@@ -89,7 +90,7 @@ LIBRARIES: dict[str, set[str]] = {
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "spec", "core", "config", "models", "kernels"}
+WITHOUT_CLOCK = {"kv", "sched", "spec", "core", "config", "models", "kernels", "cluster"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -24,6 +23,7 @@ from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, reques
 from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
+from shoal.engine.listen import Inbox
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadGrammar, EngineError, RequestFailed, ShoalError
 
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 SILENCE_S = 10.0  # a front that has sent nothing for so long is taken for dead
 IDLE_S = 1.0  # longest sleep with nothing to compute
 
-Inbox: TypeAlias = "zmq.Socket[bytes]"
 Outputs: TypeAlias = dict[int, list[int]]  # sample → its output tokens so far
 
 
@@ -413,15 +412,3 @@ class Host:
 def named(front: bytes) -> str:
     """The name of a front, for logs; a peer may connect with any bytes as its name."""
     return front.decode(errors="replace")
-
-
-def open_socket(folder: Path) -> Inbox:
-    """The engine's socket, not bound yet: fronts must not connect to an engine that cannot answer."""
-    (folder / wire.ADDRESS).unlink(missing_ok=True)
-    socket: Inbox = zmq.Context.instance().socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error when a front is gone
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a front that reconnects under its name keeps it
-    socket.setsockopt(zmq.SNDHWM, 100_000)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    return socket

@@ -1,7 +1,8 @@
 """The engine's own process: `python -m shoal.processes.engine`, config in as JSON on standard input, never a pickle.
 
-Builds the engine, opens its socket in the private folder and serves fronts until SIGTERM. Exit code 2 means that the
-config cannot be served; the reason is on standard error. main() and serve() are for other engine programs, too.
+Builds the engine, opens its socket (in the private folder, or on TCP with CURVE) and serves fronts until SIGTERM. Exit
+code 2 means that the config cannot be served; the reason is on standard error. main() and serve() are for other engine
+programs, too.
 """
 
 import json
@@ -15,8 +16,9 @@ from typing import Any
 
 from shoal.config.engine import EngineConfig
 from shoal.core.ports import Executor
-from shoal.engine import blackbox, wire
-from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
+from shoal.engine import blackbox
+from shoal.engine.host import Host, InboxClock, Suspected
+from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
@@ -52,20 +54,20 @@ def leave(code: int) -> None:
 
 def run(config: Mapping[str, Any]) -> None:
     folder = Path(config["folder"])
-    socket = open_socket(folder)
+    listening = listening_of(config)
     suspects = Suspected(*blackbox.read(folder)) if config.get("after_fault") else None
     box = blackbox.BlackBox(folder)
-    host = make_host(config, socket, suspects)
+    host = make_host(config, listening.socket, suspects)
     host.loop.on_begin = box.note
     host.loop.executor = wrapped(host.loop.executor, os.environ)
     host.beat = Heartbeat(config["ready_fd"], host.loop.clock)
-    serve(host, config)
+    serve(host, config, listening)
 
 
-def serve(host: Host, config: Mapping[str, Any]) -> None:
+def serve(host: Host, config: Mapping[str, Any], listening: Listening) -> None:
     """Answer fronts until SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda number, frame: host.stop())
-    host.socket.bind(f"ipc://{Path(config['folder']) / wire.ADDRESS}")
+    listening.bind().write(Path(config["folder"]))
     info = host.info
     log.info(
         "engine ready: %s on %s, context %d, KV cache of %d tokens",
@@ -76,7 +78,7 @@ def serve(host: Host, config: Mapping[str, Any]) -> None:
         host.run()
     finally:
         host.loop.close()
-        host.socket.close(linger=0)
+        listening.close()
 
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
