@@ -23,7 +23,8 @@ ARROWS: dict[str, set[str]] = {
     "kv": {"core"},
     "sched": {"kv", "config", "core"},
     "spec": {"config", "core"},
-    "engine": {"sched", "core"},
+    "routing": {"kv", "core"},
+    "engine": {"sched", "routing", "kv", "core"},
     "files": {"core"},
     "text": {"files", "core"},
     "output": {"text", "core"},
@@ -90,7 +91,7 @@ LIBRARIES: dict[str, set[str]] = {
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "spec", "core", "config", "models", "kernels", "cluster"}
+WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels", "cluster"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

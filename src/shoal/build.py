@@ -93,6 +93,7 @@ class Built:
             self.kv_blocks * self.config.block_size,
             str(self.dtype).removeprefix("torch."),
             self.device,
+            self.config.block_size if self.config.prefix_caching else 0,
         )
 
 
