@@ -189,12 +189,12 @@ def test_without_an_authenticator_a_secured_socket_refuses_all(keys: KeyPair) ->
 
 def test_tcp_without_a_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match="client_key"):
-        listening_of({"folder": str(tmp_path), "listen": "tcp://127.0.0.1:*"})
+        listening_of({"listen": "tcp://127.0.0.1:*"}, tmp_path)
     with pytest.raises(BadConfig, match="tcp://HOST:PORT"):
-        listening_of({"folder": str(tmp_path), "listen": "udp://127.0.0.1:1", "client_key": KeyPair.fresh().public})
+        listening_of({"listen": "udp://127.0.0.1:1", "client_key": KeyPair.fresh().public}, tmp_path)
     with pytest.raises(BadConfig, match="40 characters"):
-        listening_of({"folder": str(tmp_path), "listen": "tcp://127.0.0.1:*", "client_key": "x"})
-    private = listening_of({"folder": str(tmp_path)})
+        listening_of({"listen": "tcp://127.0.0.1:*", "client_key": "x"}, tmp_path)
+    private = listening_of({}, tmp_path)
     assert isinstance(private, PrivateListening)
     private.close()
 

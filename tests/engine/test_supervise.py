@@ -64,7 +64,7 @@ def given_up():
     print("given up", flush=True)
 print("begin", flush=True)
 front = supervise.Supervisor(
-    child("engine"), [child("front")], options.get("drain_s", 0.3), lambda: print("ready", flush=True),
+    [child("engine")], [child("front")], options.get("drain_s", 0.3), lambda: print("ready", flush=True),
     on_hangup=lambda: print("hung up", flush=True),
     on_given_up=given_up,
 )

@@ -23,7 +23,7 @@ from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink
 from shoal.core.report import EngineStatus
 from shoal.core.request import Reason
 from shoal.core.turns import TurnTaker
-from shoal.engine import wire
+from shoal.engine import blackbox, wire
 from shoal.engine.link import EngineAddress, EngineLink
 from shoal.engine.restart_policy import RETRY_S, STARTING, RestartPolicy, WaitForEngine, check_timeout
 from shoal.errors import DeadlinePassed, EngineDown
@@ -48,6 +48,7 @@ class LiveJob:
     begun_s: float
     outputs: dict[int, list[int]]  # sample → its output so far, for samples that have not ended
     link: EngineLink | None = None  # the engine that has it; None: it waits
+    waits_for: EngineLink | None = None  # the one engine that may have it, since that suspects it; None: any
     prompt_logprobs: int = 0  # how many of them the sink has
     accepted: bool = False
     sent: bool = False  # an engine has had it
@@ -65,11 +66,11 @@ class ZmqClient:
         name: str,
         restart: RestartPolicy | None = None,
         clock: Clock | None = None,
-        engines: Sequence[EngineAddress] = (),
+        engines: Sequence[EngineAddress] | None = None,
         router: Router | None = None,
     ) -> None:
         """`engines`: by default one, whose socket is in the folder. Others may be added and removed at any time; for
-        that, and with several, a router is given."""
+        that, and with any other number, a router is given."""
         self.folder = folder
         self.name = name
         self.restart = restart or WaitForEngine()
@@ -85,7 +86,7 @@ class ZmqClient:
         self._aborts: dict[EngineLink, list[int]] = {}  # numbers to be sent
         self._tasks: list[asyncio.Task[None]] = []
         self._context: zmq.asyncio.Context | None = None
-        for address in engines or [EngineAddress.in_folder(folder)]:
+        for address in [EngineAddress.in_folder(folder)] if engines is None else engines:
             self.add_engine(address)
 
     # ---- for the front --------------------------------------------------------------------------------------------
@@ -217,14 +218,14 @@ class ZmqClient:
     def _place(self, live: LiveJob, job: Job) -> bool:
         """Send a job to the engine that the router chooses; False if there is none."""
         work = Work.of(live.job, live.outputs, self.router.block_size())
-        number = self.router.place(live.number, work)
+        number = self.router.place(live.number, work, live.waits_for.number if live.waits_for else None)
         if number is None:
             return False
         link = self._links[number]
         if not link.send(wire.Submit.of(live.number, job, live.outputs if live.sent else None)):
             self.router.unsent(live.number)
             return False
-        live.link, live.sent, live.prefilled = link, True, False
+        live.link, live.sent, live.prefilled, live.waits_for = link, True, False, None
         return True
 
     async def _place_waiting(self, pause: TurnTaker) -> None:
@@ -265,8 +266,19 @@ class ZmqClient:
             for link in self._links.values():
                 if link.info is not None:
                     link.send(wire.Ping())
-            if self.info is None and not self._given_up and (self.folder / wire.GIVEN_UP).exists():
+            if self.info is None and not self._given_up and wire.is_given_up(self.folder):
                 self._give_up()
+            await self._free_suspects()
+
+    async def _free_suspects(self) -> None:
+        """An engine that will not come back cannot clear its suspects."""
+        waiting = [live for live in self._live.values() if live.waits_for is not None]
+        for live in waiting:
+            link = live.waits_for
+            if link is None or link.number not in self._links or wire.is_given_up(link.address.home):
+                live.waits_for = None
+        if waiting:
+            await self._place_waiting(TurnTaker())
 
     def _give_up(self) -> None:
         """No engine will come back: end all jobs, however far they are."""
@@ -289,15 +301,31 @@ class ZmqClient:
 
     async def lost(self, link: EngineLink) -> None:
         was_up = link.info is not None
+        suspects = self._suspects(link)
         link.gone()
         self.router.left(link.number)
         count = self._take_from(link, died=True)
+        for live in suspects:
+            live.waits_for = link
         if self._any_takes_jobs():
             if was_up:
                 log.warning("engine %d is down; its %d jobs go on elsewhere", link.number, count)
             await self._place_waiting(TurnTaker())
         elif was_up:
             log.warning("the engine is down; %d jobs wait for its restart", len(self._live))
+
+    def _suspects(self, link: EngineLink) -> list[LiveJob]:
+        """Jobs in the last passes of an engine that died of a fault: the same engine finds out which of them it was,
+        when it is up again, and no other one dies of it."""
+        home, info = link.address.home, link.info
+        if home is None or info is None or len(self._links) < 2:
+            return []
+        ids = blackbox.suspected(home, info.epoch)
+        return [
+            live
+            for live in self._live.values()
+            if ids and live.link is link and any(f"{live.job.id}.{sample}" in ids for sample in live.outputs)
+        ]
 
     async def leaving(self, link: EngineLink, pause: TurnTaker) -> None:
         """It takes no more jobs. What runs there moves if another engine is up, and else goes on while it can."""

@@ -25,6 +25,7 @@ from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
 from shoal.engine.elsewhere import ServiceElsewhere
 from shoal.engine.listen import Inbox
+from shoal.engine.load import LoadMeter
 from shoal.engine.loop import EngineLoop
 from shoal.engine.reporter import REPORT_S, Reporter
 from shoal.errors import BadGrammar, EngineError, RequestFailed, ShoalError
@@ -109,13 +110,19 @@ class Host:
         make_grammar: MakeGrammar | None = None,
         suspects: Suspected | None = None,
     ) -> None:
-        """`answers`: to questions of fronts, by name. The host itself answers "state". For "metrics" the caller names
-        the function of the observer that counts them."""
+        """`answers`: to questions of fronts, by name. The host itself answers "state" and "load". For "metrics" the
+        caller names the function of the observer that counts them."""
         self.loop = loop
         self.socket = socket
         self.info = info
         self.observers = observers
-        self.answers = {"state": lambda: json.dumps(self.state()).encode(), **(answers or {})}
+        self.reporter = Reporter(loop.scheduler)
+        self.meter = LoadMeter(loop.scheduler, self.reporter)
+        self.answers = {
+            "state": lambda: json.dumps(self.state()).encode(),
+            "load": lambda: json.dumps(self.meter.load()).encode(),
+            **(answers or {}),
+        }
         self.make_grammar = make_grammar
         self.beat: Callable[[], None] = lambda: None  # shows the supervisor that the loop runs
         self._suspects = suspects or Suspected((), False)
@@ -124,7 +131,6 @@ class Host:
         self.owners: dict[str, Owner] = {}  # by request id
         self.queue_s: dict[str, float] = {}  # request id → time it waited in the queue, until it ends
         self._outbox: dict[bytes, wire.Pass] = {}  # the next message to each front
-        self.reporter = Reporter(loop.scheduler)
         self._elsewhere = ServiceElsewhere()
         self._drain_until_s: float | None = None  # it is about to end
         self._told_leaving = False
@@ -182,6 +188,7 @@ class Host:
             observer.take(events)
         self._sort(events)
         self.reporter.note(events)
+        self.meter.take(events)
         self._report()
         self._send_news()
         if self._drain_until_s is not None:

@@ -88,11 +88,12 @@ class NetworkListening:
         self._context.term()  # ends the authenticator
 
 
-def listening_of(config: Mapping[str, Any]) -> Listening:
-    """As the config of an engine's process says: `listen` is an address, and `client_key` the key it answers."""
+def listening_of(config: Mapping[str, Any], home: Path) -> Listening:
+    """As the config of an engine's process says: `listen` is an address, and `client_key` the key it answers. Without
+    an address, the engine listens in its home."""
     address = config.get("listen")
     if address is None:
-        return PrivateListening(Path(config["folder"]))
+        return PrivateListening(home)
     if not str(address).startswith("tcp://"):
         raise BadConfig(f"an engine listens on tcp://HOST:PORT, not on {address!r}")
     if not config.get("client_key"):

@@ -9,6 +9,7 @@ A job travels under a number that its front chose; a sample of it under key = nu
 """
 
 from dataclasses import fields
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -85,7 +86,7 @@ class FinishAt(Message):
 
 
 class Ask(Message):
-    """A question, by its name: metrics or state."""
+    """A question, by its name: metrics, state or load."""
 
     number: int
     what: str
@@ -166,6 +167,11 @@ _job_decoder = msgspec.msgpack.Decoder(Job)
 _map_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _JOB_FIELDS = frozenset(item.name for item in fields(Job))
 _PARAMS_FIELDS = frozenset(item.name for item in fields(SamplingParams))
+
+
+def is_given_up(folder: Path | None) -> bool:
+    """Whether the engine of this folder, if it is known, will not be started again."""
+    return folder is not None and (folder / GIVEN_UP).exists()
 
 
 def pack(message: Message) -> bytes:
