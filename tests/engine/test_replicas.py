@@ -2,16 +2,35 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shoal.core.job import Job
+from shoal.engine import blackbox, wire
+from shoal.engine import client as client_module
 from shoal.engine.client import ZmqClient
 from shoal.engine.link import EngineAddress
+from shoal.routing.engines import RoutedEngine
 from shoal.routing.router import Router
+from shoal.routing.work import Work
 from tests.engine.hosts import EngineThread, Notes, expected, make_job, run, until
+
+
+class OnlyEngine:
+    """Sends every job to one engine."""
+
+    uses_names = False
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def choose(self, work: Work, engines: Sequence[RoutedEngine]) -> RoutedEngine:
+        return next(one for one in engines if one.number == self.number)
 
 
 def homes(folder: Path, count: int) -> list[Path]:
@@ -37,7 +56,7 @@ def up(client: ZmqClient) -> list[int]:
 
 
 def long_jobs(count: int) -> list[Job]:
-    return [make_job(f"job-{k}", [k + 1] * (k % 7 + 1), max_tokens=60, min_tokens=60) for k in range(count)]
+    return [make_job(f"job-{k}", [k % 40 + 1] * (k % 7 + 1), max_tokens=60, min_tokens=60) for k in range(count)]
 
 
 def submit(client: ZmqClient, jobs: list[Job]) -> list[Notes]:
@@ -201,6 +220,82 @@ def test_engines_come_and_go_while_the_front_runs(tmp_path: Path) -> None:
             await client.remove_engine(1)
             await all_right(jobs, notes)
             assert up(client) == [0, 2]
+
+    run(story())
+    for engine in engines:
+        engine.kill()
+
+
+def test_only_the_suspects_of_a_fault_wait_for_their_engine(tmp_path: Path) -> None:
+    """The others go on at once; no other engine dies of the one that is guilty."""
+    paths, gate = homes(tmp_path, 2), threading.Semaphore(0)
+    engines = [EngineThread(paths[0], gate=gate), EngineThread(paths[1], max_num_seqs=1)]
+
+    async def story() -> None:
+        async with front(tmp_path, 2, "round-robin") as client:
+            await until(lambda: up(client) == [0, 1], "both engines are up")
+            jobs = long_jobs(8)
+            notes = submit(client, jobs)
+            await all_speak(notes[::2], [gate])
+            blackbox.BlackBox(paths[0]).note(["job-0.0", "job-4.0"], tried=False)
+            blackbox.mark_fault(paths[0], 0)
+            await asyncio.to_thread(engines[0].kill)
+            await all_right([*jobs[1::2], jobs[2], jobs[6]], [*notes[1::2], notes[2], notes[6]])
+            assert not notes[0].endings
+            assert not notes[4].endings
+            again = EngineThread(paths[0], epoch=1)
+            await all_right(jobs, notes)
+            assert again.observers[0].tokens > 0, "the suspects ended there"
+            await asyncio.to_thread(again.kill)
+
+    run(story())
+    engines[1].kill()
+
+
+def test_suspects_go_elsewhere_when_their_engine_will_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "PING_S", 0.05)
+    paths, gate = homes(tmp_path, 2), threading.Semaphore(0)
+    engines = [EngineThread(paths[0], gate=gate), EngineThread(paths[1])]
+
+    async def story() -> None:
+        async with front(tmp_path, 2, "round-robin") as client:
+            await until(lambda: up(client) == [0, 1], "both engines are up")
+            jobs = long_jobs(1)
+            notes = submit(client, jobs)
+            await all_speak(notes, [gate])
+            blackbox.BlackBox(paths[0]).note(["job-0.0"], tried=False)
+            blackbox.mark_fault(paths[0], 0)
+            await asyncio.to_thread(engines[0].kill)
+            await until(lambda: up(client) == [1], "the client notices")
+            assert not notes[0].endings
+            (paths[0] / wire.GIVEN_UP).touch()
+            await all_right(jobs, notes)
+
+    run(story())
+    engines[1].kill()
+
+
+def test_each_engines_fair_order_counts_what_the_other_computes(tmp_path: Path) -> None:
+    """A tenant that was served a lot by one engine does not go first on the other."""
+    engines = [EngineThread(home, order="fair", max_num_seqs=1) for home in homes(tmp_path, 2)]
+    orders = [engine.loop.scheduler.policies.order for engine in engines]
+
+    async def story() -> None:
+        async with front(tmp_path, 2, "round-robin") as client:
+            await until(lambda: up(client) == [0, 1], "both engines are up")
+            client.router.policy = OnlyEngine(0)
+            busy = [replace(job, tenant="busy") for job in long_jobs(30)]
+            notes = submit(client, busy)
+            await until(lambda: "busy" in orders[1].elsewhere, "the other engine hears of it")
+            await all_right(busy, notes)
+            computed = sum(len(job.prompt) + 2.0 * 60 for job in busy)  # at their prices
+            await until(lambda: orders[1].served.get("busy") == computed, "all of it is counted there")
+            client.router.policy = OnlyEngine(1)
+            notes = submit(client, [replace(job, tenant="new") for job in long_jobs(1)])
+            await all_right(long_jobs(1), notes)
+            assert orders[1].served["busy"] == computed, "still there, and higher than a tenant's that has just come"
 
     run(story())
     for engine in engines:

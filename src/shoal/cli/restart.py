@@ -32,39 +32,42 @@ def add_restart(commands: Any) -> None:
 
 def run_restart(args: argparse.Namespace) -> int:
     key = ask_for_key() if args.api_key == "-" else args.api_key
+    until_s = time.monotonic() + args.timeout
     before = starts_of(fetch(args.url, key, args.insecure))
+    while None in before.values():  # the server would wait for it, too
+        wait(until_s, f"engine {min(number for number, start in before.items() if start is None)} is down")
+        before = starts_of(fetch(args.url, key, args.insecure))
     request = urllib.request.Request(
         f"{args.url.rstrip('/')}/admin/restart", b"{}", {"Content-Type": "application/json"}, method="POST"
     )
     call(request, args.url, key, args.insecure, "restarting")
-    if args.no_wait:
-        return 0
-    until_s = time.monotonic() + args.timeout
     restarted: set[int] = set()
-    while len(restarted) < len(before):
-        if time.monotonic() > until_s:
-            raise BadConfig(
-                f"only {len(restarted)} of {len(before)} engines were restarted within {args.timeout:g} s; see the "
-                "server's log, or raise --timeout"
-            )
-        time.sleep(LOOK_S)
+    while len(restarted) < len(before) and not args.no_wait:
+        wait(until_s, f"only {len(restarted)} of {len(before)} engines were restarted")
         try:
             now = starts_of(fetch(args.url, key, args.insecure))
         except BadConfig:
-            continue  # no engine is up at the moment
-        for number in sorted(now.keys() - restarted):
-            if now[number] > before.get(number, -1):
+            continue  # the only engine is down at the moment
+        for number, start in sorted(now.items()):
+            if number not in restarted and start is not None and start != before.get(number):
                 restarted.add(number)
                 print(f"engine {number} was restarted ({len(restarted)} of {len(before)})", flush=True)
     return 0
 
 
-def starts_of(snapshot: dict[str, Any]) -> dict[int, int]:
-    """Engine → the number of its start, for those that are up.
+def wait(until_s: float, state: str) -> None:
+    """A moment; raises BadConfig when the time is over."""
+    if time.monotonic() > until_s:
+        raise BadConfig(f"{state} when the time was over; see the server's log, or raise --timeout")
+    time.sleep(LOOK_S)
+
+
+def starts_of(snapshot: dict[str, Any]) -> dict[int, int | None]:
+    """Engine → the number of its start; None while it is down.
 
     >>> starts_of({"engine": {"epoch": 3}})
     {0: 3}
     """
     if "engines" in snapshot:
-        return {one["engine"]: one["epoch"] for one in snapshot["engines"] if one["up"] and "epoch" in one}
+        return {one["engine"]: one.get("epoch") if one["up"] else None for one in snapshot["engines"]}
     return {0: snapshot["engine"]["epoch"]}

@@ -300,7 +300,7 @@ class ZmqClient:
         await self._place_waiting(pause)
 
     async def lost(self, link: EngineLink) -> None:
-        was_up = link.info is not None
+        was_up, expected = link.info is not None, link.is_leaving
         suspects = self._suspects(link)
         link.gone()
         self.router.left(link.number)
@@ -308,7 +308,7 @@ class ZmqClient:
         for live in suspects:
             live.waits_for = link
         if self._any_takes_jobs():
-            if was_up:
+            if was_up and not expected:
                 log.warning("engine %d is down; its %d jobs go on elsewhere", link.number, count)
             await self._place_waiting(TurnTaker())
         elif was_up:

@@ -32,6 +32,7 @@ class Reporter:
         self._cached: dict[Request, int] = {}  # waiting request → blocks of it that are cached
         self._news = False  # requests came or ended since the last report
         self._reported_s = self._served_s = 0.0
+        self._untold = False  # tenants were served since the last report of that
         self._services = 0  # how many reports had one
         self._without_service = True  # the last one was empty, or there was none
 
@@ -39,6 +40,7 @@ class Reporter:
         """This front wants reports, and has had none."""
         if not self.watchers:
             self.scheduler.kv.index.journal = self._changes
+            self.scheduler.policies.order.take_service()  # counts from now on
         self.watchers[front] = False
         self._news = True
 
@@ -54,6 +56,7 @@ class Reporter:
         self._news = True
 
     def note(self, events: PassEvents) -> None:
+        self._untold = self._untold or bool(events.scheduled_ids and self.scheduler.policies.order.counts)
         for end in events.finished:
             self._news = True
             if end.reason in (Reason.STOP, Reason.LENGTH):
@@ -62,12 +65,13 @@ class Reporter:
     @property
     def pending(self) -> bool:
         """Whether there will be something to report soon."""
-        return bool(self.watchers) and (self._news or bool(self._changes))
+        return bool(self.watchers) and (self._news or self._untold or bool(self._changes))
 
     def reports(self, submissions: Mapping[bytes, int], now_s: float) -> dict[bytes, EngineReport]:
         """What each watching front is to be told now; `submissions`: how many came from each since its Hello."""
         late = self.scheduler.running and now_s - self._reported_s >= LOAD_S
-        due = self.pending or late or not all(self.watchers.values())
+        service_is_due = self._untold and now_s - self._served_s >= SERVICE_S
+        due = self._news or self._changes or late or service_is_due or not all(self.watchers.values())
         if not self.watchers or not due or now_s - self._reported_s < REPORT_S:
             return {}
         self._reported_s, self._news = now_s, False
@@ -130,7 +134,7 @@ class Reporter:
     def _service(self, now_s: float) -> dict[str, float] | None:
         if now_s - self._served_s < SERVICE_S:
             return None
-        self._served_s = now_s
+        self._served_s, self._untold = now_s, False
         service = self.scheduler.policies.order.take_service()
         if not service and self._without_service:
             return None
