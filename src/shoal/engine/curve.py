@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 AUTHENTICATOR = "inproc://zeromq.zap.01"  # where libzmq asks whether a peer may connect (ZMTP's RFC 27)
 DOMAIN = b"shoal"
 # A process's death shows at once, a machine's only in its silence. I/O threads answer: a long pass is no silence.
-HEARTBEAT_MS, SILENT_MS = 500, 2000
+HEARTBEAT_MS, SILENT_MS = 1000, 4000
 LARGEST_MESSAGE = 2**26  # bytes that an engine takes from the network; a submitted job is far smaller
 
 
