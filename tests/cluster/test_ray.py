@@ -2,6 +2,9 @@
 
 import asyncio
 import importlib.util
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.ray_nodes import RayNodes, ray_cluster
+from tests.cluster.ray_nodes import RayNodes, free_port, ray_cluster
 from tests.story.models import save_model
 from tests.story_server.servers import SMALL, Server, running
 from tests.story_server.test_crash import Ask, all_answers, answer, asks
@@ -136,3 +139,52 @@ def test_a_burst_adds_engines_and_idleness_removes_them(model: Path, tmp_path: P
         server.wait_for("one engine", one_is_left, 300)
         assert set(map(str, lonely)) == {str(undisturbed[0])}
         server.wait_until_idle()
+
+
+SERVING = """
+import json, sys
+import ray
+from ray import serve
+address, port, options = json.loads(sys.argv[1])
+ray.init(address=address, logging_level="warning")
+serve.start(http_options={"host": "127.0.0.1", "port": port})
+from shoal.cluster import app
+serve.run(app(options))
+print("ready", flush=True)
+sys.stdin.read()
+serve.shutdown()
+"""
+
+
+def test_the_application_for_ray_serve_passes_streams_through(model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    options = {"model": str(model), "dtype": "float32", "kv_memory": "64MiB", "served-model-name": ["tiny"]}
+    options |= {"engine_cpus": 1, "max_model_len": 2048}
+    with ray_cluster(head_cpus=2) as nodes, (tmp_path / "serving.log").open("wb") as log:
+        given = json.dumps([nodes.address, port, options])
+        command = [sys.executable, "-c", SERVING, given]
+        driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+        assert driver.stdin is not None
+        assert driver.stdout is not None
+        try:
+            ready = any(b"ready" in line for line in driver.stdout)
+            assert ready, (tmp_path / "serving.log").read_text(errors="replace")[-4000:]
+            asyncio.run(ask_the_application(f"http://127.0.0.1:{port}"))
+        finally:
+            driver.stdin.close()
+            try:
+                driver.wait(120)
+            finally:
+                driver.kill()
+
+
+async def ask_the_application(url: str) -> None:
+    streamed, whole = asks(2, 40)
+    async with httpx.AsyncClient(timeout=300) as client:
+        for ask in (streamed, whole):
+            status, tokens = await answer(client, url, ask)
+            assert (status, len(tokens)) == (200, ask["max_tokens"])
+        assert (await client.get(f"{url}/health")).status_code == 200
+        refused = await client.post(f"{url}/v1/completions", json={**whole, "max_tokens": "many"})
+        assert refused.status_code == 400
+        assert "max_tokens" in refused.json()["error"]["message"]

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
+import ray
 from ray import serve
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -59,7 +60,8 @@ class ShoalServer:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         command = [sys.executable, "-m", "shoal", "serve", *flags_of(options)]
-        command += ["--cluster", "ray", "--host", "127.0.0.1", "--port", "0", "--json"]
+        address = ray.get_runtime_context().gcs_address
+        command += ["--cluster", "ray", "--cluster-address", address, "--host", "127.0.0.1", "--port", "0", "--json"]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         self._session: aiohttp.ClientSession | None = None
         self._url = self._wait_for_url()
