@@ -30,6 +30,8 @@ ARROWS: dict[str, set[str]] = {
     "output": {"text", "core"},
     "obs": {"core"},
     "server": {"output", "text", "obs", "keys", "core"},
+    "cluster": {"config", "engine", "core"},
+    "cluster.process": {"cluster", "config", "core", "engine", "processes"},
     "machine": set(),
     "kernels": {"core"},
     "models": {"kernels", "core"},
@@ -78,7 +80,7 @@ LIBRARIES: dict[str, set[str]] = {
     "tokenizers": {"text"},
     "jinja2": {"text"},
     "llguidance": {"text"},
-    "starlette": {"server"},
+    "starlette": {"server", "cluster"},
     "uvicorn": {"server"},
     "httptools": {"server"},
     "uvloop": {"processes.front", "bench"},
@@ -87,12 +89,12 @@ LIBRARIES: dict[str, set[str]] = {
     "yaml": {"config", "keys"},
     "prometheus_client": {"obs"},
     "opentelemetry": {"obs"},
-    "aiohttp": {"bench"},
+    "aiohttp": {"bench", "cluster"},
     "yarl": {"bench"},
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels"}
+WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels", "cluster"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
