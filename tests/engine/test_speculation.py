@@ -17,11 +17,12 @@ from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
 from shoal.sched.scheduler import Scheduler
 from shoal.spec.make import make_drafter
+from tests.draft_fakes import checked_drafter
 from tests.engine.test_masks import Run, Watchful
 from tests.fakes import VOCAB, FakeGrammar, make_request
 
 RAGGED = sorted(name for name, preset in PRESETS.items() if preset.settings["layout"] == "ragged")
-DRAFTERS = ["ngram", "suffix", "grammar", "grammar+suffix", "ngram+suffix"]
+DRAFTERS = ["ngram", "suffix", "grammar", "grammar+suffix", "ngram+suffix", "draft", "grammar+suffix+draft"]
 
 
 class Slow(Watchful):
@@ -32,11 +33,12 @@ class Slow(Watchful):
         return super().result()
 
 
-def scheduler_of(preset: str, speculate: str, blocks: int = 18, **more: object) -> Scheduler:
+def scheduler_of(preset: str, speculate: str, blocks: int = 18, fails_at: int = -1, **more: object) -> Scheduler:
     config = EngineConfig.from_mapping(
         {
             "preset": preset,
             "speculate": speculate,
+            "draft_layers": 1 if "draft" in speculate else None,
             "block_size": 4,
             "max_num_seqs": 6,
             "max_num_batched_tokens": 48,
@@ -46,7 +48,11 @@ def scheduler_of(preset: str, speculate: str, blocks: int = 18, **more: object) 
     )
     limits = Limits(120, config.slots, config.pass_tokens, VOCAB)
     drafter = make_drafter(config.speculation) if config.speculation.on else None
-    return make_scheduler(config, limits, blocks, drafter=drafter)
+    model = None
+    if config.speculation.model:
+        model = checked_drafter(blocks, config.block_size, limits.rows, config.draft_tokens, fails_at=fails_at)
+    host = blocks if config.when_short == "swap" else 0
+    return make_scheduler(config, limits, blocks, host, drafter, model)
 
 
 def drive(scheduler: Scheduler, depth: int, kind: type[Watchful] = Slow, bad: dict[int, str] | None = None) -> Run:

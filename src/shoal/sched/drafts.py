@@ -17,6 +17,7 @@ class DraftPolicy(Protocol):
 
     on: bool
     drafter: Drafter
+    names: Sequence[str]  # of all drafters
 
     def started(self, request: Request) -> None:
         """It got a row."""
@@ -51,6 +52,7 @@ class NoDrafts:
 
     on = False
     drafter: Drafter = NoDrafter()
+    names: Sequence[str] = ()
 
     def started(self, request: Request) -> None:
         pass
