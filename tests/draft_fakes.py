@@ -4,11 +4,12 @@ Its blocks hold what fakes.FakeExecutor writes: a hash of all that a position de
 from KV of other tokens, or of tokens that were rejected, is noticed where it is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from shoal.core.drafts import Draft
 from shoal.core.plan import StepPlan, StepResult
-from shoal.core.request import Logprobs
+from shoal.core.request import Logprobs, Request
 from shoal.spec.draft import Asked, DraftDrafter, DraftKV, spare_blocks
 from tests.fakes import VOCAB, FakeExecutor, fold, slot_of
 
@@ -50,13 +51,6 @@ class DraftDevice(FakeExecutor):
         return tokens
 
 
-def slots_of(tokens: Sequence[int]) -> list[int]:
-    slots: list[int] = []
-    for token in tokens:
-        slots.append(slot_of(token, slots))
-    return slots
-
-
 class CheckedDrafter(DraftDrafter):
     """Checks before each call that all it relies on is valid, and afterwards that all it notes is."""
 
@@ -66,27 +60,44 @@ class CheckedDrafter(DraftDrafter):
         self.reused = 0  # positions that were not computed again
         self.named = 0  # … of these, in blocks that another request or life had computed
         self._known: dict[bytes, list[int]] = {}  # name of a block → what it must hold
+        self._slots: dict[Request, list[int]] = {}  # what the positions of a request must hold
+
+    def propose(self, wanted: Mapping[Request, int]) -> Mapping[Request, Draft]:
+        found = super().propose(wanted)
+        assert not self._failed or self.device.fails_at >= 0, "it was switched off: see the log"
+        return found
 
     def _compute(self, asked: Sequence[Asked]) -> None:
         for one in asked:
             self.reused += one.start
             if not one.life.sent:
                 self.named += one.start
-            tokens = one.request.tokens[: one.start]
-            assert self._held(one.life.holding.blocks, one.start) == slots_of(tokens), "KV of other tokens is relied on"
+            expected = self._slots_of(one.request)[: one.start]
+            assert self._held(one.life.holding.blocks, one.start) == expected, "KV of other tokens is relied on"
             assert one.start < len(one.request.tokens), "nothing is left to draw from"
         super()._compute(asked)
         for one in asked:
-            tokens, valid = one.request.tokens, one.life.valid
-            expected = slots_of([*tokens[:valid], *one.life.drafted])
+            slots = self._slots_of(one.request)
+            expected = slots[: one.life.valid]
+            for token in one.life.drafted:
+                expected.append(slot_of(token, expected))
             assert self._held(one.life.holding.blocks, len(expected)) == expected, "KV of other tokens is noted"
-            slots = slots_of(tokens)
             for number, name in enumerate(one.life.names):
                 self._known[name] = slots[number * self.kv.block_size : (number + 1) * self.kv.block_size]
         for block, content in enumerate(self._content):
             assert content is None or self.device.memory[block] == self._known[content], (
                 f"block {block} was overwritten"
             )
+
+    def ended(self, request: Request, by_itself: bool) -> None:
+        super().ended(request, by_itself)
+        self._slots.pop(request, None)
+
+    def _slots_of(self, request: Request) -> list[int]:
+        slots = self._slots.setdefault(request, [])
+        for token in request.tokens[len(slots) :]:
+            slots.append(slot_of(token, slots))
+        return slots
 
     def _held(self, blocks: Sequence[int], count: int) -> list[int]:
         size = self.kv.block_size

@@ -115,7 +115,7 @@ class FakeGrammar:
     def allows(self, tokens: Sequence[int]) -> int:
         ahead = self._copy()
         for place, token in enumerate(tokens):
-            if ahead.ended or not ahead.accept(token):
+            if ahead.ended or ahead.error or not ahead.accept(token):
                 return place
         return len(tokens)
 
