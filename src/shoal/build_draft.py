@@ -68,7 +68,7 @@ def check_tokens(found: ModelFiles, theirs: Tokenizer | None, files: ModelFiles,
     one, other = ours.backend.get_vocab(with_added_tokens=True), theirs.backend.get_vocab(with_added_tokens=True)
     differing = [token for token, number in one.items() if other.get(token, number) != number]
     if differing or len(one.keys() & other.keys()) < 0.99 * len(one):
-        example = f" (such as {differing[0]!r})" if differing else ""
+        example = f" (such as {min(differing)!r})" if differing else ""
         raise BadConfig(
             f"draft_model {found.name} has another vocabulary than {files.name}: its tokens have other ids{example}; "
             "choose a draft model of the same family"

@@ -86,6 +86,15 @@ def test_rejected_tokens_are_computed_again() -> None:
     assert passes(made) == [[(8, 1)], [(9, 1)]]
 
 
+def test_a_rejected_token_makes_those_after_it_void_too() -> None:
+    """Although some of them come all the same, in passes that it was not asked for."""
+    made, request = drafter(), running("a", PROMPT, range(8), seed=3)
+    drafted = list(made.propose({request: 5})[request].tokens)
+    request.tokens += [drafted[0], (drafted[1] + 1) % 50, *drafted[2:]]
+    assert made.behind(request) == 4
+    made.propose({request: 2})
+
+
 def test_tokens_that_came_without_it_are_computed_first_within_the_bound() -> None:
     made, request = drafter(pass_tokens=8), running("a", list(range(20)), range(8), seed=3)
     for behind in (20, 12):
