@@ -97,6 +97,7 @@ class Built:
             self.kv_blocks * self.config.block_size,
             str(self.dtype).removeprefix("torch."),
             self.device,
+            self.config.block_size if self.config.prefix_caching else 0,
         )
 
 
@@ -185,14 +186,16 @@ def assemble(
     # with depth 2 each answer costs one pass too many; on a CPU that is more than planning ahead gains
     depth = config.depth or (2 if device == "cuda" else 1)
     executor, more = make_executor(runner, config, loaded.threads, worker)
-    beside = []
-    if made is not None:
-        beside, more = [made.executor], chain(more, made.recordings)
+    beside = [] if made is None else [made.executor]
     loop = EngineLoop(scheduler, executor, clock or WallClock(), depth, config.check, beside)
+    learn = scheduler.policies.drafts.rehearsed
+    graphs = rehearsing(more, learn)
+    if made is not None:
+        graphs = chain(graphs, rehearsing(made.recordings, partial(learn, of_draft=True)))
     if in_idle_moments:
-        loop.spare = more
+        loop.spare = graphs
     else:
-        for _ in tqdm(more, desc="graphs", unit="graph", disable=not progress, leave=False):
+        for _ in tqdm(graphs, desc="graphs", unit="graph", disable=not progress, leave=False):
             pass
     return Built(
         config=config,
@@ -216,10 +219,18 @@ def make_worker(threads: ThreadChoice) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner", initializer=start)
 
 
+def rehearsing(recordings: Iterator[tuple[int, float]], learn: Callable[[int, float], None]) -> Iterator[None]:
+    """Record graphs, and tell the scheduler how long passes of their sizes take."""
+    for positions, seconds in recordings:
+        learn(positions, seconds)
+        yield
+
+
 def make_executor(
     runner: Runner, config: EngineConfig, threads: ThreadChoice, worker: ThreadPoolExecutor | None
-) -> tuple[Executor, Iterator[object]]:
-    """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one."""
+) -> tuple[Executor, Iterator[tuple[int, float]]]:
+    """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one: of each,
+    the positions of its passes and the seconds that they take."""
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 

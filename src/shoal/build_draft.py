@@ -113,7 +113,7 @@ class MadeDraft:
 
     drafter: DraftDrafter
     executor: Executor
-    recordings: Iterator[object]  # records its graphs, one by one
+    recordings: Iterator[tuple[int, float]]  # records its graphs, one by one: of each, its positions and seconds
 
 
 def make_draft(

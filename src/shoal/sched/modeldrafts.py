@@ -82,6 +82,9 @@ class NoModelDrafts:
     def committed(self) -> None:
         pass
 
+    def rehearsed(self, positions: int, seconds: float) -> None:
+        pass
+
     def ended(self, request: Request, by_itself: bool) -> None:
         pass
 
@@ -194,6 +197,9 @@ class ModelDrafts(NoModelDrafts):
     def committed(self) -> None:
         """The pass for which it was asked has come back."""
         self.spent_s = 0.0
+
+    def rehearsed(self, positions: int, seconds: float) -> None:
+        self.times.rehearse(positions, seconds)
 
     # ---- what came of it ------------------------------------------------------------------------------------------
 

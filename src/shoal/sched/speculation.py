@@ -329,6 +329,12 @@ class Speculation:
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
+    def rehearsed(self, positions: int, seconds: float, of_draft: bool = False) -> None:
+        if of_draft:
+            self.models.rehearsed(positions, seconds)
+        else:
+            self.times.rehearse(positions, seconds)
+
     def seconds(self, positions: int, prompts: bool) -> float:
         """How long the device takes for a pass."""
         if prompts and self._steps.known:
