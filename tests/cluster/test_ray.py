@@ -176,6 +176,7 @@ def test_the_application_for_ray_serve_passes_streams_through(model: Path, tmp_p
                 driver.wait(120)
             finally:
                 driver.kill()
+                driver.stdout.close()
 
 
 async def ask_the_application(url: str) -> None:
