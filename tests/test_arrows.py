@@ -40,8 +40,9 @@ ARROWS: dict[str, set[str]] = {
     "bench": {"engine", "sched", "workload", "models", "kernels", "config", "machine", "core"},
     "build": {
         *("config", "core", "kv", "sched", "spec", "engine", "files", "text", "kernels", "machine", "models"),
-        *("runner", "workload"),
+        *("runner", "workload", "build_draft"),
     },
+    "build_draft": {"config", "core", "sched", "spec", "files", "text", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
     "processes.engine": {"processes", "build", "config", "core", "engine", "machine", "sched", "text", "obs"},
@@ -70,7 +71,7 @@ ARROWS: dict[str, set[str]] = {
 }
 # library → rooms that may load it
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"kernels", "models", "runner", "bench", "build"},
+    "torch": {"kernels", "models", "runner", "bench", "build", "build_draft"},
     "transformers": set(),
     "triton": {"kernels"},
     "ray": {"cluster"},

@@ -114,7 +114,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         spare_folder=folder / "kernels",  # the next engine finds it there
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
-    drafters = built.loop.scheduler.policies.drafts.drafter.names
+    drafters = built.loop.scheduler.policies.drafts.names
     metrics = EngineMetrics(policies_of(built.config), drafters)
     return Host(
         built.loop,
