@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ import pytest
 
 from tests.cluster.ray_nodes import RayNodes, free_port, ray_cluster
 from tests.story.models import save_model
-from tests.story_server.servers import SMALL, Server, running
+from tests.story_server.servers import RESTARTS, SMALL, Server, command_of, family_of, running
 from tests.story_server.test_crash import Ask, all_answers, answer, asks
 
 pytestmark = [
@@ -86,6 +88,26 @@ def test_a_rolling_restart_loses_nothing(two_nodes: RayNodes, model: Path, tmp_p
         server.wait_for("both restarts", lambda: server.log(10**9).count("as asked, and is started again") == 2, 300)
         until_up(server, 2)
         assert asyncio.run(all_answers(server, wanted, lambda: None)) == undisturbed
+
+
+def test_requests_survive_the_death_of_the_fleet(model: Path, tmp_path: Path) -> None:
+    """Its engines die with it, and the next fleet starts others."""
+    with (
+        ray_cluster(head_cpus=1) as nodes,
+        running(tmp_path, model, *flags(nodes), env=ENV) as server,
+    ):
+        until_up(server, 1)
+        wanted = asks(8, 300)
+        undisturbed = asyncio.run(all_answers(server, wanted, lambda: None))
+
+        def kill_the_fleet() -> None:
+            server.wait_for("all to run", lambda: server.metrics().get("shoal_requests_running", 0) == 8)
+            (fleet,) = [pid for pid in family_of(server.process.pid) if "shoal.cluster.process" in command_of(pid)]
+            os.kill(fleet, signal.SIGKILL)
+
+        assert asyncio.run(all_answers(server, wanted, kill_the_fleet)) == undisturbed
+        assert server.metrics()[RESTARTS] == 1, "epochs go on"
+        server.wait_until_idle()
 
 
 async def keep_asking(server: Server, wanted: list[Ask], enough: threading.Event) -> list[tuple[Ask, Any]]:
@@ -176,6 +198,7 @@ def test_the_application_for_ray_serve_passes_streams_through(model: Path, tmp_p
                 driver.wait(120)
             finally:
                 driver.kill()
+                driver.stdout.close()
 
 
 async def ask_the_application(url: str) -> None:
