@@ -37,12 +37,15 @@ ARROWS: dict[str, set[str]] = {
     "bench": {"engine", "sched", "workload", "models", "kernels", "config", "machine", "core"},
     "build": {
         *("config", "core", "kv", "sched", "spec", "engine", "files", "text", "kernels", "machine", "models"),
-        *("runner", "workload"),
+        *("runner", "workload", "build_ranks"),
     },
+    "build_ranks": {"config", "files", "machine", "models", "runner"},
+    "build_follower": {"build", "config", "files", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
     "processes.engine": {"processes", "build", "config", "core", "engine", "sched", "text", "obs"},
     "processes.front": {"processes", "config", "keys", "core", "engine", "files", "text", "obs", "server"},
+    "processes.rank": {"build_follower", "config", "engine", "obs", "runner"},
     "processes": set(),
     "cli": {
         "build",
@@ -65,7 +68,7 @@ ARROWS: dict[str, set[str]] = {
 }
 # library → rooms that may load it
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"kernels", "models", "runner", "bench", "build"},
+    "torch": {"kernels", "models", "runner", "bench", "build", "build_ranks", "build_follower"},
     "transformers": set(),
     "triton": {"kernels"},
     "ray": {"cluster"},

@@ -263,10 +263,13 @@ class EngineConfig(Options):
     depth: int | None = option(
         None, "passes in flight: 2 plans the next while one computes; default: 2 on a GPU, 1 on a CPU", parse=int
     )
+    tensor_parallel_size: int = option(
+        1, "processes that the model is split over: one per GPU, or several on the CPUs", parse=int
+    )
     threads: int | None = option(
         None,
-        "CPU threads; default: one per available CPU or per core, whichever is faster, within the CPU quota, on the "
-        "fast cores of one socket",
+        "CPU threads of each process; default: one per available CPU or per core, whichever is faster, within the CPU "
+        "quota, on the fast cores of one socket",
         parse=int,
     )
     cpu_kernels: str = option(
@@ -299,7 +302,7 @@ class EngineConfig(Options):
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in ("block_size", "max_preemptions", "draft_tokens"):
+        for name in ("block_size", "max_preemptions", "draft_tokens", "tensor_parallel_size"):
             self._at_least(name, 1)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "threads", "depth"):
             if getattr(self, name) is not None:

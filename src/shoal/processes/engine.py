@@ -19,7 +19,7 @@ from shoal.engine import blackbox, wire
 from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
-from shoal.errors import ShoalError
+from shoal.errors import EngineLost, ShoalError
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
@@ -37,6 +37,8 @@ def main(run: Callable[[Mapping[str, Any]], None]) -> int:
     set_up_logs(config["log_level"], config["log_format"])
     try:
         run(config)
+    except EngineLost as error:
+        end_engine(error)
     except ShoalError as error:
         say_refused(error, Path(config["folder"]), config.get("epoch", 0))
         return USERS_MISTAKE
@@ -48,6 +50,18 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def end_engine(error: EngineLost) -> None:
+    """End this process at once, from any thread: a pass may wait forever for the rank that was lost.
+
+    A rank that was killed from outside is as if this process was: no request is blamed for it.
+    """
+    log.error("the engine ends: %s", error)
+    if not error.fault:
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    leave(1)
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -94,6 +108,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         spare_folder=folder / "kernels",  # the next engine finds it there
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
+    built.ranks.on_lost = end_engine
     drafters = built.loop.scheduler.policies.drafts.drafter.names
     metrics = EngineMetrics(policies_of(built.config), drafters)
     return Host(
