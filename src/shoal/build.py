@@ -42,7 +42,6 @@ from shoal.runner.loader import (
     untied_if_both,
 )
 from shoal.runner.parallel import over_ranks
-from shoal.runner.ranks import Ranks
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import ThreadChoice, ThreadFollower, choose_threads, move_to, release_threads, staying_on
@@ -244,13 +243,12 @@ def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
     if config.prefill != "chunked" or config.batching != "continuous":  # prompts are not chunked
         tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
     log.info("rehearsing passes of %d tokens and %d requests", tokens, config.slots)
-    if isinstance(loaded.ranks, Ranks):
+    if loaded.model.shard is not WHOLE:
         from shoal.runner.cuda_parallel import rehearse_together
 
         sizes = {"block_size": config.block_size, "tokens": tokens, "lines": config.slots}
-        loaded.ranks.begin("rehearse", **sizes, most_drafts=most_drafts(config))
-        rehearse_together(loaded.model, loaded.dtype, **sizes, most_drafts=most_drafts(config))
-        loaded.ranks.answers()
+        with loaded.ranks.doing("rehearse", **sizes, most_drafts=most_drafts(config)):
+            rehearse_together(loaded.model, loaded.dtype, **sizes, most_drafts=most_drafts(config))
         return
     rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.slots, progress, most_drafts(config))
 
@@ -259,19 +257,18 @@ def blocks_of_ranks(config: EngineConfig, loaded: Loaded) -> int:
     """KV blocks on every rank. On CPUs, and where the memory is given, it is that of all ranks together; on GPUs the
     one with the least memory decides."""
     ranks, spec, dtype, device = loaded.ranks, loaded.spec, loaded.dtype, loaded.device
-    if not isinstance(ranks, Ranks) or device == "cpu" or config.kv_memory is not None:
+    if device == "cpu" or config.kv_memory is not None:
         return kv_blocks(config, kv_over_ranks(spec, ranks.size), dtype, device)
     own = kv_blocks(config, loaded.model.spec, dtype, device)
-    return min(own, *(int(one["blocks"]) for one in ranks.ask("measure", config=asdict(config))))
+    return min([own, *(int(one["blocks"]) for one in ranks.ask("measure", config=asdict(config)))])
 
 
 def assemble_ranks(loaded: Loaded, config: EngineConfig, store: KVStore, host: int, runner: Runner) -> None:
     """Have the other ranks, if any, build what this one has."""
-    if isinstance(loaded.ranks, Ranks):
-        sizes = {"blocks": store.scratch, "host_blocks": host, "block_size": store.block_size}
-        rows, context = runner.tables.blocks.shape[0], runner.tables.blocks.shape[1] * store.block_size
-        more = {} if loaded.device == "cpu" else {"most_tokens": config.pass_tokens, "most_drafts": most_drafts(config)}
-        loaded.ranks.ask("assemble", **sizes, rows=rows, max_model_len=context, **more)
+    sizes = {"blocks": store.scratch, "host_blocks": host, "block_size": store.block_size}
+    rows, context = runner.tables.blocks.shape[0], runner.tables.blocks.shape[1] * store.block_size
+    more = {} if loaded.device == "cpu" else {"most_tokens": config.pass_tokens, "most_drafts": most_drafts(config)}
+    loaded.ranks.ask("assemble", **sizes, rows=rows, max_model_len=context, **more)
 
 
 def most_drafts(config: EngineConfig) -> int:

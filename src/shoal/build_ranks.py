@@ -84,9 +84,8 @@ def start_ranks(
 
     def connect() -> None:
         ranks.answers()  # their weights are loaded
-        ranks.begin("join")
-        group.join()
-        ranks.answers()
+        with ranks.doing("join"):
+            group.join()
         log.info("%d ranks are connected", size)
 
     return ranks, SplitShard(0, size, group), connect

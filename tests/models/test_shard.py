@@ -18,7 +18,7 @@ from shoal.models.shard import WHOLE, SplitShard
 from shoal.runner.loader import ArrayReader, SafetensorsReader, dummy_weights, load_weights
 from tests.files import ggufs
 
-NOBODY: Any = None  # nothing is computed
+NO_GROUP: Any = None  # nothing is computed
 SIZES: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 70,
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 
 
 def shards(size: int) -> list[SplitShard]:
-    return [SplitShard(rank, size, NOBODY) for rank in range(size)]
+    return [SplitShard(rank, size, NO_GROUP) for rank in range(size)]
 
 
 def spec_of(**changes: Any) -> ModelSpec:

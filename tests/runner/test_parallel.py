@@ -74,6 +74,9 @@ def test_more_ranks_than_two(size: int, folder: Path) -> None:
             open_llm(folder, tensor_parallel_size=size)
         return
     with open_llm(folder) as whole, open_llm(folder, tensor_parallel_size=size) as split:
+        tokens = [llm.loop.scheduler.kv.pool.total for llm in (whole, split)]
+        assert tokens[0] == 2 * tokens[1], "the memory is that of all ranks"
+        assert {rank.built.follower.runner.kv.scratch for rank in made[-1].threads if rank.built} == {tokens[1]}
         assert token_ids(answers(whole)) == token_ids(answers(split))
 
 

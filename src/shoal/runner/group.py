@@ -31,11 +31,6 @@ class DistributedGroup:
         self._sum.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         self._gather.rootRank = self._send.rootRank = 0
 
-    @property
-    def recordable(self) -> bool:
-        """Whether operations can be recorded in a CUDA graph."""
-        return self._device == "cuda"
-
     def join(self) -> None:
         """Connect; returns when all ranks have."""
         store = torch_distributed.FileStore(str(self._folder / STORE), self.size)

@@ -21,7 +21,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,15 @@ class NoRanks:
 
     size = 1
     on_lost: Callable[[EngineLost], None] = staticmethod(lambda error: None)
+
+    def ask(self, what: str, **more: Any) -> list[dict[str, Any]]:
+        """There is no rank to answer."""
+        return []
+
+    @contextmanager
+    def doing(self, what: str, **more: Any) -> Iterator[None]:
+        """There is no rank that does it, too."""
+        yield
 
     def close(self) -> None:
         """Nothing to end."""
@@ -98,6 +108,13 @@ class Ranks:
     def begin(self, what: str, **more: Any) -> None:
         """Ask all ranks; answers() takes what they say."""
         self._send(rank_wire.ASK, json.dumps({"what": what, **more}).encode())
+
+    @contextmanager
+    def doing(self, what: str, **more: Any) -> Iterator[None]:
+        """Have all ranks do something while rank 0 does it."""
+        self.begin(what, **more)
+        yield
+        self.answers()
 
     def answers(self) -> list[dict[str, Any]]:
         """The next answer of each rank; it may take as long as it takes, while the ranks live."""
