@@ -86,6 +86,8 @@ def start_ranks(
         ranks.answers()  # their weights are loaded
         with ranks.doing("join"):
             group.join()
+        if device == "cpu":  # gloo needs the folder no longer; killed, this process could not remove it
+            shutil.rmtree(folder, ignore_errors=True)
         log.info("%d ranks are connected", size)
 
     return ranks, SplitShard(0, size, group), connect

@@ -163,7 +163,7 @@ class EngineConfig(Options):
     block_size: int = option(16, "tokens in one KV block", parse=int, group="memory")
     kv_memory: int | None = option(
         None,
-        "memory for the KV cache, such as 2GiB; default: a share of the free memory",
+        "memory for the KV cache, of all processes together, such as 2GiB; default: a share of the free memory",
         parse=parse_bytes,
         group="memory",
     )

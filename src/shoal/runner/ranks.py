@@ -86,6 +86,7 @@ class Ranks:
         self.on_lost: Callable[[EngineLost], None] = lambda error: None
         self._silence_s = silence_s
         self._closing = False
+        self._losing = threading.Lock()
         self._noticed = threading.Event()
         self._at_end: list[Callable[[], None]] = []
         self.ranks = [
@@ -225,7 +226,10 @@ class Ranks:
 
     def _lose(self, error: EngineLost) -> None:
         """The first loss counts; all ranks are killed, so that nothing waits for them."""
-        self.lost = error
+        with self._losing:
+            if self.lost is not None:
+                return
+            self.lost = error
         for rank in self.ranks:
             rank.process.kill()
         self._noticed.set()
