@@ -23,7 +23,8 @@ ARROWS: dict[str, set[str]] = {
     "kv": {"core"},
     "sched": {"kv", "config", "core"},
     "spec": {"config", "core"},
-    "engine": {"sched", "core"},
+    "routing": {"kv", "core"},
+    "engine": {"sched", "routing", "kv", "core"},
     "files": {"core"},
     "text": {"files", "core"},
     "output": {"text", "core"},
@@ -43,8 +44,10 @@ ARROWS: dict[str, set[str]] = {
     "build_follower": {"build", "config", "files", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
-    "processes.engine": {"processes", "build", "config", "core", "engine", "sched", "text", "obs"},
-    "processes.front": {"processes", "config", "keys", "core", "engine", "files", "text", "obs", "server"},
+    "processes.engine": {"processes", "build", "config", "core", "engine", "machine", "sched", "text", "obs"},
+    "processes.front": {
+        *("processes", "config", "keys", "core", "engine", "files", "routing", "text", "obs", "server"),
+    },
     "processes.rank": {"build_follower", "config", "engine", "obs", "runner"},
     "processes": set(),
     "cli": {
@@ -92,7 +95,7 @@ LIBRARIES: dict[str, set[str]] = {
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "spec", "core", "config", "models", "kernels"}
+WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

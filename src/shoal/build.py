@@ -48,6 +48,7 @@ from shoal.runner.threads import ThreadChoice, ThreadFollower, choose_threads, m
 from shoal.runner.verify import CoinToss
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
+from shoal.sched.scheduler import Scheduler
 from shoal.spec.make import make_drafter
 from shoal.text.template import read_template
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -98,6 +99,7 @@ class Built:
             self.kv_blocks * self.config.block_size,
             str(self.dtype).removeprefix("torch."),
             self.device,
+            self.config.block_size if self.config.prefix_caching else 0,
         )
 
 
@@ -197,10 +199,11 @@ def assemble(
     executor, more = make_executor(runner, config, loaded.threads)
     executor = over_ranks(executor, ranks, owns_ranks)
     loop = EngineLoop(scheduler, executor, clock or WallClock(), depth=depth, check=config.check)
+    graphs = rehearsing(more, scheduler)
     if in_idle_moments:
-        loop.spare = more
+        loop.spare = graphs
     else:
-        for _ in tqdm(more, desc="graphs", unit="graph", disable=not progress, leave=False):
+        for _ in tqdm(graphs, desc="graphs", unit="graph", disable=not progress, leave=False):
             pass
     return Built(
         config=config,
@@ -218,8 +221,18 @@ def assemble(
     )
 
 
-def make_executor(runner: Runner, config: EngineConfig, threads: ThreadChoice) -> tuple[Executor, Iterator[object]]:
-    """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one."""
+def rehearsing(recordings: Iterator[tuple[int, float]], scheduler: Scheduler) -> Iterator[None]:
+    """Record graphs, and tell the scheduler how long passes of their sizes take."""
+    for positions, seconds in recordings:
+        scheduler.policies.drafts.rehearsed(positions, seconds)
+        yield
+
+
+def make_executor(
+    runner: Runner, config: EngineConfig, threads: ThreadChoice
+) -> tuple[Executor, Iterator[tuple[int, float]]]:
+    """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one: of each,
+    the positions of its passes and the seconds that they take."""
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 

@@ -50,7 +50,7 @@ class EngineThread:
         executor.gate = gate
         self.gate = gate
         self.socket = open_socket(folder)
-        info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake")
+        info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake", scheduler.kv.block_size)
         self.loop = EngineLoop(scheduler, executor, InboxClock(self.socket), check=True)
         self.observers = [PassCount(), PassCount()]
         self.host = Host(self.loop, self.socket, info, self.observers, {"metrics": lambda: b"passes 1\n"})

@@ -376,6 +376,21 @@ class EngineConfig(Options):
             self, max_num_seqs=slots, max_num_batched_tokens=self.max_num_batched_tokens or PASS_TOKENS[device]
         )
 
+    def divided(self, engines: int) -> "EngineConfig":
+        """A copy for one of several engines that share the machine's memory.
+
+        >>> EngineConfig(kv_memory=300).divided(3).kv_memory
+        100
+        """
+        if engines == 1:
+            return self
+        return replace(
+            self,
+            kv_memory=None if self.kv_memory is None else max(1, self.kv_memory // engines),
+            kv_share=(self.kv_share or 0.5) / engines,
+            host_kv_memory=None if self.host_kv_memory is None else self.host_kv_memory // engines,
+        )
+
     def read_tiers(self) -> Tiers:
         """The tiers; without any given, the defaults if the order needs them, else none."""
         if self.tiers is None:

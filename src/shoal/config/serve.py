@@ -18,6 +18,7 @@ from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
 LEVELS = ("debug", "info", "warning", "error")
+MOST_REPLICAS = 64  # engines on one machine
 BODIES = 8  # of the largest size, that a front reads at the same time by default
 # A healthy idle process writes a heartbeat at least every 2 s (engine/supervise.py); the rest is for busy machines.
 SHORTEST_HANG_S = 5.0
@@ -39,6 +40,19 @@ class ServeConfig(Options):
     )
     key_tokens_per_minute: int | None = option(
         None, "most tokens of one API key per minute, prompt and output", parse=int, group="server"
+    )
+    replicas: int = option(
+        1,
+        "engine processes, each with its own KV cache: one per GPU, or per group of CPU cores, which divide the memory",
+        parse=int,
+        group="server",
+    )
+    routing: str = option(
+        "prefix",
+        "which of several engines gets a request: the one that holds its prefix, weighed against load; the one with "
+        "the least work queued, in tokens; or each in turn",
+        choices=("prefix", "least-load", "round-robin"),
+        group="server",
     )
     api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
     allowed_hosts: tuple[str, ...] = option(
@@ -89,6 +103,8 @@ class ServeConfig(Options):
         if not 0 <= self.port <= 65535:
             raise BadConfig(f"port must be between 0 and 65535, not {self.port}")
         self._at_least("api_workers", 1)
+        if not 1 <= self.replicas <= MOST_REPLICAS:
+            raise BadConfig(f"replicas must be between 1 and {MOST_REPLICAS}, not {self.replicas}")
         for name in ("key_max_concurrent", "key_tokens_per_minute"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)

@@ -24,7 +24,9 @@ from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, reques
 from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
+from shoal.engine.elsewhere import ServiceElsewhere
 from shoal.engine.loop import EngineLoop
+from shoal.engine.reporter import REPORT_S, Reporter
 from shoal.errors import BadGrammar, EngineError, RequestFailed, ShoalError
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class FrontState:
     heard_s: float  # when its last message came
     jobs: dict[int, list[str]] = field(default_factory=dict)  # job number → ids of its requests that have not ended
     unreachable: bool = False  # the last message could not be sent; logged once
+    submissions: int = 0  # since its Hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +125,17 @@ class Host:
         self.owners: dict[str, Owner] = {}  # by request id
         self.queue_s: dict[str, float] = {}  # request id → time it waited in the queue, until it ends
         self._outbox: dict[bytes, wire.Pass] = {}  # the next message to each front
+        self.reporter = Reporter(loop.scheduler)
+        self._elsewhere = ServiceElsewhere()
+        self._drain_until_s: float | None = None  # it is about to end
+        self._told_leaving = False
         self._compiling: deque[Compiling] = deque()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-grammar")
         loop.scheduler.more_coming = True  # a front may always submit more
         self._readers: dict[type[wire.Message], Callable[[bytes, Any], None]] = {
             wire.Hello: self._hello,
+            wire.Watch: lambda front, message: self.reporter.watch(front),
+            wire.Elsewhere: self._served_elsewhere,
             wire.Ping: lambda front, message: None,
             wire.Submit: self._submit,
             wire.Abort: self._abort_all,
@@ -145,6 +154,23 @@ class Host:
     def stop(self) -> None:
         self.stopping = True
 
+    def drain(self, timeout_s: float) -> None:
+        """Have the fronts move their jobs to another engine, and stop when no job is left, at the latest after the
+        timeout. May be called from a signal handler."""
+        if self._drain_until_s is None:
+            self._drain_until_s = self.loop.clock.now_s() + timeout_s
+
+    def _leave(self) -> None:
+        """Part of drain(), between two passes."""
+        if not self._told_leaving:
+            self._told_leaving = True
+            for front in list(self.fronts):
+                self._send(front, wire.Leaving())
+            return
+        over = self.loop.clock.now_s() >= (self._drain_until_s or 0.0)
+        if over or not any(state.jobs for state in self.fronts.values()):
+            self.stop()
+
     def step(self) -> None:
         """Read all messages, compute a pass (or wait a little), send what came of it."""
         self.beat()
@@ -152,12 +178,35 @@ class Host:
         self._take_compiled()
         self._send_news()
         now_s = self.loop.clock.now_s()
-        wait_s = 0.01 if self._compiling else IDLE_S
-        events = self.loop.step(until_s=now_s + wait_s)
+        events = self.loop.step(until_s=now_s + self._longest_wait_s())
         for observer in self.observers:
             observer.take(events)
         self._sort(events)
+        self.reporter.note(events)
+        self._report()
         self._send_news()
+        if self._drain_until_s is not None:
+            self._leave()
+
+    def _longest_wait_s(self) -> float:
+        """How long it may do nothing while no message comes."""
+        if self._compiling:
+            return 0.01
+        return REPORT_S if self.reporter.pending or self._drain_until_s is not None else IDLE_S
+
+    def _report(self) -> None:
+        """Tell the fronts that choose among several engines."""
+        if self.reporter.watchers:
+            counts = {front: state.submissions for front, state in self.fronts.items()}
+            for front, report in self.reporter.reports(counts, self.loop.clock.now_s()).items():
+                if not self._send(front, wire.Report(self.info.epoch, report)):
+                    self.reporter.missed(front)
+
+    def _served_elsewhere(self, front: bytes, message: wire.Elsewhere) -> None:
+        now_s = self.loop.clock.now_s()
+        service = self._elsewhere.take(message.engine, message.epoch, message.number, message.service, now_s)
+        if service is not None:
+            self.loop.scheduler.policies.order.served_elsewhere(service)
 
     # ---- messages of fronts ---------------------------------------------------------------------------------------
 
@@ -197,17 +246,24 @@ class Host:
             self._abort(front, number)
         del self.fronts[front]
         self._outbox.pop(front, None)
+        self.reporter.forget(front)
 
     def _hello(self, front: bytes, message: wire.Hello) -> None:
         """A front that sends Hello has no jobs here: it is new, or takes this engine for a new one."""
+        self.fronts[front].submissions = 0
+        self.reporter.forget(front)
         for number in list(self.fronts[front].jobs):
             self._abort(front, number)
         name, dot, _ = front.rpartition(b".")
         for other in [one for one in self.fronts if dot and one != front and one.rpartition(b".")[0] == name]:
             self._forget(other)  # names are NAME.START: an earlier start of the same front, which is dead
         self._send(front, wire.Ready(self.info))
+        if self._told_leaving:
+            self._send(front, wire.Leaving())
 
     def _submit(self, front: bytes, message: wire.Submit) -> None:
+        self.fronts[front].submissions += 1
+        self.reporter.note_submission()
         try:
             job = message.job()
             if job.grammar is not None and self.make_grammar is None:
@@ -398,16 +454,18 @@ class Host:
         for front, news in outbox.items():
             self._send(front, news)
 
-    def _send(self, front: bytes, message: wire.Message) -> None:
+    def _send(self, front: bytes, message: wire.Message) -> bool:
         """Never blocks. A message to a front that is gone or stuck is lost; its silence will show that it is gone."""
         state = self.fronts[front]
         try:
             self.socket.send_multipart([front, wire.pack(message)], zmq.NOBLOCK)
             state.unreachable = False
+            return True
         except zmq.ZMQError as error:
             if not state.unreachable:
                 log.warning("front %s cannot be reached: %s", named(front), error)
             state.unreachable = True
+            return False
 
 
 def named(front: bytes) -> str:

@@ -1,7 +1,8 @@
 """The engine's own process: `python -m shoal.processes.engine`, config in as JSON on standard input, never a pickle.
 
-Builds the engine, opens its socket in the private folder and serves fronts until SIGTERM. Exit code 2 means that the
-config cannot be served; the reason is on standard error. main() and serve() are for other engine programs, too.
+Builds the engine, opens its socket in its home, a private folder, and serves fronts until SIGTERM. SIGUSR1 has it end
+as soon as the fronts have moved their jobs to other engines. Exit code 2 means that the config cannot be served; the
+reason is on standard error. main() and serve() are for other engine programs, too.
 """
 
 import json
@@ -10,6 +11,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import EngineLost, ShoalError
+from shoal.machine.shares import VISIBLE, MachineShare
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
@@ -31,14 +35,14 @@ log = logging.getLogger("shoal.processes.engine")
 def main(run: Callable[[Mapping[str, Any]], None]) -> int:
     """Read the config, run the program, return its exit code."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor handles both
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # the supervisor handles the first two
         signal.signal(number, signal.SIG_IGN)
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
     try:
         run(config)
     except EngineLost as error:
-        end_engine(error)
+        end_engine(config, error)
     except ShoalError as error:
         say_refused(error, Path(config["folder"]), config.get("epoch", 0))
         return USERS_MISTAKE
@@ -52,7 +56,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def end_engine(error: EngineLost) -> None:
+def end_engine(config: Mapping[str, Any], error: EngineLost) -> None:
     """End this process at once, from any thread: a pass may wait forever for the rank that was lost.
 
     A rank that was killed from outside is as if this process was: no request is blamed for it.
@@ -61,25 +65,39 @@ def end_engine(error: EngineLost) -> None:
     if not error.fault:
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
+    blackbox.mark_fault(home_of(config), config["epoch"])
     leave(1)
 
 
 def run(config: Mapping[str, Any]) -> None:
-    folder = Path(config["folder"])
-    socket = open_socket(folder)
-    suspects = Suspected(*blackbox.read(folder)) if config.get("after_fault") else None
-    box = blackbox.BlackBox(folder)
+    home = home_of(config)
+    socket = open_socket(home)
+    suspects = Suspected(*blackbox.read(home)) if config.get("after_fault") else None
+    box = blackbox.BlackBox(home)
+    blackbox.mark_faults(home, config["epoch"])
     host = make_host(config, socket, suspects)
     host.loop.on_begin = box.note
     host.loop.executor = wrapped(host.loop.executor, os.environ)
     host.beat = Heartbeat(config["ready_fd"], host.loop.clock)
-    serve(host, config)
+    try:
+        serve(host, config)
+    except EngineLost:
+        raise
+    except Exception:
+        blackbox.mark_fault(home, config["epoch"])
+        raise
+
+
+def home_of(config: Mapping[str, Any]) -> Path:
+    """The engine's own folder: that of the server, or one in it where there are several engines."""
+    return Path(config.get("home") or config["folder"])
 
 
 def serve(host: Host, config: Mapping[str, Any]) -> None:
-    """Answer fronts until SIGTERM comes."""
+    """Answer fronts until SIGTERM comes. The address is config["listen"], by default a file in the engine's home."""
     signal.signal(signal.SIGTERM, lambda number, frame: host.stop())
-    host.socket.bind(f"ipc://{Path(config['folder']) / wire.ADDRESS}")
+    signal.signal(signal.SIGUSR1, lambda number, frame: host.drain(config.get("drain_timeout", 0.0)))
+    host.socket.bind(config.get("listen") or f"ipc://{home_of(config) / wire.ADDRESS}")
     info = host.info
     log.info(
         "engine ready: %s on %s, context %d, KV cache of %d tokens",
@@ -95,9 +113,14 @@ def serve(host: Host, config: Mapping[str, Any]) -> None:
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
     """The engine of this config, behind the socket."""
-    from shoal.build import build  # loads torch
-
+    share = MachineShare(**config["share"]) if config.get("share") else MachineShare(1)
     engine = EngineConfig(**config["engine"]).for_answers()
+    if share.gpu and engine.device != "cpu":
+        os.environ[VISIBLE] = share.gpu  # before torch is loaded
+    from shoal.build import build, pick_device  # loads torch
+
+    if share.of > 1 and pick_device(engine.device) == "cpu":
+        engine = on_its_cpus(engine, share)
     folder = Path(config["folder"])
     made: list[Grammars] = []
     built = build(
@@ -108,7 +131,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         spare_folder=folder / "kernels",  # the next engine finds it there
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
-    built.ranks.on_lost = end_engine
+    built.ranks.on_lost = partial(end_engine, config)
     drafters = built.loop.scheduler.policies.drafts.drafter.names
     metrics = EngineMetrics(policies_of(built.config), drafters)
     return Host(
@@ -120,6 +143,16 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         make_grammar=made[0].make if made else None,
         suspects=suspects,
     )
+
+
+def on_its_cpus(engine: EngineConfig, share: MachineShare) -> EngineConfig:
+    """Keep this process on its share of the CPUs, and return the config with its share of the memory."""
+    if share.cpus and hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, share.cpus)
+        except OSError as error:  # the cpuset has changed meanwhile, or a sandbox forbids it
+            log.warning("this engine is not kept on CPUs %s: %s", list(share.cpus), error.strerror)
+    return replace(engine.divided(share.of), threads=engine.threads or share.threads)
 
 
 def wrapped(executor: Executor, environ: Mapping[str, str]) -> Executor:

@@ -19,6 +19,7 @@ from typing import Any
 
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
+from shoal.engine.link import EngineAddress
 from shoal.engine.refusal import say_refused
 from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
 from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
@@ -32,6 +33,7 @@ from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
 from shoal.processes.hooks import LOOP_FACTORY, hook
+from shoal.routing.router import Router
 from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
@@ -78,7 +80,7 @@ async def run(config: Mapping[str, Any]) -> None:
         grammars = grammars_of(files, tokenizer)
         tokenizer.warm()  # both now, while the engine starts, too: later they would stop the event loop
         grammars.warm()
-    client = ZmqClient(Path(config["folder"]), config["name"], restart_policy(config, serve))
+    client = make_client(config, serve)
     client.start()
     settings = make_settings(config, serve, files)
     spans = open_spans(serve.otlp_endpoint, settings.version)
@@ -95,6 +97,8 @@ async def run(config: Mapping[str, Any]) -> None:
         spans,
         limiter,
     )
+    if config.get("supervised"):
+        front.restart_engines = restart_engines
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
     gc.collect()
     gc.freeze()  # what exists now stays: going through it again and again would hold up the event loop
@@ -172,6 +176,21 @@ async def drain(front: Front, timeout_s: float) -> None:
         log.warning("%d requests did not finish in time and are ended", front.active)
         front.end_all()
         await asyncio.sleep(0.2)  # time to send the error
+
+
+def restart_engines() -> None:
+    """Ask the supervisor, whose child this process is, to restart the engines one by one."""
+    os.kill(os.getppid(), signal.SIGUSR1)
+
+
+def make_client(config: Mapping[str, Any], serve: ServeConfig) -> ZmqClient:
+    """Of the one engine, or of all engines of config["engines"]."""
+    folder, policy = Path(config["folder"]), restart_policy(config, serve)
+    homes = [Path(home) for home in config.get("engines", ())]
+    if len(homes) < 2:
+        return ZmqClient(folder, config["name"], policy)
+    engines = [EngineAddress.in_folder(home, number) for number, home in enumerate(homes)]
+    return ZmqClient(folder, config["name"], policy, engines=engines, router=Router(serve.routing))
 
 
 def restart_policy(config: Mapping[str, Any], serve: ServeConfig) -> RestartPolicy:

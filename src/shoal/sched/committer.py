@@ -54,7 +54,8 @@ class Committer:
             for request, tokens in zip(drawing, got, strict=True):
                 policies.order.generated(request, tokens)
         if policies.drafts.on:
-            policies.drafts.committed(flight, accepted, sum(got), result.busy_s, now_s, bool(tables.running))
+            busy_s = 0.0 if result.cold else result.busy_s
+            policies.drafts.committed(flight, accepted, sum(got), busy_s, now_s, bool(tables.running))
         tables.rows.committed(flight.plan.step)
         if tables.suspects:
             tables.suspects.clear()

@@ -37,7 +37,10 @@ class DraftPolicy(Protocol):
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
     ) -> None:
         """A pass has come back: how many draft tokens of each request were accepted, how many tokens all requests got,
-        how long the device took; and whether requests are still running."""
+        how long the device took (0: that is not known); and whether requests are still running."""
+
+    def rehearsed(self, positions: int, seconds: float) -> None:
+        """Before there were requests, a pass of so many positions took so long."""
 
     def counts(self, request: Request) -> tuple[int, int]:
         """Its draft tokens that were verified so far, and of those accepted."""
@@ -70,6 +73,9 @@ class NoDrafts:
     def committed(
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
     ) -> None:
+        pass
+
+    def rehearsed(self, positions: int, seconds: float) -> None:
         pass
 
     def counts(self, request: Request) -> tuple[int, int]:

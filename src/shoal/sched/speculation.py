@@ -283,6 +283,9 @@ class Speculation:
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
+    def rehearsed(self, positions: int, seconds: float) -> None:
+        self.times.rehearse(positions, seconds)
+
     def seconds(self, positions: int, prompts: bool) -> float:
         """How long the device takes for a pass."""
         if prompts and self._steps.known:

@@ -100,6 +100,7 @@ class Front:
         self.metrics: FrontCounters = metrics or NoCounters()
         self.other_fronts: OtherFronts = NoOtherFronts()  # set where there are several fronts
         self.spans: Spans = spans or NoSpans()
+        self.restart_engines: Callable[[], None] | None = None  # set where a supervisor can do it
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.last_info)
         self.gate = KeyGate(limiter or NoLimiter(), self.metrics, lambda: client.last_info)
         names = TokenNames(tokenizer)
@@ -126,7 +127,7 @@ class Front:
             _ = tokenizer.pieces  # built now, not during the first answer
 
     def _routes(self) -> Router:
-        info = InfoRoutes(self)
+        info, debug = InfoRoutes(self), Debug(self)
         paths: list[tuple[str, str, dict[str, Any]]] = [
             *((one.path, one.path, {"POST": partial(self._generate, dialect=one)}) for one in self.dialects),
             ("/v1/models", "/v1/models", {"GET": info.models}),
@@ -135,7 +136,8 @@ class Front:
             ("/detokenize", "/detokenize", {"POST": info.detokenize}),
             ("/version", "/version", {"GET": info.version}),
             ("/metrics", "/metrics", {"GET": info.metrics}),
-            ("/debug/requests", "/debug/requests", {"GET": Debug(self).requests}),
+            ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
+            ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
             ("/health", "/health", {"GET": info.health, "open": True}),
             ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
@@ -190,7 +192,7 @@ class Front:
 
     def tell(self) -> bytes:
         """This front's metrics, for another front."""
-        return self.metrics.tell(self.active, self.client.info)
+        return self.metrics.tell(self.active, self.client.engines)
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
