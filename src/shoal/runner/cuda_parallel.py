@@ -5,6 +5,7 @@ do, because shapes follow from the plan alone. The head is not a graph: all line
 their rows ask for, since only rank 0 knows that. After it, rank 0's last tokens go to all ranks, on the device.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,12 +15,14 @@ from shoal.core.params import SamplingParams
 from shoal.core.plan import Flags, Ints, StepPlan
 from shoal.core.ports import LateMasks
 from shoal.models import Model
-from shoal.runner.cuda import ALL, FILTERED, GREEDY, CudaExecutor, _made_up
+from shoal.runner.cuda import ALL, FILTERED, GREEDY, STAGED, CudaExecutor, _made_up, _now
 from shoal.runner.kvstore import KVStore
 from shoal.runner.parallel import FollowingRunner
 from shoal.runner.rank_wire import pack, unpack
 from shoal.runner.runner import Runner
 from shoal.runner.sampler import Sampler
+
+AHEAD = STAGED - 2  # passes that a rank queues at most, so that none is written over before it was copied
 
 
 class GatheringSampler(Sampler):
@@ -51,7 +54,13 @@ class CudaFollower(CudaExecutor):
 
     runner: FollowingRunner
 
+    def __init__(self, runner: FollowingRunner, most_tokens: int, most_drafts: int = 0) -> None:
+        super().__init__(runner, most_tokens, most_drafts)
+        self._queued: deque[torch.cuda.Event] = deque()
+
     def run(self, plan: StepPlan) -> None:
+        if len(self._queued) == AHEAD:  # it is over: rank 0 has planned on its result
+            self._queued.popleft().synchronize()
         self.forward(plan)
         forward, self._forward = self._forward, None
         assert forward is not None
@@ -65,6 +74,7 @@ class CudaFollower(CudaExecutor):
                 self.runner.prompt_logprobs(plan, forward.hidden, starts.tolist())
             if forward.draws.lines:
                 self.model.shard.agreed(self.runner.tables.last_token)
+            self._queued.append(_now())
 
 
 def rehearse_together(
