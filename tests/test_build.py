@@ -13,7 +13,7 @@ from shoal.build_ranks import check_ranks, kv_over_ranks, visible_first
 from shoal.config.engine import EngineConfig
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
-from shoal.errors import BadConfig, UnknownName
+from shoal.errors import BadConfig, ImpossiblePair, UnknownName
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner import threads
 from shoal.runner.kvstore import bytes_per_block
@@ -144,6 +144,11 @@ def test_more_ranks_than_cpus_are_warned_of(spec: ModelSpec, caplog: pytest.LogC
 def test_the_ranks_must_be_one_or_more() -> None:
     with pytest.raises(BadConfig, match="tensor_parallel_size must be at least 1, not 0"):
         EngineConfig(tensor_parallel_size=0)
+
+
+def test_a_draft_model_over_ranks_is_refused() -> None:
+    with pytest.raises(ImpossiblePair, match="a draft model is not split over ranks; use another drafter"):
+        EngineConfig(tensor_parallel_size=2, speculate="draft", draft_model="small")
 
 
 def test_a_kv_head_on_several_ranks_takes_memory_on_each(spec: ModelSpec) -> None:

@@ -17,7 +17,7 @@ from shoal.models.spec import spec_from_config
 from shoal.runner.group import DistributedGroup
 from shoal.runner.kvstore import KVStore
 from shoal.runner.loader import DTYPES
-from shoal.runner.parallel import Follower, FollowingRunner
+from shoal.runner.parallel import FollowingExecutor, FollowingRunner
 from shoal.runner.rank_wire import unpack
 
 
@@ -75,7 +75,7 @@ class RankBuild:
 
             self.follower = CudaFollower(runner, **more)
         else:
-            self.follower = Follower(runner)
+            self.follower = FollowingExecutor(runner)
         return {}
 
     def _close(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from shoal.models.shard import SplitShard
 from shoal.runner.group import DistributedGroup
 from shoal.runner.kvstore import KVStore
 from shoal.runner.loader import dummy_weights
-from shoal.runner.parallel import Follower, FollowingRunner, ParallelExecutor
+from shoal.runner.parallel import FollowingExecutor, FollowingRunner, ParallelExecutor
 from shoal.runner.rank_wire import unpack
 from shoal.runner.ranks import Ranks
 from shoal.runner.runner import Runner
@@ -67,7 +67,7 @@ class OtherRank(Ranks):
     def __init__(self, runner: FollowingRunner) -> None:
         self.size, self.lost, self.failure = 2, None, ""
         self._plans: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._follower = Follower(runner)
+        self._follower = FollowingExecutor(runner)
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 

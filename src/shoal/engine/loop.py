@@ -31,13 +31,20 @@ class EngineLoop:
     """Drives one scheduler and one executor; call step() until idle."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, depth: int = 2, check: bool = False
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        depth: int = 2,
+        check: bool = False,
+        beside: Sequence[Executor] = (),
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.depth = depth
         self.check = check  # run the integrity check after every pass
+        self._beside = beside  # executors that the scheduler's drafters use, closed with this one
         self._unsampled = False  # the newest pass was begun, but waits for its masks
         self._owed = 0  # passes that were sampled and whose result was not taken
         self._broken: Exception | None = None  # what the executor raised, for the next step to report
@@ -172,4 +179,6 @@ class EngineLoop:
         return self.scheduler.fail(f"{type(error).__name__}: {error}", self.clock.now_s())
 
     def close(self) -> None:
+        for executor in self._beside:
+            executor.close()
         self.executor.close()

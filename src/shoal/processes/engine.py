@@ -1,8 +1,8 @@
 """The engine's own process: `python -m shoal.processes.engine`, config in as JSON on standard input, never a pickle.
 
-Builds the engine, opens its socket in its home, a private folder, and serves fronts until SIGTERM. SIGUSR1 has it end
-as soon as the fronts have moved their jobs to other engines. Exit code 2 means that the config cannot be served; the
-reason is on standard error. main() and serve() are for other engine programs, too.
+Builds the engine, opens its socket (in its home, a private folder, or on TCP with CURVE) and serves fronts until
+SIGTERM. SIGUSR1 has it end as soon as the fronts have moved their jobs to other engines. Exit code 2 means that the
+config cannot be served; the reason is on standard error. main() and serve() are for other engine programs, too.
 """
 
 import json
@@ -18,8 +18,9 @@ from typing import Any
 
 from shoal.config.engine import EngineConfig
 from shoal.core.ports import Executor
-from shoal.engine import blackbox, wire
-from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
+from shoal.engine import blackbox
+from shoal.engine.host import Host, InboxClock, Suspected
+from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import EngineLost, ShoalError
@@ -71,16 +72,16 @@ def end_engine(config: Mapping[str, Any], error: EngineLost) -> None:
 
 def run(config: Mapping[str, Any]) -> None:
     home = home_of(config)
-    socket = open_socket(home)
+    listening = listening_of(config, home)
     suspects = Suspected(*blackbox.read(home)) if config.get("after_fault") else None
     box = blackbox.BlackBox(home)
     blackbox.mark_faults(home, config["epoch"])
-    host = make_host(config, socket, suspects)
+    host = make_host(config, listening.socket, suspects)
     host.loop.on_begin = box.note
     host.loop.executor = wrapped(host.loop.executor, os.environ)
     host.beat = Heartbeat(config["ready_fd"], host.loop.clock)
     try:
-        serve(host, config)
+        serve(host, config, listening)
     except EngineLost:
         raise
     except Exception:
@@ -93,11 +94,11 @@ def home_of(config: Mapping[str, Any]) -> Path:
     return Path(config.get("home") or config["folder"])
 
 
-def serve(host: Host, config: Mapping[str, Any]) -> None:
-    """Answer fronts until SIGTERM comes. The address is config["listen"], by default a file in the engine's home."""
+def serve(host: Host, config: Mapping[str, Any], listening: Listening) -> None:
+    """Answer fronts until SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda number, frame: host.stop())
     signal.signal(signal.SIGUSR1, lambda number, frame: host.drain(config.get("drain_timeout", 0.0)))
-    host.socket.bind(config.get("listen") or f"ipc://{home_of(config) / wire.ADDRESS}")
+    listening.bind().write(home_of(config))
     info = host.info
     log.info(
         "engine ready: %s on %s, context %d, KV cache of %d tokens",
@@ -108,7 +109,7 @@ def serve(host: Host, config: Mapping[str, Any]) -> None:
         host.run()
     finally:
         host.loop.close()
-        host.socket.close(linger=0)
+        listening.close()
 
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
@@ -132,7 +133,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
     built.ranks.on_lost = partial(end_engine, config)
-    drafters = built.loop.scheduler.policies.drafts.drafter.names
+    drafters = built.loop.scheduler.policies.drafts.names
     metrics = EngineMetrics(policies_of(built.config), drafters)
     return Host(
         built.loop,

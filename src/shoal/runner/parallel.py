@@ -99,7 +99,7 @@ class FollowingRunner(Runner):
         return []
 
 
-class Follower:
+class FollowingExecutor:
     """The executor of ranks 1 and up on a CPU: a pass is over when run() returns."""
 
     def __init__(self, runner: FollowingRunner) -> None:
