@@ -271,11 +271,13 @@ def shares_of(engine: EngineConfig, serve: ServeConfig) -> list[dict[str, Any] |
     if serve.replicas == 1:
         return [None]
     gpus = [] if engine.device == "cpu" else visible_gpus()
-    if gpus and serve.replicas > len(gpus):
+    each = engine.tensor_parallel_size
+    if gpus and serve.replicas * each > len(gpus):
+        many = "as many GPUs" if each == 1 else f"{each} GPUs for each of them"
         raise BadConfig(
-            f"--replicas {serve.replicas} needs as many GPUs, and there are {len(gpus)}; lower it, or use --device cpu"
+            f"--replicas {serve.replicas} needs {many}, and there are {len(gpus)}; lower it, or use --device cpu"
         )
-    return [asdict(share) for share in machine_shares(serve.replicas)]
+    return [asdict(share) for share in machine_shares(serve.replicas, gpus_each=each)]
 
 
 def print_ready(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:

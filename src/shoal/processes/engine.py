@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from shoal.engine.host import Host, InboxClock, Suspected
 from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
-from shoal.errors import ShoalError
+from shoal.errors import EngineLost, ShoalError
 from shoal.machine.shares import VISIBLE, MachineShare
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
@@ -41,6 +42,8 @@ def main(run: Callable[[Mapping[str, Any]], None]) -> int:
     set_up_logs(config["log_level"], config["log_format"])
     try:
         run(config)
+    except EngineLost as error:
+        end_engine(config, error)
     except ShoalError as error:
         say_refused(error, Path(config["folder"]), config.get("epoch", 0))
         return USERS_MISTAKE
@@ -52,6 +55,19 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def end_engine(config: Mapping[str, Any], error: EngineLost) -> None:
+    """End this process at once, from any thread: a pass may wait forever for the rank that was lost.
+
+    A rank that was killed from outside is as if this process was: no request is blamed for it.
+    """
+    log.error("the engine ends: %s", error)
+    if not error.fault:
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    blackbox.mark_fault(home_of(config), config["epoch"])
+    leave(1)
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -66,6 +82,8 @@ def run(config: Mapping[str, Any]) -> None:
     host.beat = Heartbeat(config["ready_fd"], host.loop.clock)
     try:
         serve(host, config, listening)
+    except EngineLost:
+        raise
     except Exception:
         blackbox.mark_fault(home, config["epoch"])
         raise
@@ -114,6 +132,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         spare_folder=folder / "kernels",  # the next engine finds it there
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
+    built.ranks.on_lost = partial(end_engine, config)
     drafters = built.loop.scheduler.policies.drafts.names
     metrics = EngineMetrics(policies_of(built.config), drafters)
     return Host(
