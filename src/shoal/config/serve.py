@@ -17,6 +17,7 @@ from shoal.core.names import pick
 from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
+TOOL_FORMATS = ("auto", "hermes", "llama3", "pythonic", "mistral", "mistral-args", "generic")  # text/tools/formats.py
 LEVELS = ("debug", "info", "warning", "error")
 BODIES = 8  # of the largest size, that a front reads at the same time by default
 # A healthy idle process writes a heartbeat at least every 2 s (engine/supervise.py); the rest is for busy machines.
@@ -73,6 +74,12 @@ class ServeConfig(Options):
         "wait",
         "while the engine is restarted, new requests wait for it or are refused with 503",
         choices=("wait", "refuse"),
+        group="server",
+    )
+    tool_format: str = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template has it",
+        choices=TOOL_FORMATS,
         group="server",
     )
     otlp_endpoint: str | None = option(

@@ -19,17 +19,18 @@ from shoal.server.workers import PYTHON, off_loop
 # Fields of OpenAI's and similar APIs that are refused, and why. A null is accepted for all of them.
 REFUSED: dict[str, str] = {
     "suffix": "is not supported: text cannot be inserted before a suffix; remove it",
-    "tools": "is not supported yet; remove it",
-    "tool_choice": "is not supported yet; remove it or set it to 'none'",
-    "functions": "is not supported (nor is its successor tools); remove it",
-    "function_call": "is not supported (nor is its successor tool_choice); remove it",
     "audio": "is not supported: answers are text only; remove it",
     "modalities": "may only be ['text']; remove it",
     "chat_template": "cannot be set per request; start the server with --chat-template",
 }
+# … where the body does not have them
+ELSEWHERE = dict.fromkeys(
+    ("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"),
+    "belongs to chats; send it to /v1/chat/completions, or remove it",
+)
 # Accepted with any value and without effect; the answer's X-Shoal-Warning header names those that were sent.
 IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
 MOST_BIASES = 1024
 MOST_STOP_IDS = 256
@@ -143,7 +144,6 @@ class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
     service_tier: Ignored = UNSET
     safety_identifier: Ignored = UNSET
     prompt_cache_key: Ignored = UNSET
-    parallel_tool_calls: Ignored = UNSET
 
     def job_fields(self) -> dict[str, Any]:
         """The fields of a Job that are taken from the body alone."""
@@ -164,29 +164,35 @@ class TextPart(Struct, forbid_unknown_fields=True):
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     """One message. The model's chat template decides which roles may follow each other."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None  # of an earlier answer; rendered by the template
     tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None  # the older form of tool_calls
     reasoning_content: str | None = None
     # fields of an earlier answer that clients send back; not passed to the template
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    function_call: None = None
 
     def plain(self) -> dict[str, Any]:
         """As text/template.py expects it."""
         content: Any = self.content
         if isinstance(content, list):
             content = [{"type": part.type, "text": part.text} for part in content]
-        elif content is None and self.role == "assistant" and not self.tool_calls:
+        calls = self.tool_calls
+        if self.function_call is not None and not calls:
+            calls = [{"type": "function", "function": self.function_call}]
+        if content is None and self.role == "assistant" and not calls:
             content = ""
-        message: dict[str, Any] = {"role": self.role, "content": content}
-        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        role = "tool" if self.role == "function" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
+        if calls:
+            message["tool_calls"] = list(calls)
         return message
 
 
@@ -228,7 +234,8 @@ def _read(kind: type[Body], body: bytes) -> Body:
             _check_size(kind, body)
         read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise bad_body(error, REFUSED) from None
+        elsewhere = {name: why for name, why in ELSEWHERE.items() if name not in kind.__struct_fields__}
+        raise bad_body(error, REFUSED | elsewhere) from None
     return read
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 TokenBits = npt.NDArray[np.uint32]
 
 MAX_TEXT_BYTES = 64 * 1024  # of a schema, regex, choice or grammar
+MAX_COMPOSED_BYTES = 512 * 1024  # of one that is made of the schemas of many tools
 COMPILE_LIMIT_S = 2.0  # of the compiler's own CPU time, from the grammar's text to its first few masks
 COMPILE_WALL_LIMIT_S = 60.0  # … and of wall time, for a compiler that gets no CPU time
 LOOK_S = 0.05  # how often the compiler's time is looked at
@@ -53,8 +54,10 @@ WHAT = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "Lark grammar",
+    "composed": "grammar of tools and answer",
 }
 HINTS = {  # pattern in llguidance's message → what to change
+    r"oneOf": "its branches overlap: tell them apart by a required property with a const, or use anyOf",
     r"[Uu]nimplemented": "remove these keywords, they are not supported",
     r"[Uu]nsatisfiable|NoExtension": "no text can satisfy it; change it",
     r"look-around|backreference": "rewrite it without look-around and backreferences",
@@ -393,8 +396,9 @@ def check_text(spec: GrammarSpec) -> None:
         size = len(spec.text.encode())
     except UnicodeEncodeError as error:
         raise bad(spec, f"it is not valid Unicode: {error.reason}") from error
-    if size > MAX_TEXT_BYTES:
-        raise BadGrammar(f"the {WHAT[spec.kind]} has {size} bytes, the limit is {MAX_TEXT_BYTES}; make it smaller")
+    most = MAX_COMPOSED_BYTES if spec.kind == "composed" else MAX_TEXT_BYTES
+    if size > most:
+        raise BadGrammar(f"the {WHAT[spec.kind]} has {size} bytes, the limit is {most}; make it smaller")
     if spec.kind == "choice":
         choices_of(spec)
     if spec.kind == "json" and not isinstance(read_json(spec), dict):
@@ -420,7 +424,7 @@ def source_of(spec: GrammarSpec) -> str:
     if spec.kind == "choice":  # one terminal, which may have far more alternatives than a rule
         quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices_of(spec))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(quoted)}")
-    return LLMatcher.grammar_from_lark(spec.text)
+    return spec.text if spec.kind == "composed" else LLMatcher.grammar_from_lark(spec.text)
 
 
 def choices_of(spec: GrammarSpec) -> list[str]:

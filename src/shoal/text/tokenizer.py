@@ -70,6 +70,16 @@ class Tokenizer:
         """What single ids stand for, for the detokenizer."""
         return Pieces(self.backend)
 
+    @cached_property
+    def marks(self) -> dict[str, int]:
+        """The added tokens that a grammar never matches as text (llguidance's rule), and their ids."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return {
+            token.content: id
+            for id, token in added
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
     @property
     def has_chat_template(self) -> bool:
         return self._renderer is not None

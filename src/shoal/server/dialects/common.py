@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 FinishReason = Annotated[
-    Literal["stop", "length", "timeout", "abort"],
+    Literal["stop", "length", "tool_calls", "function_call", "timeout", "abort"],
     Meta(description="timeout: its `timeout` passed, and the answer is incomplete; abort: the server stopped it."),
 ]
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "timeout": "timeout"}
@@ -116,17 +116,22 @@ class ChunkFrame:
         return b'%b%b,"choices":[{"index":%d,' % (self.envelope, more, self.sample.index)
 
     def delta(self, parsed: Parsed) -> bytes:
-        return self.head + encode(parsed if isinstance(parsed, str) else parsed.content) + self.tail
+        return self.head + encode(parsed) + self.tail if isinstance(parsed, str) else self.full(parsed)
 
-    def full(self, text: str, logprobs: bytes = b"null", more: bytes = b"") -> bytes:
+    def field(self, parsed: Parsed) -> bytes:
+        """The choice's first own field, with what was added."""
+        return self.before + encode(parsed if isinstance(parsed, str) else parsed.content) + self.after
+
+    def full(self, parsed: Parsed, logprobs: bytes = b"null", more: bytes = b"") -> bytes:
         """A chunk with more than text; `more` are fields of the choice."""
-        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}%b' % (
-            self.head, encode(text), self.after, logprobs, more, self.closing,
+        return b'%b%b,"logprobs":%b,"finish_reason":null%b}%b' % (
+            self.start(), self.field(parsed), logprobs, more, self.closing,
         )  # fmt: skip
 
-    def last(self, text_field: bytes, token_ids: bool) -> bytes:
+    def last(self, text_field: bytes, token_ids: bool, reason: FinishReason | None = None) -> bytes:
         """The chunk that says why the sample ended."""
         sample, ids = self.sample, b',"token_ids":[]' if token_ids else b""
+        why = (reason or reason_of(sample)).encode()
         return b'%b%b,"logprobs":null,"finish_reason":"%b","stop_reason":%b%b}%b' % (
-            self.start(), text_field, reason_of(sample).encode(), encode(sample.stop_reason), ids, self.closing,
+            self.start(), text_field, why, encode(sample.stop_reason), ids, self.closing,
         )  # fmt: skip

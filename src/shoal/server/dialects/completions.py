@@ -280,7 +280,7 @@ class CompletionChunks(ChunkFrame):
             shown = encode(completion_logprobs(self.names, tokens, logprobs, top, self.offset, skip))
             self.offset += sum(self.names.length_of(token, skip) for token in tokens)
         ids = b',"token_ids":%b' % encode(tokens) if self.prepared.token_ids else b""
-        return self.full(content_of(parsed), shown, ids)
+        return self.full(parsed, shown, ids)
 
     def end(self, parsed: Parsed) -> bytes:
-        return self.last(self.before + encode(content_of(parsed)) + self.after, self.prepared.token_ids)
+        return self.last(self.field(parsed), self.prepared.token_ids)
