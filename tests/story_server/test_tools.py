@@ -33,7 +33,6 @@ def named(tool: dict[str, Any]) -> Any:
 
 def check(calls: Any, allowed: set[str]) -> None:
     """Each call names a tool that was given, and its arguments fit."""
-    assert calls
     for call in calls:
         assert call.function.name in allowed
         jsonschema.validate(SCHEMAS[call.function.name], json.loads(call.function.arguments))
@@ -56,14 +55,13 @@ async def one(client: AsyncOpenAI, number: int, model: str = "tiny", most: int =
     else:
         done = (await client.chat.completions.create(**body)).choices[0]
     assert done.message.tool_calls
-    if done.finish_reason == "length":  # only with several calls in a row, of which the last was cut
-        check(done.message.tool_calls[:-1], {tool["function"]["name"] for tool in given}) if number % 4 == 0 and len(
-            done.message.tool_calls
-        ) > 1 else None
+    allowed = {tool["function"]["name"] for tool in given}
+    if done.finish_reason == "length":  # several calls in a row, or numbers without end; all but the last are whole
+        check(done.message.tool_calls[:-1], allowed)
         return "length"
     assert done.finish_reason == ("stop" if number % 2 else "tool_calls")
-    assert done.message.content is None
-    check(done.message.tool_calls, {tool["function"]["name"] for tool in given})
+    assert not done.message.content
+    check(done.message.tool_calls, allowed)
     return "valid"
 
 
@@ -79,8 +77,8 @@ async def many(server: Server, numbers: range, at_once: int = 16, **more: Any) -
 
 
 def test_calls_of_a_random_model_fit_their_schemas(wide: Server) -> None:
-    ended = asyncio.run(many(wide, range(60)))
-    assert ended.count("valid") >= 57, "few are cut: texts and lists have limits"
+    ended = asyncio.run(many(wide, range(24)))
+    assert ended.count("valid") >= 22, "few are cut: texts and lists have limits"
 
 
 @pytest.mark.slow
