@@ -18,6 +18,7 @@ from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
 TOOL_FORMATS = ("auto", "hermes", "llama3", "pythonic", "mistral", "mistral-args", "generic")  # text/tools/formats.py
+REASONING_FORMATS = ("auto", "none", "think", "mistral")  # text/reasoning.py
 LEVELS = ("debug", "info", "warning", "error")
 BODIES = 8  # of the largest size, that a front reads at the same time by default
 # A healthy idle process writes a heartbeat at least every 2 s (engine/supervise.py); the rest is for busy machines.
@@ -80,6 +81,12 @@ class ServeConfig(Options):
         "auto",
         "how the model writes tool calls; auto: as its chat template has it",
         choices=TOOL_FORMATS,
+        group="server",
+    )
+    reasoning_format: str = option(
+        "auto",
+        "how the model marks its reasoning; auto: as its chat template has it; none: it is part of the answer",
+        choices=REASONING_FORMATS,
         group="server",
     )
     otlp_endpoint: str | None = option(

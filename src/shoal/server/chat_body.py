@@ -10,12 +10,13 @@ from msgspec import Meta
 
 from shoal.core.params import MAX_LOGPROBS
 from shoal.keys.api_key import ApiKey
-from shoal.server.answer_form import form_of
+from shoal.server.answer_form import Reasoning, form_of
 from shoal.server.bodies import MOST_MESSAGES, SMALL_BODY, ChatMessage, GenerationBody, Nothing, limits
 from shoal.server.errors import BadField
 from shoal.server.prepare import PreparedRequest, Preparer
 from shoal.server.tool_choice import FunctionChoice, FunctionList, ToolChoice, ToolList, ToolRequest, tools_of
 from shoal.server.workers import PYTHON, off_loop
+from shoal.text.reasoning import thought_after
 
 
 class ChatRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -26,6 +27,9 @@ class ChatRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, limits("logprobs")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # variables for the chat template, such as enable_thinking
+    reasoning_effort: Annotated[str, Meta(max_length=16)] | None = None  # for the chat template; none: no reasoning
+    include_reasoning: bool | None = None  # false: the reasoning is not shown
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # then the reasoning is closed
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None  # auto by default
     parallel_tool_calls: bool | None = None  # true by default
@@ -51,12 +55,28 @@ async def prepare_chat(
     )
     preparer.check_count(1, params.n, "n")
     tools = await off_loop(size, lambda: tool_request(request), PYTHON, SMALL_BODY)
-    ids = await preparer.chat_ids(request.messages, True, request.chat_template_kwargs, tools=tools.shown)
+    prompt = await preparer.chat_prompt(request.messages, True, variables_of(request), tools=tools.shown)
+    ids = prompt.ids
     preparer.check_ids(ids, "messages")
+    reasoning = Reasoning(
+        thought_after(preparer.reasoning, prompt.end),
+        request.include_reasoning is not False,
+        request.thinking_token_budget,
+    )
     form = await off_loop(
-        size, lambda: form_of(request, tools, preparer.tool_format, preparer.tokenizer), PYTHON, SMALL_BODY
+        size, lambda: form_of(request, tools, preparer.tool_format, preparer.tokenizer, reasoning), PYTHON, SMALL_BODY
     )
     return await preparer.request(request, id, key, [ids], params, model=model, keep=params.n, top=top, form=form)
+
+
+def variables_of(request: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template. Templates have three names for whether a model reasons."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return dict(request.chat_template_kwargs or {})
+    reasons = effort != "none"
+    own = {"reasoning_effort": effort, "enable_thinking": reasons, "thinking": reasons}
+    return own | (request.chat_template_kwargs or {})
 
 
 def tool_request(request: ChatRequest) -> ToolRequest:

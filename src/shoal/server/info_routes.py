@@ -65,7 +65,7 @@ class InfoRoutes:
         try:
             if body.messages is not None:
                 opens = body.add_generation_prompt is not False
-                ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs, most)
+                ids = (await preparer.chat_prompt(body.messages, opens, body.chat_template_kwargs, most)).ids
             else:
                 ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False, most)
             used = len(ids)

@@ -30,10 +30,12 @@ from shoal.server.tool_choice import NO_TOOLS, ToolRequest
 from shoal.server.workers import PYTHON, off_loop
 from shoal.text.detok import prepare_stops
 from shoal.text.length import LeastTokens
+from shoal.text.reasoning import reasoning_for
 from shoal.text.tokenizer import Tokenizer
 from shoal.text.tools.formats import format_for
 from shoal.text.tools.prompt import with_tools
 
+PROMPT_END = 200  # characters at the end of a prompt, in which reasoning may have been opened
 EXACT = 2**16  # characters; of so many the exact number of tokens is told, and not only that they are too many
 BLAME_S = 4.0  # for finding the one of several schemas that cannot be used
 CALL = 32  # characters whose tokenizing takes as long as a call of the tokenizer
@@ -76,6 +78,14 @@ class PreparedRequest:
         return self.jobs[0].params.skip_special_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a chat: its ids, and the end of its text."""
+
+    ids: list[int]
+    end: str
+
+
 class Preparer:
     """Prepares requests for one model: tokenizer, sampling defaults, end tokens, grammars."""
 
@@ -94,6 +104,7 @@ class Preparer:
         self.grammars = grammars
         template = tokenizer.renderer.plain.source if tokenizer is not None and tokenizer.has_chat_template else None
         self.tool_format = format_for(template, settings.tool_format)
+        self.reasoning = reasoning_for(template, settings.reasoning_format)
         self.templates: Templates | None = None  # set where they are rendered in another process
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
@@ -126,14 +137,14 @@ class Preparer:
             raise PromptTooLong(f"prompt has {len(ids)} tokens; the limit is {most}; shorten it")
         return ids
 
-    async def chat_ids(
+    async def chat_prompt(
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,
         most: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
+    ) -> ChatPrompt:
         tokenizer = self.need_tokenizer("messages")
         given = dict(variables or {})
         for name in given:
@@ -157,7 +168,7 @@ class Preparer:
             self.check_length(rendered.text, "messages", most)
             return tokenizer.encode_rendered(rendered)
 
-        return await off_loop(len(rendered.text), encode)
+        return ChatPrompt(await off_loop(len(rendered.text), encode), tokenizer.end_of(rendered, PROMPT_END))
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -199,7 +210,7 @@ class Preparer:
             top=top,
             echo=echo,
             token_ids=self.tokenizer is None if body.return_token_ids is None else body.return_token_ids,
-            warnings=body.ignored() + tier_ignored(body, key) + form.tools.warnings,
+            warnings=body.ignored() + tier_ignored(body, key) + form.tools.warnings + [*form.ignored],
             make_parser=form.make_parser,
             tools=form.tools,
         )

@@ -196,7 +196,7 @@ def finish_reason(sample: Sample, called: bool, prepared: PreparedRequest) -> Fi
 
 def message_of(parsed: Parsed, legacy: bool) -> AnswerMessage:
     calls, reasoning = calls_of(parsed), reasoning_of(parsed) or UNSET
-    message = AnswerMessage("assistant", content_of(parsed) or (None if calls else ""))
+    message = AnswerMessage("assistant", content_of(parsed) or (None if calls or reasoning else ""))
     message.reasoning = message.reasoning_content = reasoning
     functions = [CalledFunction(call.name, call.arguments) for call in calls]
     if functions and legacy:

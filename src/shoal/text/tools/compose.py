@@ -5,24 +5,15 @@ Owns how these are put together, as llguidance's list of grammars. Knows no requ
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from shoal.core.job import GrammarSpec
+from shoal.text.reasoning import Thought
 from shoal.text.tools.calls import ToolUse
 from shoal.text.tools.formats import ToolFormat
 from shoal.text.tools.lark import LarkRules, one_of
 
 ANSWER = "answer"  # the name of the grammar that the request itself brought
 SPACE = r"/\n{0,2}/"  # between a thought and what follows it
-
-
-@dataclass(frozen=True)
-class Thought:
-    """The reasoning before an answer: free text between two marks. `begun`: the prompt ends inside it."""
-
-    opens: str
-    closes: str
-    begun: bool
 
 
 def composed(
@@ -42,7 +33,7 @@ def composed(
     own = (format.texts if format else "") + (thought.opens + thought.closes if thought else "")
     rules = LarkRules(marks, [id for mark, id in marks.items() if id not in special and mark not in own])
     if use is None or format is None:
-        start = f"@{ANSWER}"
+        start = rules.text() if answer is None else f"@{ANSWER}"
     elif use.required:
         start = format.rules(rules, use)
     elif answer is None:
