@@ -113,7 +113,7 @@ def test_reasoning_is_closed_when_its_tokens_are_spent_and_the_answer_fits(marke
         output, matcher = drawn(known, spec_of(known, OPENED, tokens, answer), seed, 200)
         assert matcher.ended
         text = known.tokenizer.decode(output, skip_special=False).removesuffix("</s>")
-        reasoning, _, rest = text.partition("</think>")
+        rest = text.partition("</think>")[2]
         assert rest.strip("\n").isdigit()
         assert len(rest.strip("\n")) == 3
         ends = (at for at in range(len(output)) if "</think>" in known.tokenizer.decode(output[: at + 1], False))
