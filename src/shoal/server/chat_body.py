@@ -13,7 +13,7 @@ from shoal.keys.api_key import ApiKey
 from shoal.server.answer_form import Reasoning, form_of
 from shoal.server.bodies import MOST_MESSAGES, SMALL_BODY, ChatMessage, GenerationBody, Nothing, limits
 from shoal.server.errors import BadField
-from shoal.server.prepare import PreparedRequest, Preparer
+from shoal.server.prepare import ChatPrompt, PreparedRequest, Preparer
 from shoal.server.tool_choice import FunctionChoice, FunctionList, ToolChoice, ToolList, ToolRequest, tools_of
 from shoal.server.workers import PYTHON, off_loop
 from shoal.text.reasoning import thought_after
@@ -67,6 +67,12 @@ async def prepare_chat(
         size, lambda: form_of(request, tools, preparer.tool_format, preparer.tokenizer, reasoning), PYTHON, SMALL_BODY
     )
     return await preparer.request(request, id, key, [ids], params, model=model, keep=params.n, top=top, form=form)
+
+
+async def chat_prompt(preparer: Preparer, request: ChatRequest, size: int, most: int) -> ChatPrompt:
+    """Its prompt alone, of at most so many tokens."""
+    tools = await off_loop(size, lambda: tool_request(request), PYTHON, SMALL_BODY)
+    return await preparer.chat_prompt(request.messages, True, variables_of(request), most, tools.shown)
 
 
 def variables_of(request: ChatRequest) -> dict[str, Any]:

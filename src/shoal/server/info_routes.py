@@ -11,7 +11,9 @@ import msgspec
 from shoal.errors import EngineDown
 from shoal.server import openapi
 from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList, TokenizeAnswer, Version
-from shoal.server.bodies import DetokenizeRequest, TokenizeRequest, read
+from shoal.server.bodies import SMALL_BODY, DetokenizeRequest, TokenizeRequest, read
+from shoal.server.chat_body import chat_prompt
+from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, chat_of
 from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
@@ -72,6 +74,22 @@ class InfoRoutes:
         finally:
             reservation.settle(used)
         await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        data = await exchange.json_body()
+        body = await read(CountTokensRequest, data)
+        preparer = self.front.preparer
+        preparer.check_model(body.model)
+        request = await off_loop(len(data), lambda: chat_of(body), PYTHON, SMALL_BODY)
+        most = max(MOST_TOKENIZED, self._max_model_len() or 0)
+        reservation = await self.front.gate.reserve_text(exchange.key, len(data))
+        used = 0
+        try:
+            prompt = await chat_prompt(preparer, request, len(data), most)
+            used = len(prompt.ids)
+        finally:
+            reservation.settle(used)
+        await exchange.reply_json(CountTokensAnswer(used))
 
     async def detokenize(self, exchange: Exchange) -> None:
         body = await read(DetokenizeRequest, await exchange.json_body())

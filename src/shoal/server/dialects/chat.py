@@ -27,6 +27,7 @@ from shoal.server.dialects.common import (
     shown_ids,
     usage_of,
 )
+from shoal.server.errors import HttpError
 from shoal.server.jobs import Call
 from shoal.server.logprobs import ChatLogprobs, TokenNames, chat_logprobs, chat_pieces
 from shoal.server.prepare import PreparedRequest, Preparer
@@ -184,6 +185,9 @@ class Chat:
 
     def stream(self, call: Call, id: str, created: int) -> "ChatChunkStream":
         return ChatChunkStream(call, self.names, id, created)
+
+    def error(self, error: HttpError) -> bytes:
+        return error.body()
 
 
 def finish_reason(sample: Sample, called: bool, prepared: PreparedRequest) -> FinishReason:

@@ -27,7 +27,7 @@ from shoal.server.dialects.common import (
     shown_ids,
     usage_of,
 )
-from shoal.server.errors import BadField
+from shoal.server.errors import BadField, HttpError
 from shoal.server.jobs import Call
 from shoal.server.logprobs import (
     LegacyLogprobs,
@@ -215,6 +215,9 @@ class Completions:
 
     def stream(self, call: Call, id: str, created: int) -> "CompletionChunkStream":
         return CompletionChunkStream(call, self.names, id, created)
+
+    def error(self, error: HttpError) -> bytes:
+        return error.body()
 
 
 def best_of(samples: list[Sample], keep: int) -> list[Sample]:
