@@ -26,6 +26,12 @@ from tests.story_server.servers import SMALL, Server, running
 
 EXAMPLES = 15
 OPERATIONS = [
+    ("/api/chat", "POST"),
+    ("/api/generate", "POST"),
+    ("/api/tags", "GET"),
+    ("/api/ps", "GET"),
+    ("/api/show", "POST"),
+    ("/api/version", "GET"),
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/messages", "POST"),

@@ -27,6 +27,7 @@ from shoal.server.dialects.base import Dialect
 from shoal.server.dialects.chat import Chat
 from shoal.server.dialects.completions import Completions
 from shoal.server.dialects.messages import Messages
+from shoal.server.dialects.ollama import OllamaChat, OllamaGenerate
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
 from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
@@ -35,6 +36,7 @@ from shoal.server.info_routes import InfoRoutes
 from shoal.server.jobs import Call, CollectSink
 from shoal.server.limits import KeyGate
 from shoal.server.logprobs import TokenNames
+from shoal.server.ollama_routes import OllamaRoutes
 from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.settings import ServerSettings
@@ -46,7 +48,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 GONE = 499  # for the log: the client disconnected before the answer
-DIALECTS = (Completions, Chat, Messages)  # the APIs that are served
+DIALECTS = (Completions, Chat, Messages, OllamaChat, OllamaGenerate)  # the APIs that are served
 SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
@@ -135,7 +137,7 @@ class Front:
             _ = tokenizer.pieces  # built now, not during the first answer
 
     def _routes(self) -> Router:
-        info = InfoRoutes(self)
+        info, ollama = InfoRoutes(self), OllamaRoutes(self)
         paths: list[tuple[str, str, dict[str, Any]]] = [
             *(
                 (one.path, one.path, {"POST": partial(self._generate, dialect=one), "errors": one.error})
@@ -146,6 +148,10 @@ class Front:
                 "/v1/messages/count_tokens",
                 {"POST": info.count_tokens, "errors": Messages.error},
             ),
+            ("/api/tags", "/api/tags", {"GET": ollama.tags, "errors": OllamaChat.error}),
+            ("/api/ps", "/api/ps", {"GET": ollama.tags, "errors": OllamaChat.error}),
+            ("/api/show", "/api/show", {"POST": ollama.show, "errors": OllamaChat.error}),
+            ("/api/version", "/api/version", {"GET": ollama.version, "errors": OllamaChat.error}),
             ("/v1/models", "/v1/models", {"GET": info.models}),
             ("/v1/models/{model:path}", "/v1/models/{model}", {"GET": info.model}),
             ("/tokenize", "/tokenize", {"POST": info.tokenize}),

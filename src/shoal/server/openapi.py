@@ -13,7 +13,9 @@ from shoal.server import answers
 from shoal.server.bodies import DetokenizeRequest, TokenizeRequest
 from shoal.server.dialects.base import SSE, Dialect, Operation
 from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, MessagesError
+from shoal.server.dialects.ollama import OllamaError
 from shoal.server.errors import ErrorBody
+from shoal.server.ollama_routes import OllamaShow, OllamaShowRequest, OllamaTags, OllamaVersion
 from shoal.server.settings import ServerSettings
 
 Json = dict[str, Any]
@@ -55,6 +57,10 @@ def describe(settings: ServerSettings, dialects: Sequence[Dialect]) -> Json:
             *(one.error for one in operations.values()),
             CountTokensRequest,
             CountTokensAnswer,
+            OllamaShowRequest,
+            OllamaShow,
+            OllamaTags,
+            OllamaVersion,
             *INFO_ANSWERS,
             ErrorBody,
         ],
@@ -162,6 +168,16 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
             answers.DetokenizeAnswer,
             {"model": settings.model, "tokens": [1, 2, 3]},
         ),
+        "/api/tags": _get("The model's names, for Ollama's clients", OllamaTags, error=OllamaError),
+        "/api/ps": _get("The same", OllamaTags, error=OllamaError),
+        "/api/show": _post(
+            "What a model can do",
+            OllamaShowRequest,
+            OllamaShow,
+            {"model": settings.model},
+            error=OllamaError,
+        ),
+        "/api/version": _get("A version for Ollama's clients", OllamaVersion, error=OllamaError),
         "/health": _health(),
         "/version": _get("The server's version", answers.Version),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
@@ -222,10 +238,19 @@ def _post(
 
 
 def _get(
-    summary: str, answer: type | None, *errors: int, kind: str = "application/json", open: bool = False, **more: Any
+    summary: str,
+    answer: type | None,
+    *errors: int,
+    kind: str = "application/json",
+    open: bool = False,
+    error: type[msgspec.Struct] = ErrorBody,
+    **more: Any,
 ) -> Json:
     schema: Json = _ref(answer) if answer is not None else {"type": "string"} if kind != "application/json" else {}
-    responses = {"200": {"description": "The answer", "content": {kind: {"schema": schema}}}, **_errors(*errors)}
+    responses = {
+        "200": {"description": "The answer", "content": {kind: {"schema": schema}}},
+        **_errors(*errors, error=error),
+    }
     found: Json = {"summary": summary, "responses": responses, **more}
     if open:
         found["security"] = []

@@ -134,7 +134,7 @@ def messages_of(turn: Turn, where: str) -> list[ChatMessage]:
     """Results of tools are messages of their own, before the rest."""
     if isinstance(turn.content, str):
         return [ChatMessage(role=turn.role, content=turn.content)]
-    results, texts, calls, thoughts = list[ChatMessage](), list[TextPart](), list[dict[str, Any]](), list[str]()
+    results, texts, calls, thinking = list[ChatMessage](), list[TextPart](), list[dict[str, Any]](), list[str]()
     for number, block in enumerate(turn.content):
         place = f"{where}.content[{number}]"
         if block.type == "text":
@@ -146,10 +146,10 @@ def messages_of(turn: Turn, where: str) -> list[ChatMessage]:
             function = {"name": needed(block.name, f"{place}.name"), "arguments": block.input or {}}
             calls.append({"id": block.id or "", "type": "function", "function": function})
         elif block.thinking:
-            thoughts.append(block.thinking)
+            thinking.append(block.thinking)
     if texts or calls or not results:
         message = ChatMessage(role=turn.role, content=texts or None if calls else texts, tool_calls=calls or None)
-        message.reasoning_content = "\n".join(thoughts) or None
+        message.reasoning_content = "\n".join(thinking) or None
         results.append(message)
     return results
 
