@@ -113,9 +113,8 @@ def test_a_chat_goes_on_until_the_context_is_full_unless_limited() -> None:
     [
         ([], "messages"),
         ([{"role": "user"}], "messages"),
-        ([{"role": "king", "content": "x"}], "messages[0].role"),
+        ([{"role": "a king", "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": "x", "mood": "glad"}], "messages[0].mood"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "messages[0].content[0].type",

@@ -23,7 +23,15 @@ from shoal.server.auth import salt_of
 from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.history import plain_messages, size_of
-from shoal.server.rules import check_depth, check_priority, include_usage, tier_ignored, tier_of
+from shoal.server.rules import (
+    check_defaults,
+    check_depth,
+    check_priority,
+    continuous_usage,
+    include_usage,
+    tier_ignored,
+    tier_of,
+)
 from shoal.server.settings import ServerSettings
 from shoal.server.templates import Templates, TemplatesHere
 from shoal.server.tool_choice import NO_TOOLS, ToolRequest
@@ -61,6 +69,7 @@ class PreparedRequest:
     model: str
     stream: bool
     include_usage: bool = False
+    continuous_usage: bool = False  # in every event
     top: int | None = None  # alternatives to show for each token; None: no logprobs at all
     echo: list[str] | None = None  # the text of each prompt, where it is repeated before the answer
     token_ids: bool = False  # show token ids
@@ -207,6 +216,7 @@ class Preparer:
             model=model,
             stream=bool(body.stream),
             include_usage=include_usage(body),
+            continuous_usage=continuous_usage(body),
             top=top,
             echo=echo,
             token_ids=self.tokenizer is None if body.return_token_ids is None else body.return_token_ids,
@@ -218,6 +228,7 @@ class Preparer:
     def params(self, body: GenerationBody, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}
         params = SamplingParams(**given, **more).resolved(self.defaults)
+        check_defaults(body)
         if params.stop and self.tokenizer is None:
             raise BadField("stop", f"stop strings cannot be found: {NO_TOKENIZER}; use stop_token_ids")
         if body.stream_options is not None and not body.stream:

@@ -258,7 +258,7 @@ class ChatChunks(ChunkFrame):
     def opening(self) -> bytes:
         prepared = self.prepared
         ids = b',"prompt_token_ids":%b' % encode(prepared.jobs[0].prompt) if self.shows_prompt_ids else b""
-        return self.start(ids) + ROLE + self.closing
+        return self.start(ids) + ROLE + self.stream.close()
 
     def field(self, parsed: Parsed) -> bytes:
         if isinstance(parsed, str):

@@ -87,7 +87,12 @@ class ChunkStream:
         self.envelope = b'data: {"id":%b,"object":"%b","created":%d,"model":%b' % (
             encode(id), kind.encode(), created, encode(call.prepared.model),
         )  # fmt: skip
+        self.continuous = call.prepared.continuous_usage
         self.closing = b'],"usage":null}\n\n' if call.prepared.include_usage else b"]}\n\n"
+
+    def close(self) -> bytes:
+        """The end of a chunk: with the usage so far where that was asked for."""
+        return b'],"usage":%b}\n\n' % encode(usage_of(self.call)) if self.continuous else self.closing
 
     def last(self, error: HttpError | None) -> bytes:
         """An error or the usage, then [DONE]."""
@@ -101,12 +106,12 @@ class ChunkStream:
 class ChunkFrame:
     """The chunks of one sample; `before` and `after` stand directly around the text."""
 
-    __slots__ = ("after", "before", "closing", "envelope", "head", "sample", "tail")
+    __slots__ = ("after", "before", "envelope", "head", "sample", "stream", "tail")
 
     def __init__(self, stream: ChunkStream, sample: Sample, before: bytes, after: bytes) -> None:
         self.sample = sample
         self.envelope = stream.envelope
-        self.closing = stream.closing
+        self.stream = stream
         self.before, self.after = before, after
         self.head = self.start() + before
         self.tail = after + b',"logprobs":null,"finish_reason":null}' + stream.closing
@@ -116,7 +121,9 @@ class ChunkFrame:
         return b'%b%b,"choices":[{"index":%d,' % (self.envelope, more, self.sample.index)
 
     def delta(self, parsed: Parsed) -> bytes:
-        return self.head + encode(parsed) + self.tail if isinstance(parsed, str) else self.full(parsed)
+        if isinstance(parsed, str) and not self.stream.continuous:
+            return self.head + encode(parsed) + self.tail
+        return self.full(parsed)
 
     def field(self, parsed: Parsed) -> bytes:
         """The choice's first own field, with what was added."""
@@ -125,7 +132,7 @@ class ChunkFrame:
     def full(self, parsed: Parsed, logprobs: bytes = b"null", more: bytes = b"") -> bytes:
         """A chunk with more than text; `more` are fields of the choice."""
         return b'%b%b,"logprobs":%b,"finish_reason":null%b}%b' % (
-            self.start(), self.field(parsed), logprobs, more, self.closing,
+            self.start(), self.field(parsed), logprobs, more, self.stream.close(),
         )  # fmt: skip
 
     def last(self, text_field: bytes, token_ids: bool, reason: FinishReason | None = None) -> bytes:
@@ -133,5 +140,5 @@ class ChunkFrame:
         sample, ids = self.sample, b',"token_ids":[]' if token_ids else b""
         why = (reason or reason_of(sample)).encode()
         return b'%b%b,"logprobs":null,"finish_reason":"%b","stop_reason":%b%b}%b' % (
-            self.start(), text_field, why, encode(sample.stop_reason), ids, self.closing,
+            self.start(), text_field, why, encode(sample.stop_reason), ids, self.stream.close(),
         )  # fmt: skip
