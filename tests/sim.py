@@ -8,7 +8,7 @@ host_s for each plan and each commit.
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -31,6 +31,15 @@ class Costs:
     out_s: float = 0.0001  # of one block
     in_s: float = 0.0001
     jitter: float = 0.0  # by which share a pass may take longer or shorter, at random
+    curve: tuple[tuple[int, float], ...] = ()  # (positions, seconds) of some passes, instead of constant_s and token_s
+    first_s: float = 0.0  # what the first two passes of each size with drafts take besides; such a pass is cold
+
+    def of(self, positions: int) -> float:
+        """Of a pass, without what it reads."""
+        if not self.curve:
+            return self.constant_s + self.token_s * positions
+        at, seconds = zip(*self.curve, strict=True)
+        return float(np.interp(positions, at, seconds))
 
 
 @dataclass
@@ -62,6 +71,7 @@ class Sim:
         depth: int = 1,
         host_s: float = 0.0,
         text: Callable[[int, int], int] = lambda seed, position: 1,
+        coin: Callable[[int, int], bool] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.costs = costs or Costs()
@@ -69,6 +79,8 @@ class Sim:
         self.depth = depth
         self.host_s = host_s
         self.text = text
+        self.coin = coin  # whether the draft token of a seed and position is right, whatever it says
+        self._sizes: Counter[tuple[int, int]] = Counter()  # passes with drafts by (rows, positions)
         self._free_s = 0.0  # when the device has done all passes
         self._passes: deque[tuple[float, StepResult]] = deque()  # (when it is done, what will have come of it)
         self._seeds: dict[int, int] = {}  # row → its request's seed
@@ -122,12 +134,17 @@ class Sim:
             took_s = len(order.source) * (costs.out_s if order.direction == "out" else costs.in_s)
             self._copier_free_s = max(self._copier_free_s, begun_s) + took_s
             self._copies.append((self._copier_free_s, order.id, took_s))
-        busy_s = 0.0
+        busy_s, cold = 0.0, False
         if len(plan.rows):
             read = int((plan.starts + plan.counts).sum())
             pairs = int((plan.counts * (plan.starts + plan.counts)).sum())
-            busy_s = costs.constant_s + costs.token_s * len(plan.tokens) + costs.read_s * read + costs.pair_s * pairs
+            busy_s = costs.of(len(plan.tokens)) + costs.read_s * read + costs.pair_s * pairs
             busy_s *= 1 + self._random.uniform(-costs.jitter, costs.jitter)
+            if (plan.draws > 1).any():
+                size = (len(plan.rows), len(plan.tokens))
+                self._sizes[size] += 1
+                cold = costs.first_s > 0 and self._sizes[size] <= 2
+                busy_s += costs.first_s * cold
             self._free_s = begun_s + busy_s
         else:
             self._free_s = max([begun_s, *(done_s for done_s, _, _ in self._copies)])
@@ -143,6 +160,7 @@ class Sim:
             np.array([token for tokens in drawn for token in tokens], dtype=np.int64),
             copies_done=tuple((number, took_s) for _, number, took_s in done),
             busy_s=busy_s,
+            cold=cold,
         )
         self._passes.append((self._free_s, result))
 
@@ -155,8 +173,12 @@ class Sim:
             for place in range(draws):
                 position = start + count - draws + place + 1
                 last = self._ends[row] == position
-                tokens.append(SCRIPTED_END if last else self.text(self._seeds[row], position))
-                if place + 1 == draws or plan.tokens[end - draws + place + 1] != tokens[-1]:
+                draft = int(plan.tokens[end - draws + place + 1]) if place + 1 < draws else None
+                drawn_here = self.text(self._seeds[row], position)
+                if draft is not None and self.coin is not None and self.coin(self._seeds[row], position):
+                    drawn_here = draft
+                tokens.append(SCRIPTED_END if last else drawn_here)
+                if draft != tokens[-1]:
                     break
             if draws:
                 drawn.append(tokens)

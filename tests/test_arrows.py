@@ -23,12 +23,15 @@ ARROWS: dict[str, set[str]] = {
     "kv": {"core"},
     "sched": {"kv", "config", "core"},
     "spec": {"config", "core"},
-    "engine": {"sched", "core"},
+    "routing": {"kv", "core"},
+    "engine": {"sched", "routing", "kv", "core"},
     "files": {"core"},
     "text": {"files", "core"},
     "output": {"text", "core"},
     "obs": {"core"},
     "server": {"output", "text", "obs", "keys", "core"},
+    "cluster": {"config", "engine", "core"},
+    "cluster.process": {"cluster", "config", "core", "engine", "processes"},
     "machine": set(),
     "kernels": {"core"},
     "models": {"kernels", "core"},
@@ -37,12 +40,15 @@ ARROWS: dict[str, set[str]] = {
     "bench": {"engine", "sched", "workload", "models", "kernels", "config", "machine", "core"},
     "build": {
         *("config", "core", "kv", "sched", "spec", "engine", "files", "text", "kernels", "machine", "models"),
-        *("runner", "workload"),
+        *("runner", "workload", "build_draft"),
     },
+    "build_draft": {"config", "core", "sched", "spec", "files", "text", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
-    "processes.engine": {"processes", "build", "config", "core", "engine", "sched", "text", "obs"},
-    "processes.front": {"processes", "config", "keys", "core", "engine", "files", "text", "obs", "server"},
+    "processes.engine": {"processes", "build", "config", "core", "engine", "machine", "sched", "text", "obs"},
+    "processes.front": {
+        *("processes", "config", "keys", "core", "engine", "files", "routing", "text", "obs", "server"),
+    },
     "processes": set(),
     "cli": {
         "build",
@@ -65,7 +71,7 @@ ARROWS: dict[str, set[str]] = {
 }
 # library → rooms that may load it
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"kernels", "models", "runner", "bench", "build"},
+    "torch": {"kernels", "models", "runner", "bench", "build", "build_draft"},
     "transformers": set(),
     "triton": {"kernels"},
     "ray": {"cluster"},
@@ -75,7 +81,7 @@ LIBRARIES: dict[str, set[str]] = {
     "tokenizers": {"text"},
     "jinja2": {"text"},
     "llguidance": {"text"},
-    "starlette": {"server"},
+    "starlette": {"server", "cluster"},
     "uvicorn": {"server"},
     "httptools": {"server"},
     "uvloop": {"processes.front", "bench"},
@@ -84,12 +90,12 @@ LIBRARIES: dict[str, set[str]] = {
     "yaml": {"config", "keys"},
     "prometheus_client": {"obs"},
     "opentelemetry": {"obs"},
-    "aiohttp": {"bench"},
+    "aiohttp": {"bench", "cluster"},
     "yarl": {"bench"},
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "spec", "core", "config", "models", "kernels"}
+WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels", "cluster"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

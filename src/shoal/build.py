@@ -7,8 +7,10 @@ config ─► files ─► spec ─► weights ─► model ─► runner ─►
 import logging
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from shoal import kernels
+from shoal.build_draft import DRAFT_PASS_TOKENS, NO_DRAFT, DraftMemory, find_draft, load_draft, make_draft
 from shoal.config.engine import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.job import EngineInfo
@@ -67,6 +70,7 @@ class Loaded:
     model: Model
     tokenizer: Tokenizer | None
     threads: ThreadChoice
+    draft: Model | None = None  # the draft model, of the same type and device
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class Built:
             self.kv_blocks * self.config.block_size,
             str(self.dtype).removeprefix("torch."),
             self.device,
+            self.config.block_size if self.config.prefix_caching else 0,
         )
 
 
@@ -118,10 +123,9 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
     """The model with its files, tokenizer and weights."""
     device = pick_device(config.device)
     check_memory(config, device)
-    if config.quantization != "none" and device != "cpu":
-        raise BadConfig(
-            f"quantization {config.quantization} works on CPUs only; leave it out on a GPU, or use --device cpu"
-        )
+    for flag, kind in (("", config.quantization), ("draft_", config.draft_quantization or "none")):
+        if kind != "none" and device != "cpu":
+            raise BadConfig(f"{flag}quantization {kind} works on CPUs only; leave it out on a GPU, or use --device cpu")
     files = find_model(config.model)
     spec = spec_from_config(files.config)
     in_messages = config.special_tokens_in_messages == "tokens"
@@ -130,11 +134,14 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
         check_vocabulary(tokenizer, spec.vocab_size)
         if on_tokenizer is not None:
             on_tokenizer(files, tokenizer)
+    source = find_draft(config, files, spec, tokenizer)
     dtype = pick_dtype(config.dtype, spec, device)
     threads = pick_threads(config, spec, dtype, device)
     with staying_on(threads.cpus):  # so that the weights are in the memory of that socket
-        model = load_model(config, files, spec, dtype, device, progress)
-    return Loaded(files, model.spec, dtype, device, model, tokenizer, threads)
+        load_one = partial(load_model, dtype=dtype, device=device, progress=progress)
+        model = load_one(config, files, spec)
+        draft = None if source is None else load_draft(source, config, model, load_one)
+    return Loaded(files, model.spec, dtype, device, model, tokenizer, threads, draft)
 
 
 def pick_threads(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str) -> ThreadChoice:
@@ -160,25 +167,35 @@ def assemble(
     spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
     config = config.settled(device)
     check_memory(config, device)
+    draft = loaded.draft if config.speculation.model else None
+    if config.speculation.model and draft is None:
+        raise BadConfig("speculate=draft, but the model was loaded without a draft model; load it with the same config")
     if device == "cuda":
         take_memory(loaded, config, progress)
-    blocks = kv_blocks(config, spec, dtype, device)
+    blocks = kv_blocks(config, spec, dtype, device, DraftMemory.of(draft, config, dtype))
     limits = make_limits(config, spec, blocks * config.block_size)
     host = host_blocks(config, spec, dtype, blocks)
     store = KVStore(spec, blocks, config.block_size, dtype, device, host)  # raises if it does not fit
     drafter = make_drafter(config.speculation) if config.speculation.on else None
-    scheduler = make_scheduler(config, limits, blocks, host, drafter)
+    worker = None if device == "cuda" else make_worker(loaded.threads)
+    made = None if draft is None else make_draft(draft, config, limits, blocks, dtype, device, worker)
+    scheduler = make_scheduler(config, limits, blocks, host, drafter, None if made is None else made.drafter)
     synthetic = config.speculation.synthetic
     rule = CoinToss(synthetic) if synthetic is not None else None
-    runner = Runner(loaded.model, store, scheduler.tables.rows.count, limits.max_model_len, device, rule)
+    runner = Runner(loaded.model, store, limits.rows, limits.max_model_len, device, rule)
     # with depth 2 each answer costs one pass too many; on a CPU that is more than planning ahead gains
     depth = config.depth or (2 if device == "cuda" else 1)
-    executor, more = make_executor(runner, config, loaded.threads)
-    loop = EngineLoop(scheduler, executor, clock or WallClock(), depth=depth, check=config.check)
+    executor, more = make_executor(runner, config, loaded.threads, worker)
+    beside = [] if made is None else [made.executor]
+    loop = EngineLoop(scheduler, executor, clock or WallClock(), depth, config.check, beside)
+    learn = scheduler.policies.drafts.rehearsed
+    graphs = rehearsing(more, learn)
+    if made is not None:
+        graphs = chain(graphs, rehearsing(made.recordings, partial(learn, of_draft=True)))
     if in_idle_moments:
-        loop.spare = more
+        loop.spare = graphs
     else:
-        for _ in tqdm(more, desc="graphs", unit="graph", disable=not progress, leave=False):
+        for _ in tqdm(graphs, desc="graphs", unit="graph", disable=not progress, leave=False):
             pass
     return Built(
         config=config,
@@ -195,8 +212,25 @@ def assemble(
     )
 
 
-def make_executor(runner: Runner, config: EngineConfig, threads: ThreadChoice) -> tuple[Executor, Iterator[object]]:
-    """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one."""
+def make_worker(threads: ThreadChoice) -> ThreadPoolExecutor:
+    """The thread that computes all passes on a CPU."""
+    release_threads()  # the threads that loaded the weights
+    start = partial(move_to, threads.cpus)
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner", initializer=start)
+
+
+def rehearsing(recordings: Iterator[tuple[int, float]], learn: Callable[[int, float], None]) -> Iterator[None]:
+    """Record graphs, and tell the scheduler how long passes of their sizes take."""
+    for positions, seconds in recordings:
+        learn(positions, seconds)
+        yield
+
+
+def make_executor(
+    runner: Runner, config: EngineConfig, threads: ThreadChoice, worker: ThreadPoolExecutor | None
+) -> tuple[Executor, Iterator[tuple[int, float]]]:
+    """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one: of each,
+    the positions of its passes and the seconds that they take."""
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 
@@ -204,8 +238,7 @@ def make_executor(runner: Runner, config: EngineConfig, threads: ThreadChoice) -
         if config.layout == "padded":  # its passes do not run as graphs
             return executor, iter(())
         return executor, executor.recordings(config.slots)
-    release_threads()  # the threads that loaded the weights
-    return ThreadedExecutor(runner, partial(move_to, threads.cpus), ThreadFollower(threads)), iter(())
+    return ThreadedExecutor(runner, before_pass=ThreadFollower(threads), worker=worker), iter(())
 
 
 def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
@@ -217,6 +250,9 @@ def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
         tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
     log.info("rehearsing passes of %d tokens and %d requests", tokens, config.slots)
     rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.slots, progress, most_drafts(config))
+    if config.speculation.model and loaded.draft is not None:
+        tokens = DRAFT_PASS_TOKENS["cuda"]
+        rehearse(loaded.draft, loaded.dtype, config.block_size, tokens, config.slots, progress)
 
 
 def most_drafts(config: EngineConfig) -> int:
@@ -293,20 +329,26 @@ def check_memory(config: EngineConfig, device: str) -> None:
             )
 
 
-def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> int:
-    """How many blocks fit; at most as many as all slots can fill at once."""
-    block_bytes = bytes_per_block(spec, config.block_size, dtype)
+def kv_blocks(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    draft: DraftMemory = NO_DRAFT,
+) -> int:
+    """How many blocks fit, each with the draft model's KV beside it; at most as many as all slots can fill at once."""
+    block_bytes = bytes_per_block(spec, config.block_size, dtype) + draft.block_bytes
     longest = config.max_model_len or spec.max_position
     useful = config.slots * -(-longest // config.block_size)
     if config.kv_memory is not None:
-        blocks = config.kv_memory // block_bytes
+        blocks = max(config.kv_memory - draft.spare_bytes, 0) // block_bytes
         change = "raise --kv-memory or lower --block-size"
     else:
         free = free_memory(device)
         usable = int(free * (config.kv_share or 0.5))
         if device == "cuda":
             usable = min(int(free * (config.kv_share or 0.9)), free - GRAPHS_BYTES)
-        blocks = min(useful, max(usable, 0) // block_bytes)
+        blocks = min(useful, max(usable - draft.spare_bytes, 0) // block_bytes)
         change = (
             f"{owner_of_memory(device)} has {free / 2**20:,.0f} MiB left after the weights: give it more memory, "
             "choose a smaller model, or set --kv-memory"

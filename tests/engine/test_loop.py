@@ -207,3 +207,48 @@ def test_spare_work_that_fails_is_left_and_harms_no_request(caplog: pytest.LogCa
     while not loop.idle:
         told += loop.step().tokens
     assert told == oracle([1], 5, frozenset(), 0, 0)
+
+
+class Guessed(FakeExecutor):
+    """Notes how many passes are in flight when a pass begins."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        super().__init__(blocks, block_size)
+        self.begun: list[int] = []
+
+    def forward(self, plan: StepPlan) -> None:
+        self.begun.append(plan.step)
+        super().forward(plan)
+
+
+def test_a_pass_with_drafts_begins_before_the_last_one_is_handed_out() -> None:
+    """Nothing else is in flight, so the device would wait for whatever is done with the events."""
+    scheduler = make_scheduler(max_num_seqs=3, speculate="ngram", drafts=4)
+    executor = Guessed(scheduler.kv.pool.total, scheduler.kv.block_size)
+    loop = EngineLoop(scheduler, executor, VirtualClock(), depth=2, check=True)
+    loop.submit(make_request("a", [1, 2, 1, 2, 1], max_tokens=60))
+    told: list[int] = []
+    drafted = 0
+    while not loop.idle:
+        events = loop.step()
+        told += events.tokens
+        drafted += bool(events.proposed)
+        if not loop.idle:
+            assert executor.begun[-1] > events.step, "the next pass has begun"
+    assert drafted > 0
+    assert told == oracle([1, 2, 1, 2, 1], 60, frozenset(), 0, 0)
+
+
+def test_a_fault_of_a_pass_begun_early_is_reported_after_the_pass_before_it() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, speculate="ngram", drafts=4)
+    executor = Fragile(scheduler.kv.pool.total, scheduler.kv.block_size, {9}, early=True)
+    loop = EngineLoop(scheduler, executor, VirtualClock(), depth=2, check=True)
+    loop.submit(make_request("a", [1, 2, 1, 2, 1], max_tokens=60))
+    told: list[int] = []
+    faults: list[int] = []
+    while not loop.idle:
+        events = loop.step()
+        told += events.tokens
+        faults += [events.step] * events.faults
+    assert len(faults) == 1
+    assert told == oracle([1, 2, 1, 2, 1], 60, frozenset(), 0, 0)

@@ -34,7 +34,7 @@ class Ward:
     def __init__(self) -> None:
         self.clock = VirtualClock(1e6)
         engine, front = (Child(name, "", lambda life: {}, silence_s=SILENCE_S) for name in ("engine", "front"))
-        self.supervisor = Supervisor(engine, [front], 1.0, lambda: None, clock=self.clock)
+        self.supervisor = Supervisor([engine], [front], 1.0, lambda: None, clock=self.clock)
         self.started: list[str] = []
         self.supervisor._start = self.start  # type: ignore[method-assign]
         self.pipes = {child.name: self.begin(child) for child in (engine, front)}
@@ -153,7 +153,7 @@ def test_a_pause_while_the_fronts_drain_is_no_hang_of_the_engine(ward: Ward) -> 
 
     ward.supervisor._sleep = sleep  # type: ignore[method-assign]
     front.terminate = lambda: None  # type: ignore[union-attr, method-assign]
-    ward.supervisor._end(ward.supervisor.fronts, 1e9, watch_engine=True)
+    ward.supervisor._end(ward.supervisor.fronts, 1e9, watch_engines=True)
     assert len(looks) == 4
     assert ward.started == []
 

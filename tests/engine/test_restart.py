@@ -125,7 +125,7 @@ def test_a_job_that_could_not_be_sent_waits(tmp_path: Path, monkeypatch: pytest.
         first = EngineThread(tmp_path)
         async with connected(tmp_path) as client:
             with monkeypatch.context() as patched:
-                patched.setattr(client, "_send", lambda message: False)
+                patched.setattr(client._links[0], "send", lambda message: False)
                 (unsent,) = submit(client, make_job("unsent"))
             assert client.jobs == 1
             await asyncio.to_thread(first.kill)

@@ -26,6 +26,7 @@ def leave(number, frame):
         log.write(f"{{config['name']}} left\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, signal.SIG_IGN if config.get("deaf") else leave)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN if config.get("deaf") else leave)
 if config.get("after_fault"):
     with open({log!r}, "a") as log:
         log.write(f"{{config['name']}} after a fault\\n")
@@ -64,7 +65,8 @@ def given_up():
     print("given up", flush=True)
 print("begin", flush=True)
 front = supervise.Supervisor(
-    child("engine"), [child("front")], options.get("drain_s", 0.3), lambda: print("ready", flush=True),
+    [child(name) for name in options.get("engines", ["engine"])], [child("front")],
+    options.get("drain_s", 0.3), lambda: print("ready", flush=True),
     on_hangup=lambda: print("hung up", flush=True),
     on_given_up=given_up,
 )
@@ -152,6 +154,40 @@ def test_a_hangup_is_handled_and_no_child_restarts(tmp_path: Path) -> None:
         assert family.line() == "hung up"
     assert family.lines() == before
     assert family.end() == (0, "")
+
+
+def test_engines_are_restarted_one_after_the_other(tmp_path: Path) -> None:
+    family = Family(tmp_path, engines=["one", "two", "three"])
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    began = len(family.lines())
+    family.process.send_signal(signal.SIGUSR1)
+    wait_for(family, "three 1 ")
+    order = [" ".join(line.split()[:2]) for line in family.lines()[began:]]
+    assert order == ["one left", "one 1", "two left", "two 1", "three left", "three 1"]
+    code, errors = family.end()
+    assert (code, errors) == (0, ""), "nothing of this is an error"
+
+
+def test_an_engine_that_does_not_leave_is_killed_and_restarted(tmp_path: Path) -> None:
+    family = Family(tmp_path, engines=["one", "two"], one={"deaf": True})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    family.process.send_signal(signal.SIGUSR1)
+    wait_for(family, "two 1 ")
+    code, errors = family.end()
+    assert code == 0
+    assert "one has not ended in time and is killed" in errors
+    assert [line.split()[1] for line in family.lines() if line.startswith("one ")] == ["0", "1"]
+
+
+def test_the_other_engines_stay_when_one_cannot_be_restarted(tmp_path: Path) -> None:
+    family = Family(tmp_path, engines=["one", "two"], one={"never_again": 1})
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    family.process.send_signal(signal.SIGUSR1)
+    wait_for(family, "one 5 ")
+    code, errors = family.end()
+    assert code == 0
+    assert "two 1" not in "\n".join(family.lines())
+    assert not [line for line in errors.splitlines() if "503" in line], "the other engine computes"
 
 
 def test_a_config_that_cannot_be_served_ends_the_server_with_code_2(tmp_path: Path) -> None:

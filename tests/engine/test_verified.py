@@ -62,7 +62,8 @@ class Asked:
     kind: int  # of PARAMS; beyond them: a grammar, a scripted end
     salt: str = ""
 
-    def requests(self) -> list[Request]:
+    def requests(self, known: Sequence[int] = ()) -> list[Request]:
+        """known: tokens that it has already, from an engine that is gone."""
         values, extra = dict(PARAMS[self.kind % len(PARAMS)]), self.kind // len(PARAMS)
         least = 0 if extra == 2 else min(values.pop("min_tokens", 0), self.max_tokens)  # a scripted end comes earlier
         params = SamplingParams(max_tokens=self.max_tokens, **{**values, "min_tokens": least}).resolved({})
@@ -77,11 +78,17 @@ class Asked:
                 stop_ids=self.stop_ids | {SCRIPTED_END},
                 group=group,
                 salt=self.salt,
-                grammar=FakeGrammar(self.number, self.max_tokens) if extra == 1 else None,
+                grammar=self.grammar(known) if extra == 1 else None,
+                output=known,
                 ends_after=1 + self.max_tokens // 2 if extra == 2 else 0,
             )
             for sample in range(self.n)
         ]
+
+    def grammar(self, known: Sequence[int]) -> FakeGrammar:
+        made = FakeGrammar(self.number, self.max_tokens)
+        assert all(made.accept(token) for token in known)
+        return made
 
 
 @dataclass
@@ -182,6 +189,12 @@ class Engine:
         requests = asked.requests()
         self.loop.submit_all(requests)
         self.told |= {request.id: Told() for request in requests}
+
+    def resume(self, asked: Asked, known: Sequence[int]) -> None:
+        """A request of one sample that has these tokens from an engine that is gone."""
+        (request,) = asked.requests(known)
+        self.loop.submit_all([request], resumed=True)
+        self.told[request.id] = Told(list(known))
 
     def step(self) -> None:
         events = self.loop.step()
@@ -358,6 +371,29 @@ def test_right_drafts_give_several_tokens_a_pass() -> None:
         made.drain()
         compare(made.told, answers)
     assert made.passes < 40  # 60 and more without
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_of_an_engine_that_died_go_on_with_drafts(depth: int) -> None:
+    """Each is resumed from another of its tokens; its logprobs go on there, too."""
+    asked = [
+        Asked(number, (number, 1, 2), 20 + number % 5, frozenset({number % VOCAB}), 1, number)
+        for number in range(3 * len(PARAMS))
+    ]
+    answers = answers_to(asked)
+    with engine(depth, ScriptedDrafter(answers, 0.2, 2), blocks=80, max_num_batched_tokens=64) as made:
+        kept: dict[str, int] = {}
+        for one in asked:
+            id = f"r{one.number}.0"
+            want = answers[id].tokens
+            kept[id] = one.number * 7 % len(want)
+            made.resume(one, want[: kept[id]])
+        made.drain()
+    for id, count in kept.items():
+        want, got = answers[id], made.told[id]
+        assert (got.tokens, got.reason) == (want.tokens, want.reason), id
+        assert got.logprobs == (want.logprobs[count:] if want.logprobs else []), id
+    assert made.drafted > 40
 
 
 def test_penalties_after_the_last_pass_count_the_accepted_tokens_only() -> None:

@@ -125,9 +125,10 @@ def test_jobs_aborted_together_are_aborted_in_one_message(tmp_path: Path) -> Non
             for number in range(5):
                 client.submit(make_job(f"job-{number}"), Notes())
             sent: list[wire.Message] = []
-            send = client._send
+            link = client._links[0]
+            send = link.send
             monkey = pytest.MonkeyPatch()
-            monkey.setattr(client, "_send", lambda message: [sent.append(message), send(message)][1])
+            monkey.setattr(link, "send", lambda message: [sent.append(message), send(message)][1])
             for number in range(5):
                 client.abort(f"job-{number}")
             await asyncio.sleep(0.05)

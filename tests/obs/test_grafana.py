@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from shoal.core.report import EngineStatus
 from shoal.obs.metrics import EngineMetrics, FrontMetrics
 
 DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
@@ -21,7 +22,9 @@ def real_samples() -> dict[str, set[str]]:
     engine = EngineMetrics({"order": "slo"}, ["suffix"])
     for promise in ("ttft", "itl"):
         engine.promises["premium", promise, "yes"] += 1
-    for family in text_string_to_metric_families((engine.render() + front.render(0, None)).decode()):
+    for family in text_string_to_metric_families(
+        (engine.render() + front.render(0, [EngineStatus(0, True, 0)])).decode()
+    ):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

@@ -10,10 +10,11 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.core.events import Admitted, Finished, PassEvents, Rejection
-from shoal.core.job import EngineInfo
+from shoal.core.report import EngineStatus
 from shoal.core.request import Reason
 from shoal.errors import PromptTooLong
 from shoal.obs import metrics
+from shoal.obs.engines import join_engines
 from shoal.obs.metrics import EngineMetrics, FrontMetrics, Tally
 from shoal.sched.scheduler import Scheduler
 from tests.fakes import FakeExecutor, make_request, make_scheduler
@@ -243,7 +244,7 @@ def test_the_text_is_all_ours_and_every_bucket_holds_the_ones_below() -> None:
 
 # ---- the front
 
-INFO = EngineInfo(epoch=2, max_model_len=100, vocab_size=50, kv_tokens=64, dtype="float32", device="cpu")
+UP, DOWN = [EngineStatus(0, True, 2)], [EngineStatus(0, False, 0)]
 
 
 def test_answers_are_counted_by_route_and_status() -> None:
@@ -252,7 +253,7 @@ def test_answers_are_counted_by_route_and_status() -> None:
         front.count("/v1/chat/completions", status)
     front.count("/static/chat.js", 200)
     front.count("/v1/models/some-model", 404)
-    seen = read(front.render(7, INFO))
+    seen = read(front.render(7, UP))
     assert seen['shoal_http_requests_total{front="front-0",route="/v1/chat/completions",status="200"}'] == 2
     assert seen['shoal_http_requests_total{front="front-0",route="/v1/chat/completions",status="429"}'] == 1
     assert seen['shoal_http_requests_total{front="front-0",route="/static",status="200"}'] == 1
@@ -266,7 +267,7 @@ def test_paths_without_a_route_make_one_series() -> None:
     for number in range(1000):
         front.count(f'/wp-{number}"\n', 404)
         front.count(f"/static/{number}", 404)
-    series = [name for name in read(front.render(0, None)) if name.startswith("shoal_http_requests_total")]
+    series = [name for name in read(front.render(0, DOWN)) if name.startswith("shoal_http_requests_total")]
     assert len([name for name in series if 'status="404"' in name]) == 2
 
 
@@ -274,7 +275,7 @@ def test_two_fronts_tell_series_of_their_own() -> None:
     fronts = [FrontMetrics(f"front-{number}") for number in range(2)]
     for front in fronts:
         front.count("/v1/completions", 200)
-    one, other = ({name for name in read(front.render(0, None)) if "http" in name} for front in fronts)
+    one, other = ({name for name in read(front.render(0, DOWN)) if "http" in name} for front in fronts)
     assert not one & other, "they would look like one counter that jumps back and forth"
 
 
@@ -283,8 +284,8 @@ def test_a_front_shows_the_counts_of_all_fronts() -> None:
     for number, front in enumerate(fronts):
         for _ in range(number + 1):
             front.count("/v1/completions", 200)
-    sent = [fronts[1].tell(4, INFO), fronts[2].tell(0, None)]
-    text = fronts[0].render(1, None, sent)
+    sent = [fronts[1].tell(4, UP), fronts[2].tell(0, DOWN)]
+    text = fronts[0].render(1, DOWN, sent)
     seen = read(text)
     for number, active in enumerate((1, 4, 0)):
         series = f'{{front="front-{number}",route="/v1/completions",status="200"}}'
@@ -292,7 +293,7 @@ def test_a_front_shows_the_counts_of_all_fronts() -> None:
         assert seen[f'shoal_http_active_requests{{front="front-{number}"}}'] == active
     assert seen["shoal_engine_restarts_total"] == 2, "another front knows of more restarts"
     assert text.count(b"# TYPE shoal_http_requests_total") == 1
-    gone = read(fronts[0].render(1, None))
+    gone = read(fronts[0].render(1, DOWN))
     assert 'shoal_http_active_requests{front="front-1"}' not in gone, (
         "the numbers of a dead front are not shown forever"
     )
@@ -304,12 +305,12 @@ def test_a_front_shows_the_counts_of_all_fronts() -> None:
 )
 def test_numbers_that_cannot_be_read_are_left_out(data: bytes) -> None:
     front = FrontMetrics()
-    assert front.render(0, None, [data]) == front.render(0, None)
+    assert front.render(0, DOWN, [data]) == front.render(0, DOWN)
 
 
 def test_the_first_500_can_be_seen_in_a_rate() -> None:
     assert (
-        read(FrontMetrics().render(0, None))[
+        read(FrontMetrics().render(0, DOWN))[
             'shoal_http_requests_total{front="front-0",route="/v1/completions",status="500"}'
         ]
         == 0
@@ -318,16 +319,31 @@ def test_the_first_500_can_be_seen_in_a_rate() -> None:
 
 def test_an_engine_that_is_down_keeps_its_count_of_restarts() -> None:
     front = FrontMetrics()
-    assert read(front.render(0, None))["shoal_engine_restarts_total"] == 0
-    front.render(0, INFO)
-    seen = read(front.render(0, None))
+    assert read(front.render(0, DOWN))["shoal_engine_restarts_total"] == 0
+    front.render(0, UP)
+    seen = read(front.render(0, DOWN))
     assert (seen["shoal_engine_up"], seen["shoal_engine_restarts_total"]) == (0, 2)
+
+
+def test_several_engines_have_labels_of_their_own() -> None:
+    front, one, other = FrontMetrics(), EngineMetrics(), EngineMetrics()
+    one.totals["shoal_output_tokens"], other.totals["shoal_output_tokens"] = 3, 4
+    texts = {number: engine.render().decode() for number, engine in enumerate((one, other))}
+    engines = [EngineStatus(0, True, 2), EngineStatus(1, False, 1)]
+    text = join_engines(texts).encode() + front.render(0, engines)
+    seen = read(text)
+    assert (seen['shoal_output_tokens_total{engine="0"}'], seen['shoal_output_tokens_total{engine="1"}']) == (3, 4)
+    assert (seen['shoal_engine_up{engine="0"}'], seen['shoal_engine_up{engine="1"}']) == (1, 0)
+    assert (seen['shoal_engine_restarts_total{engine="0"}'], seen['shoal_engine_restarts_total{engine="1"}']) == (2, 1)
+    assert 'shoal_step_seconds_bucket{engine="1",le="0.001"}' in seen
+    for name in (b"shoal_output_tokens_total", b"shoal_step_seconds", b"shoal_requests_running"):
+        assert text.count(b"# TYPE " + name + b" ") == 1
 
 
 def test_both_texts_can_follow_each_other() -> None:
     front = FrontMetrics()
     front.count("/health", 200)
-    text = front.render(0, INFO) + EngineMetrics().render()
+    text = front.render(0, UP) + EngineMetrics().render()
     assert read(text)["shoal_requests_running"] == 0
 
 

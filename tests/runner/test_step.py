@@ -1,13 +1,18 @@
 """A plan as tables of numbers: every position, decode and block of queries is where kernels look for it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.core.params import SamplingParams
 from shoal.core.plan import FROM_DEVICE, RowStart, StepPlan
+from shoal.runner.cuda import LONG_DRAFTS, CudaExecutor, head_lines, most_lines, verifying_shapes
 from shoal.runner.draws import draws_of
 from shoal.runner.graphs import LINES, TOKENS, size_for
-from shoal.runner.step import ALIGN, PADDING, PassShape, Tables, count_blocks, decoding, fill, lay_out, new_blocks
+from shoal.runner.step import ALIGN, PADDING, PassShape, Tables, count_blocks, fill, lay_out, layout_of, new_blocks
 
 QUERIES = 4  # in a block
 FEW = 6  # in a decode
@@ -50,7 +55,7 @@ def test_one_position_each() -> None:
 def test_chunks_beside_decodes() -> None:
     """Row 5 computes positions 10 to 18 in three blocks of queries; the last has the longest past: it is first."""
     plan = plan_of((7, 20, 1, 1), (5, 10, 9, 0), (2, 4, 1, 1), (1, 0, 2, 1))
-    assert count_blocks(plan.counts[~decoding(plan, FEW)], QUERIES) == 4
+    assert count_blocks(plan.counts[layout_of(plan, FEW).chunks], QUERIES) == 4
     tables = filled(plan, PassShape(16, 4, 6, 4))
     assert tables.tokens[1].tolist() == [7] + [5] * 9 + [2] + [1] * 2 + [PADDING] * 3
     assert tables.tokens[2].tolist() == [20, *range(10, 19), 4, 0, 1, 0, 0, 0]
@@ -68,8 +73,8 @@ def test_chunks_beside_decodes() -> None:
 def test_rows_that_verify_drafts_are_decodes() -> None:
     """Up to FEW positions; a longer draft, and a chunk that ends a prompt, are blocks of queries."""
     plan = plan_of((7, 20, 3, 3), (5, 10, 3, 1), (2, 4, 1, 1), (1, 8, FEW, FEW), (3, 30, FEW + 1, FEW + 1))
-    assert decoding(plan, FEW).tolist() == [True, False, True, True, False]
-    assert decoding(plan, 1).tolist() == [False, False, True, False, False]
+    assert layout_of(plan, FEW).decodes.tolist() == [0, 2, 3]
+    assert layout_of(plan, 1).decodes.tolist() == [2]
     tables = filled(plan, PassShape(24, 4, 4, 20, queries=FEW))
     assert tables.decodes.T.tolist() == [[7, 23, 0, 3], [2, 5, 6, 1], [1, 8 + FEW, 7, FEW], [0, 0, 0, 0]]
     assert tables.blocks[:, :3].T.tolist() == [[3, 13, 7, 4, 37], [3, 13, 7, 0, 37], [5, 3, 3, 0, 13]]
@@ -84,7 +89,7 @@ def test_every_query_is_in_exactly_one_table(seed: int) -> None:
     draws = np.where(source.random(count) < 0.5, 1, counts)
     parts = [(row, int(source.integers(0, 50)), int(counts[row]), int(draws[row])) for row in range(count)]
     plan = plan_of(*parts)
-    blocks = count_blocks(plan.counts[~decoding(plan, FEW)], QUERIES)
+    blocks = count_blocks(plan.counts[layout_of(plan, FEW).chunks], QUERIES)
     shape = PassShape(int(counts.sum()) + 3, count + 1, blocks + 2, int(draws.sum()))
     tables = filled(plan, shape)
     seen = []
@@ -126,3 +131,26 @@ def test_sizes_grow() -> None:
             assert found is not None
             assert count <= found <= max(count * 1.5, count + 16)
         assert size_for(sizes, sizes[-1] + 1) is None
+
+
+# ---- graphs that are recorded before they are needed ----------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=LONG_DRAFTS), st.sampled_from([1, 4, 7, 15]), st.booleans())
+def test_passes_of_a_few_rows_with_drafts_have_graphs(drafts: list[int], most: int, wide: bool) -> None:
+    """Whatever is drafted for up to eight rows, its graph was recorded, with the head's."""
+    few, slots = (1, 4, 8, 16) if wide else (1, 2, 4, 8), 32
+    counts = [1 + min(count, most, few[-1] - 1) for count in drafts]
+    lines = most_lines(slots, most)
+    plan = plan_of(*((row, 20, count, count) for row, count in enumerate(counts)))
+    executor = SimpleNamespace(few=few, queries=QUERIES, ops=SimpleNamespace(long_context=8192), _lines=lines)
+    shape, recorded = CudaExecutor._shape(executor, plan, draws_of(plan))  # type: ignore[arg-type]
+    assert recorded
+    assert shape.tokens >= len(plan.tokens)
+    assert shape.decodes >= len(counts)
+    if max(counts) > 1:
+        shapes = verifying_shapes(slots, most + 1, few, lines)
+        assert shape in shapes
+        assert len(set(shapes)) == len(shapes)
+        assert head_lines(draws_of(plan)) in {one.lines for one in shapes}

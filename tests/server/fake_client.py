@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink
+from shoal.core.report import EngineStatus
 from shoal.core.request import Logprobs
 from shoal.errors import EngineDown
 
@@ -68,6 +69,10 @@ class FakeClient:
         return self._info or INFO
 
     @property
+    def engines(self) -> list[EngineStatus]:
+        return [EngineStatus(0, self._info is not None, INFO.epoch)]
+
+    @property
     def accepting(self) -> bool:
         return self._info is not None or self.waits
 
@@ -99,7 +104,7 @@ class FakeClient:
         if one is not None and sample in one.left:
             one.left[sample] = []  # ends with the next tick, as "stop"
 
-    async def ask(self, what: str) -> Any:
+    async def ask(self, what: str, engine: int | None = None) -> Any:
         if self._info is None:
             raise EngineDown("there is no engine")
         return self.metrics if what == "metrics" else {"jobs": sorted(self.running)}

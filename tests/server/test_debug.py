@@ -43,7 +43,7 @@ STATE: dict[str, Any] = {
 
 
 class Telling(FakeClient):
-    async def ask(self, what: str) -> Any:
+    async def ask(self, what: str, engine: int | None = None) -> Any:
         return json.loads(json.dumps(STATE)) if what == "state" else await super().ask(what)
 
 

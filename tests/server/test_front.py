@@ -305,10 +305,10 @@ class Counted:
     def count(self, route: str, status: int) -> None:
         self.seen.append((route, status))
 
-    def render(self, active: int, info: Any, others: Sequence[bytes]) -> bytes:
-        return f"own_active {active}\nown_up {int(info is not None)}\n".encode() + b"".join(others)
+    def render(self, active: int, engines: Any, others: Sequence[bytes]) -> bytes:
+        return f"own_active {active}\nown_up {sum(one.up for one in engines)}\n".encode() + b"".join(others)
 
-    def tell(self, active: int, info: Any) -> bytes:
+    def tell(self, active: int, engines: Any) -> bytes:
         return b"told\n"
 
 

@@ -332,7 +332,7 @@ class Broken(FakeClient):
     def submit(self, job: Job, sink: Sink) -> None:
         raise FileNotFoundError(2, "No such file or directory", SECRET)
 
-    async def ask(self, what: str) -> Any:
+    async def ask(self, what: str, engine: int | None = None) -> Any:
         raise RuntimeError(f"{SECRET} is gone")
 
 

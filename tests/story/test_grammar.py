@@ -1,8 +1,10 @@
-"""Answers that follow a grammar, through the whole engine: tiny random models, and SmolLM2 with random schemas."""
+"""Answers that follow a grammar, through the whole engine: tiny random models, and SmolLM2 with random schemas; all of
+it with and without drafts."""
 
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from shoal import LLM, GrammarSpec, SamplingParams
 from shoal.errors import BadGrammar, ModelError
+from tests.drafting import drafting
 from tests.story.models import VOCAB, copy, first, open_llm, seeded, small_kv, token_ids
 from tests.story.test_golden import default_model_is_there
 
@@ -32,6 +35,18 @@ SPECS = {
     "json_object": GrammarSpec("json_object"),
     "grammar": GrammarSpec("grammar", 'start: "<" word ("," word)* ">"\nword: /[a-z]{1,5}/'),
 }
+
+
+DRAFTS = "grammar+suffix"
+
+
+@pytest.fixture(scope="module", params=["off", DRAFTS])
+def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with open_llm(model, check=True, speculate=request.param) as opened, drafting(opened) as drafts:
+        yield opened
+    if request.param == DRAFTS:
+        assert min(drafts.accepted[name] for name in ("grammar", "suffix")) > 50
+        assert drafts.rejected > 50
 
 
 def follows(name: str, text: str) -> bool:
@@ -69,9 +84,10 @@ def test_any_json_object_will_do(llm: LLM) -> None:
     assert all(follows("json_object", one.text) for one in whole)
 
 
-def test_neighbours_without_a_grammar_say_what_they_say_alone(model: Path) -> None:
+@pytest.mark.parametrize("speculate", ["off", DRAFTS])
+def test_neighbours_without_a_grammar_say_what_they_say_alone(model: Path, speculate: str) -> None:
     plain = [list(range(9, 40)), list(range(50, 60)), [7]]
-    with open_llm(model, check=True) as llm:
+    with open_llm(model, check=True, speculate=speculate) as llm, drafting(llm):
         alone = token_ids(llm.generate(plain, seeded(5, 30)))
         bound = [llm.stream(STORY, seeded(seed, 60), grammar=spec) for seed, spec in enumerate(SPECS.values())]
         assert token_ids(llm.generate(plain, seeded(5, 30))) == alone
@@ -79,15 +95,17 @@ def test_neighbours_without_a_grammar_say_what_they_say_alone(model: Path) -> No
     assert all(follows(name, text) for name, text in zip(SPECS, texts, strict=True) if name in ("regex", "choice"))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_preemption_and_depth_change_no_token(model: Path, depth: int) -> None:
+@pytest.mark.parametrize(("depth", "speculate"), [(1, "off"), (2, "off"), (3, "off"), (1, DRAFTS), (2, DRAFTS)])
+def test_preemption_and_depth_change_no_token(model: Path, depth: int, speculate: str) -> None:
     prompts = [list(range(10 + i, 40 + i)) for i in range(6)]
     params = [seeded(i, 60, repetition_penalty=1.2) for i in range(6)]
     with open_llm(model, depth=1) as llm:
         roomy = llm.generate(prompts, params, grammar=SPECS["json"])
-    with open_llm(model, kv_memory=small_kv(12), depth=depth, check=True) as llm:
+    opened = open_llm(model, kv_memory=small_kv(12), depth=depth, check=True, speculate=speculate)
+    with opened as llm, drafting(llm) as drafts:
         tight = llm.generate(prompts, params, grammar=SPECS["json"])
         assert llm.loop.scheduler.kv.pool.held == 0
+    assert speculate == "off" or drafts.accepted["grammar"] > 10
     assert token_ids(tight) == token_ids(roomy)
     assert [one.outputs[0].text for one in tight] == [one.outputs[0].text for one in roomy]
     assert any(one.outputs[0].metrics.preemptions for one in tight)
@@ -178,11 +196,11 @@ def random_object(source: random.Random, depth: int) -> dict[str, Any]:
     }
 
 
-def valid_answers(count: int, seed: int) -> None:
+def valid_answers(count: int, seed: int, speculate: str = "off") -> list[str]:
     """So many answers at temperature 1, each to its own schema; all run at the same time."""
     schemas = [random_object(random.Random(seed + number), 2) for number in range(count)]
     chat = [{"role": "user", "content": "Make up some JSON."}]
-    with LLM(kv_memory="512MiB", max_num_seqs=64, check=True) as llm:
+    with LLM(kv_memory="512MiB", max_num_seqs=64, check=True, speculate=speculate) as llm, drafting(llm) as drafts:
         streams = [
             llm.stream(
                 [chat],
@@ -193,11 +211,13 @@ def valid_answers(count: int, seed: int) -> None:
         ]
         answers = [list(stream) for stream in streams]
         assert llm.loop.scheduler.kv.pool.held == 0
+    assert speculate == "off" or drafts.accepted["grammar"] > count
     assert len(answers) == count
-    for schema, chunks in zip(schemas, answers, strict=True):
-        text = "".join(chunk.text for chunk in chunks)
+    texts = ["".join(chunk.text for chunk in chunks) for chunks in answers]
+    for schema, text, chunks in zip(schemas, texts, answers, strict=True):
         assert chunks[-1].finish_reason == "stop", (schema, text, chunks[-1])
         jsonschema_rs.validate(schema, json.loads(text))
+    return texts
 
 
 @pytest.mark.skipif(not default_model_is_there(), reason="the default model is not installed")
@@ -205,8 +225,15 @@ def test_24_random_schemas_get_valid_json_from_smollm2() -> None:
     valid_answers(24, seed=1)
 
 
+@pytest.mark.skipif(not default_model_is_there(), reason="the default model is not installed")
+def test_drafts_change_no_answer_of_smollm2() -> None:
+    """Its own schema for each of them, and the answers without drafts."""
+    assert valid_answers(3, seed=40, speculate=DRAFTS) == valid_answers(3, seed=40)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("speculate", ["off", DRAFTS])
 @pytest.mark.skipif(not default_model_is_there(), reason="the default model is not installed")
-def test_200_random_schemas_get_valid_json_from_smollm2() -> None:
-    valid_answers(200, seed=1000)
+def test_200_random_schemas_get_valid_json_from_smollm2(speculate: str) -> None:
+    valid_answers(200, seed=1000, speculate=speculate)

@@ -1,4 +1,5 @@
-"""Every preset, and odd combinations of axes, give every request the same greedy tokens, in float32."""
+"""Every preset, and odd combinations of axes, give every request the same greedy tokens, in float32; with drafts, too,
+where the layout is ragged."""
 
 import random
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 
 from shoal import LLM, SamplingParams
 from shoal.config.presets import PRESETS
+from tests.drafting import drafting
 from tests.models.test_families import SIZES, saved
 
 ODD = {
@@ -17,6 +19,8 @@ ODD = {
     "padded, three in flight": {"layout": "padded", "prefill": "inline", "depth": 3},
 }
 SETTINGS = {name: {"preset": name} for name in PRESETS} | ODD
+RAGGED = [name for name, preset in PRESETS.items() if preset.settings["layout"] == "ragged"]
+RAGGED += ["static, ragged, in chunks"]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,21 @@ def test_the_same_tokens(name: str, memory: str, folder: Path, expected: list[li
         outputs = llm.generate(prompts, params)
         assert [one.outputs[0].token_ids for one in outputs] == expected
         assert llm.loop.scheduler.kv.pool.held == 0
+
+
+@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize(("memory", "depth"), [("16MiB", 2), ("60KiB", 1)])
+def test_the_same_tokens_with_drafts(
+    name: str, memory: str, depth: int, folder: Path, expected: list[list[int]]
+) -> None:
+    options = {"group_size": 4, "speculate": "grammar+suffix", "depth": depth, **SETTINGS[name]}
+    prompts, params = requests()
+    with LLM(folder, dtype="float32", kv_memory=memory, check=True, max_num_seqs=6, **options) as llm:
+        with drafting(llm) as drafts:
+            outputs = llm.generate(prompts, params)
+        assert [one.outputs[0].token_ids for one in outputs] == expected
+        assert llm.loop.scheduler.kv.pool.held == 0
+    assert min(drafts.accepted["suffix"], drafts.rejected) > 1
 
 
 def test_padding_is_counted_by_the_runner(folder: Path) -> None:

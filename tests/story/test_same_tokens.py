@@ -1,7 +1,8 @@
 """The same tokens come out, whatever the engine does around them.
 
 In float32, for greedy and seeded requests in one batch: any chunk size, any block size, prefix cache on or off, a
-roomy KV cache or one so small that most requests are preempted, one or two passes in flight, any order of arrival.
+roomy KV cache or one so small that most requests are preempted, one or two passes in flight, any order of arrival,
+with and without drafts.
 """
 
 import itertools
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from shoal import LLM, SamplingParams
+from tests.drafting import drafting
 from tests.models.test_families import SIZES, saved
 
 CHUNKS = [1, 7, 64, 0]
 BLOCKS = [1, 16, 32]
 COMBINATIONS = list(itertools.product(CHUNKS, BLOCKS, [True, False], ["roomy", "tiny"], [1, 2]))
+SOME = [(1, 16, True, "tiny", 1), (7, 1, True, "tiny", 2), (0, 32, False, "roomy", 1), (64, 16, True, "roomy", 2)]
 TINY_TOKENS = 96  # one or two of the requests below fit at the end, and all of them want to run
 BYTES_PER_TOKEN = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 16 * 4
 
@@ -28,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
-    """Short and long prompts, half of them with a common beginning; greedy, seeded, with penalties, n = 2."""
+    """Short and long prompts, half of them with a common beginning; greedy, seeded, with penalties, n = 2. A bias lets
+    some of them repeat themselves, so that there are drafts which are right."""
     source = random.Random(7)
     common = [source.randrange(SIZES["vocab_size"]) for _ in range(18)]
     found = []
@@ -36,6 +40,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         prompt = common[: 18 * (number % 2)] + [source.randrange(SIZES["vocab_size"]) for _ in range(1 + number)]
         chance = {} if number % 3 else {"top_p": 0.9, "top_k": 50, "min_p": 0.01}
         penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.3} if number % 4 == 1 else {}
+        biases = {"logit_bias": {"3": 9.0, "5": 9.0, "8": 9.0}} if number % 5 > 2 else {}
         params = SamplingParams(
             temperature=0.0 if number % 2 else 1.0,
             seed=number,
@@ -44,6 +49,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
             ignore_eos=True,
             **chance,
             **penalties,  # type: ignore[arg-type]
+            **biases,  # type: ignore[arg-type]
         )
         found.append((prompt, params))
     return found
@@ -55,11 +61,13 @@ Answers = dict[tuple[int, int], list[int]]
 def run(folder: Path, places: list[int], **options: object) -> tuple[Answers, int, int]:
     """Tokens by request and sample; how many sequences there were and how many of them were preempted."""
     all_requests = requests()
-    with LLM(str(folder), dtype="float32", max_num_seqs=10, watermark=0.0, check=True, **options) as llm:
+    made = LLM(str(folder), dtype="float32", max_num_seqs=10, watermark=0.0, check=True, **options)
+    with made as llm, drafting(llm) as drafts:
         outputs = llm.generate([all_requests[i][0] for i in places], [all_requests[i][1] for i in places])
         while not llm.loop.idle:  # blocks of those who have ended may be on their way to host memory
             llm.step()
         assert llm.loop.scheduler.kv.pool.held == 0
+    assert llm.config.speculate == "off" or min(drafts.accepted.total(), drafts.rejected) > 3
     answers: Answers = {}
     preempted = 0
     for place, output in zip(places, outputs, strict=True):
@@ -83,6 +91,35 @@ def expected(folder: Path) -> Answers:
 def test_same_tokens(
     chunk: int, block: int, caching: bool, memory: str, depth: int, folder: Path, expected: Answers
 ) -> None:
+    compare(folder, expected, chunk, block, caching, memory, depth)
+
+
+@pytest.mark.parametrize(("chunk", "block", "caching", "memory", "depth"), SOME)
+@pytest.mark.parametrize("speculate", ["ngram", "suffix"])
+def test_same_tokens_with_drafts(
+    speculate: str, chunk: int, block: int, caching: bool, memory: str, depth: int, folder: Path, expected: Answers
+) -> None:
+    compare(folder, expected, chunk, block, caching, memory, depth, speculate=speculate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunk", "block", "caching", "memory", "depth"), COMBINATIONS)
+def test_same_tokens_with_drafts_in_every_combination(
+    chunk: int, block: int, caching: bool, memory: str, depth: int, folder: Path, expected: Answers
+) -> None:
+    compare(folder, expected, chunk, block, caching, memory, depth, speculate="grammar+ngram+suffix", draft_tokens=12)
+
+
+def compare(
+    folder: Path,
+    expected: Answers,
+    chunk: int,
+    block: int,
+    caching: bool,
+    memory: str,
+    depth: int,
+    **more: object,
+) -> None:
     order = list(range(len(requests())))
     random.Random(chunk * 100 + block + depth).shuffle(order)
     size = TINY_TOKENS * BYTES_PER_TOKEN if memory == "tiny" else 16 * 2**20
@@ -95,6 +132,7 @@ def test_same_tokens(
         kv_memory=size,
         depth=depth,
         max_num_batched_tokens=300,
+        **more,
     )
     assert answers == expected
     if memory == "tiny":
@@ -113,10 +151,10 @@ POLICIES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("caching", "speculate"), [(True, "off"), (False, "off"), (True, "grammar+suffix")])
 @pytest.mark.parametrize("number", range(len(POLICIES)))
-def test_no_policy_changes_a_token(folder: Path, expected: Answers, number: int, caching: bool) -> None:
-    options = POLICIES[number]
+def test_no_policy_changes_a_token(folder: Path, expected: Answers, number: int, caching: bool, speculate: str) -> None:
+    options = {"speculate": speculate, **POLICIES[number]}
     order = list(range(len(requests())))
     random.Random(number).shuffle(order)
     memory = TINY_TOKENS * BYTES_PER_TOKEN

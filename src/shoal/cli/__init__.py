@@ -18,6 +18,7 @@ from shoal.cli.compare import add_compare
 from shoal.cli.doctor import add_doctor
 from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
+from shoal.cli.restart import add_restart
 from shoal.cli.serve import add_serve
 from shoal.cli.top import add_top
 from shoal.errors import ShoalError, one_line
@@ -69,5 +70,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_compare(commands)
     add_key(commands)
     add_top(commands)
+    add_restart(commands)
     add_doctor(commands)
     return parser

@@ -1,7 +1,8 @@
-"""shoal serve: an OpenAI-compatible server. This process supervises the engine and the fronts, and keeps the ledger of
+"""shoal serve: an OpenAI-compatible server. This process supervises the engines and the fronts, and keeps the ledger of
 the keys' limits, which outlives both."""
 
 import argparse
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -13,7 +14,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def add_serve(commands: Any) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     engine, serve = read_options(args)
     engine.for_answers()
+    check_cluster(serve)
     from shoal.engine.supervise import Supervisor
     from shoal.engine.wire import GIVEN_UP
     from shoal.keys.ledger_service import LedgerService
@@ -65,10 +67,11 @@ def run_serve(args: argparse.Namespace) -> int:
         if keys:
             folder.publish(keys)
             ledger.start()
-        children = make_children(engine, serve, folder.path, listener, mend=folder.mend)
+        children = make_children(engine, serve, folder.path, listener, folder.mend, supervised=True)
+        engines = len(children) - serve.api_workers
         supervisor = Supervisor(
-            children[0],
-            children[1:],
+            children[:engines],
+            children[engines:],
             serve.drain_timeout,
             lambda: print_ready(engine, serve, listener, args.json),
             on_hangup=None if ends_with_its_terminal(serve) else lambda: reload_keys(serve, tiers, folder),
@@ -116,7 +119,7 @@ class PrivateFolder:
 
 def check_socket_paths(folder: str) -> None:
     """Raise BadConfig if the sockets of a server would have longer paths below this folder than the system allows."""
-    path = os.path.join(folder, "shoal-12345678", "front-999.front")  # no socket's path is longer
+    path = os.path.join(folder, "shoal-12345678", "engine-99", "engine.ipc")  # no socket's path is longer
     limit = 107 if sys.platform == "linux" else 103  # bytes of sockaddr_un.sun_path, less the NUL at its end
     if len(os.fsencode(path)) > limit:
         raise BadConfig(
@@ -169,16 +172,27 @@ def listen(serve: ServeConfig) -> socket.socket:
     return listener
 
 
+def check_cluster(serve: ServeConfig) -> None:
+    """Raise BadConfig if the libraries of the cluster are not installed. Does not load them."""
+    if serve.cluster is not None and importlib.util.find_spec(serve.cluster) is None:
+        raise BadConfig(f"--cluster {serve.cluster} needs the extra: pip install 'shoal[server,cluster]'")
+
+
 def make_children(
     engine: EngineConfig,
     serve: ServeConfig,
     folder: Path,
     listener: socket.socket,
     mend: Callable[[], None] = lambda: None,
+    supervised: bool = False,
 ) -> Any:
-    """The engine, then the fronts. `mend`: repairs the folder before each start of the engine."""
+    """The engines, then the fronts. `mend`: repairs the folder before each start of an engine. `supervised`: a
+    Supervisor is their parent."""
+    from shoal.engine.curve import KeyPair
     from shoal.engine.supervise import Child
 
+    homes = [folder / f"engine-{number}" for number in range(serve.replicas)] if serve.replicas > 1 else [folder]
+    client_keys = None if serve.cluster is None else KeyPair.fresh().as_json()
     shared = {
         "log_level": serve.log_level,
         "log_format": serve.log_format,
@@ -186,10 +200,6 @@ def make_children(
         "keys": bool(serve.api_key or serve.api_keys_file),  # the keys are in the folder, hashed
     }
     salt_secret = secrets.token_hex(32)  # the same for all fronts, across their restarts
-
-    def for_engine(life: int) -> Mapping[str, Any]:
-        mend()
-        return {**shared, "engine": as_json(engine), "epoch": life}
 
     def for_front(name: str, life: int) -> Mapping[str, Any]:
         return {
@@ -203,6 +213,9 @@ def make_children(
             "max_queue": engine.max_queue,
             "max_wait": engine.max_wait,
             "listen_fd": listener.fileno(),
+            "engines": [str(home) for home in homes],
+            "client_keys": client_keys,
+            "supervised": supervised,
             "name": f"{name}.{life}",
         }
 
@@ -211,7 +224,58 @@ def make_children(
         Child(name, "shoal.processes.front", partial(for_front, name), port, silence_s=silence_s)
         for name in (f"front-{number}" for number in range(serve.api_workers))
     ]
-    return [Child("the engine", "shoal.processes.engine", for_engine, silence_s=silence_s), *fronts]
+    if client_keys is not None:
+        return [make_fleet(engine, serve, {**shared, "client_keys": client_keys}, mend), *fronts]
+    return [*make_engines(engine, serve, homes, shared, mend), *fronts]
+
+
+def make_fleet(engine: EngineConfig, serve: ServeConfig, shared: Mapping[str, Any], mend: Callable[[], None]) -> Any:
+    """The one child that places the engines on a cluster."""
+    from shoal.engine.supervise import Child
+
+    def config(life: int) -> Mapping[str, Any]:
+        mend()
+        return {**shared, "serve": as_json(replace(serve, api_key=())), "engine": as_json(engine), "epoch": life}
+
+    return Child("the fleet", "shoal.cluster.process", config, silence_s=serve.hang_timeout, restarts_its_own=True)
+
+
+def make_engines(
+    engine: EngineConfig, serve: ServeConfig, homes: Sequence[Path], shared: Mapping[str, Any], mend: Callable[[], None]
+) -> list[Any]:
+    """One child per home, the folder of its own."""
+    from shoal.engine import blackbox
+    from shoal.engine.supervise import Child
+    from shoal.engine.wire import GIVEN_UP
+
+    def config(home: Path, share: Any, life: int) -> Mapping[str, Any]:
+        mend()
+        home.mkdir(mode=0o700, exist_ok=True)
+        own = {"home": str(home), "share": share, "drain_timeout": serve.drain_timeout}
+        return {**shared, **own, "engine": as_json(engine), "epoch": life}
+
+    made = []
+    for number, (home, share) in enumerate(zip(homes, shares_of(engine, serve), strict=True)):
+        name = f"engine {number}" if len(homes) > 1 else "the engine"
+        one = Child(name, "shoal.processes.engine", partial(config, home, share), silence_s=serve.hang_timeout)
+        one.on_hang = partial(blackbox.mark_fault, home)
+        one.on_given_up = (home / GIVEN_UP).touch
+        made.append(one)
+    return made
+
+
+def shares_of(engine: EngineConfig, serve: ServeConfig) -> list[dict[str, Any] | None]:
+    """What each engine gets of this machine; None: all of it."""
+    from shoal.machine.shares import machine_shares, visible_gpus
+
+    if serve.replicas == 1:
+        return [None]
+    gpus = [] if engine.device == "cpu" else visible_gpus()
+    if gpus and serve.replicas > len(gpus):
+        raise BadConfig(
+            f"--replicas {serve.replicas} needs as many GPUs, and there are {len(gpus)}; lower it, or use --device cpu"
+        )
+    return [asdict(share) for share in machine_shares(serve.replicas)]
 
 
 def print_ready(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:

@@ -22,6 +22,7 @@ TIMEOUT_S = 10.0
 BAR = 30  # characters
 # heading, field, width; negative: right-aligned
 COLUMNS: tuple[tuple[str, str, int], ...] = (
+    ("ENGINE", "engine", -6),  # only where there are several
     ("STATE", "state", 9),
     ("TENANT", "tenant", 12),
     ("TIER", "tier", 9),
@@ -102,13 +103,17 @@ def fetch(url: str, key: str | None = None, insecure: bool = False) -> dict[str,
     """The server's snapshot of its requests."""
     if not url.startswith(("http://", "https://")):
         raise BadConfig(f"--url must begin with http:// or https://, not be {url!r}")
-    request = urllib.request.Request(f"{url.rstrip('/')}/debug/requests")
+    return call(urllib.request.Request(f"{url.rstrip('/')}/debug/requests"), url, key, insecure, "requests")
+
+
+def call(request: urllib.request.Request, url: str, key: str | None, insecure: bool, field: str) -> dict[str, Any]:
+    """What the server at this URL answers, which must be a JSON object with this field."""
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     context = ssl._create_unverified_context() if insecure else None
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:
-            snapshot = json.load(answer)
+            found = json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
             message = message_of(error)
@@ -116,9 +121,9 @@ def fetch(url: str, key: str | None = None, insecure: bool = False) -> dict[str,
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise BadConfig(f"{url} does not answer ({reason}); is a Shoal server running there?") from None
-    if not isinstance(snapshot, dict) or "requests" not in snapshot:
+    if not isinstance(found, dict) or field not in found:
         raise BadConfig(f"{url} is not a Shoal server")
-    return snapshot
+    return found
 
 
 def message_of(error: urllib.error.HTTPError) -> str:
@@ -138,21 +143,43 @@ def screen(snapshot: Mapping[str, Any], url: str, width: int, height: int) -> li
     held, total = blocks.get("held", 0), blocks.get("total", 0)
     share = held / total if total else 0.0
     full = round(share * BAR)
+    columns = [one for one in COLUMNS if one[1] != "engine" or "engines" in snapshot]
     lines = [
-        f"shoal top · {url} · {time.strftime('%H:%M:%S')} · engine started {engine.get('epoch', 0) + 1} times",
+        f"shoal top · {url} · {time.strftime('%H:%M:%S')} · {starts(snapshot)}",
         f"running {engine.get('running', 0)}/{engine.get('places', '?')}   waiting {engine.get('waiting', 0)}   "
         f"compiling {engine.get('compiling', 0)}   passes in flight {engine.get('in_flight', 0)}   "
         f"fronts {len(engine.get('fronts', ()))}",
         f"KV blocks [{'#' * full}{'.' * (BAR - full)}] {share:.0%}   held {held}   "
         f"cached {blocks.get('cached', 0)}   of {total}",
+        *map(engine_line, snapshot.get("engines", ())),
         "",
-        row([heading for heading, _, _ in COLUMNS]),
+        row([heading for heading, _, _ in columns], columns),
     ]
     visible = max(1, height - len(lines) - 2)
-    lines += [row([cell(request.get(field)) for _, field, _ in COLUMNS]) for request in requests[:visible]]
+    lines += [row([cell(request.get(field)) for _, field, _ in columns], columns) for request in requests[:visible]]
     if len(requests) > visible:
         lines.append(f"… and {len(requests) - visible} more")
     return [line[:width].rstrip() for line in lines]
+
+
+def starts(snapshot: Mapping[str, Any]) -> str:
+    """How often the engine was started, or how many engines are up."""
+    if "engines" in snapshot:
+        up = sum(one["up"] for one in snapshot["engines"])
+        return f"{up} of {len(snapshot['engines'])} engines up"
+    return f"engine started {snapshot.get('engine', {}).get('epoch', 0) + 1} times"
+
+
+def engine_line(one: Mapping[str, Any]) -> str:
+    """One of several engines."""
+    if not one["up"]:
+        return f"  engine {one['engine']}  down"
+    blocks = one.get("blocks", {})
+    return (
+        f"  engine {one['engine']}  running {one.get('running', 0)}/{one.get('places', '?')}   "
+        f"waiting {one.get('waiting', 0)}   blocks held {blocks.get('held', 0)} of {blocks.get('total', 0)}   "
+        f"started {one.get('epoch', 0) + 1} times"
+    )
 
 
 def cell(value: Any) -> str:
@@ -162,9 +189,9 @@ def cell(value: Any) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def row(cells: Sequence[str]) -> str:
+def row(cells: Sequence[str], columns: Sequence[tuple[str, str, int]]) -> str:
     parts = []
-    for text, (_, _, width) in zip(cells, COLUMNS, strict=True):
+    for text, (_, _, width) in zip(cells, columns, strict=True):
         short = text if len(text) <= abs(width) else f"{text[: abs(width) - 1]}…"
         parts.append(short.rjust(-width) if width < 0 else short.ljust(width))
     return " ".join(parts)

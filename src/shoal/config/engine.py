@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.presets import PRESETS
-from shoal.config.speculate import USAGE, Speculate
+from shoal.config.speculate import USAGE, Speculate, check_draft
 from shoal.core.names import pick
 from shoal.core.tiers import DEFAULT as DEFAULT_TIERS
 from shoal.core.tiers import Tiers
@@ -285,6 +285,18 @@ class EngineConfig(Options):
         parse=int,
         group="speculation",
     )
+    draft_model: str | None = option(
+        None,
+        "draft model of speculate=draft, with the same vocabulary: folder, .gguf file or hub name; default: the model "
+        "itself, with fewer layers or in 8 bits",
+        group="speculation",
+    )
+    draft_layers: int | None = option(
+        None, "use only so many first layers of the draft model; default: all", parse=int, group="speculation"
+    )
+    draft_quantization: str | None = option(
+        None, "weights of the draft model; default: as quantization", choices=("none", "int8"), group="speculation"
+    )
     seed: int | None = option(None, "makes the seeds of requests without one reproducible", parse=int)
     max_queue: int = option(
         0,
@@ -301,7 +313,8 @@ class EngineConfig(Options):
         self._check_types()
         for name in ("block_size", "max_preemptions", "draft_tokens"):
             self._at_least(name, 1)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "threads", "depth"):
+        numbers = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "threads", "depth")
+        for name in (*numbers, "draft_layers"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         for name in ("chunk_tokens", "lane_tokens", "headroom_tokens"):
@@ -314,7 +327,8 @@ class EngineConfig(Options):
         if self.lane_tokens and not self.long_share:
             raise BadConfig("long_share must be above 0; otherwise long sequences never run while others do")
         self.read_tiers()
-        Speculate.read(self.speculate)
+        own = {"model": self.draft_model, "layers": self.draft_layers, "quantization": self.draft_quantization}
+        check_draft(self.speculate, own, self.quantization)
         self._at_least("group_size", 1)
         for name in ("priority_age", "sjf_age"):
             if not 0 < getattr(self, name) < 1e9:
@@ -371,6 +385,21 @@ class EngineConfig(Options):
         slots = self.max_num_seqs or SLOTS[device]
         return replace(
             self, max_num_seqs=slots, max_num_batched_tokens=self.max_num_batched_tokens or PASS_TOKENS[device]
+        )
+
+    def divided(self, engines: int) -> "EngineConfig":
+        """A copy for one of several engines that share the machine's memory.
+
+        >>> EngineConfig(kv_memory=300).divided(3).kv_memory
+        100
+        """
+        if engines == 1:
+            return self
+        return replace(
+            self,
+            kv_memory=None if self.kv_memory is None else max(1, self.kv_memory // engines),
+            kv_share=(self.kv_share or 0.5) / engines,
+            host_kv_memory=None if self.host_kv_memory is None else self.host_kv_memory // engines,
         )
 
     def read_tiers(self) -> Tiers:

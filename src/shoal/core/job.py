@@ -145,6 +145,7 @@ class EngineInfo:
     kv_tokens: int
     dtype: str
     device: str
+    block_size: int = 0  # tokens of a KV block that later requests can hit; 0: none can
 
 
 class Sink:

@@ -108,3 +108,4 @@ class StepResult:
     copies_failed: tuple[int, ...] = ()
     padded: int = 0  # positions of padding that were computed
     busy_s: float = 0.0  # how long the device was busy with it
+    cold: bool = False  # it was computed for the first time in its shape: its time says nothing of later passes

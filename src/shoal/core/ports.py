@@ -13,6 +13,7 @@ import numpy.typing as npt
 from shoal.core.grammar import Grammar
 from shoal.core.job import EngineInfo, GrammarSpec, Job, Sink
 from shoal.core.plan import Ints, StepPlan, StepResult
+from shoal.core.report import EngineStatus
 
 # a sample's grammar, at the point that its output so far has reached
 MakeGrammar: TypeAlias = Callable[[GrammarSpec, Sequence[int]], Grammar]
@@ -72,6 +73,10 @@ class EngineClient(Protocol):
         """The same, kept while the engine is down; None before the first one is up."""
 
     @property
+    def engines(self) -> Sequence[EngineStatus]:
+        """All of them, up or down; info is that of any one that is up."""
+
+    @property
     def accepting(self) -> bool:
         """Whether submit() takes jobs: the engine is up, or jobs wait for it."""
 
@@ -94,8 +99,10 @@ class EngineClient(Protocol):
     def finish_at(self, job_id: str, sample: int, outputs: int) -> None:
         """A stop string was found in output token number `outputs` (from 1): the sample ends there, as "stop"."""
 
-    async def ask(self, what: str) -> Any:
-        """'metrics': the engine's metrics as Prometheus text; 'state': its tables, as a dictionary.
+    async def ask(self, what: str, engine: int | None = None) -> Any:
+        """'metrics': an engine's metrics as Prometheus text; 'state': its tables, as a dictionary.
+
+        `engine`: its number; None: any one.
 
         Raises EngineDown if it does not answer.
         """

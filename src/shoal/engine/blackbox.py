@@ -2,15 +2,21 @@
 
 The engine records the requests of every pass before the pass begins. When it dies of a fault, the next engine reads
 which requests to suspect. The file lies in the private folder; what was written to it stays in the kernel's page cache
-when the process is gone. Knows only ids.
+when the process is gone.
+
+Beside it is a mark that the process died of a fault of its own, not of a kill from outside: the fronts read it when
+they lose the engine, because they move all its jobs to another one at once, but the suspects. Knows only ids.
 """
 
+import contextlib
+import faulthandler
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 NAME = "blackbox"
+FAULT = "fault-{}"  # of start number n
 
 
 class BlackBox:
@@ -43,3 +49,26 @@ def read(folder: Path) -> tuple[list[str], bool]:
         return [str(id) for id in found["ids"]], bool(found["tried"])
     except (OSError, ValueError, TypeError, KeyError):
         return [], False
+
+
+def mark_faults(folder: Path, start: int) -> None:
+    """Mark the death of this process if a signal that means a fault ends it."""
+    for old in folder.glob(FAULT.format("*")):
+        old.unlink(missing_ok=True)
+    faulthandler.enable((folder / FAULT.format(start)).open("wb"))  # kept open by the handler
+
+
+def mark_fault(folder: Path, start: int) -> None:
+    """The process is about to die of an error, or to be killed because it hangs."""
+    with contextlib.suppress(OSError):
+        (folder / FAULT.format(start)).write_bytes(b"fault\n")
+
+
+def suspected(folder: Path, start: int) -> frozenset[str]:
+    """The requests in the last passes of an engine that has died; none if no fault killed it."""
+    try:
+        if not (folder / FAULT.format(start)).stat().st_size:
+            return frozenset()
+    except OSError:
+        return frozenset()
+    return frozenset(read(folder)[0])

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -24,7 +23,11 @@ from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, reques
 from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
+from shoal.engine.elsewhere import ServiceElsewhere
+from shoal.engine.listen import Inbox
+from shoal.engine.load import LoadMeter
 from shoal.engine.loop import EngineLoop
+from shoal.engine.reporter import REPORT_S, Reporter
 from shoal.errors import BadGrammar, EngineError, RequestFailed, ShoalError
 
 log = logging.getLogger(__name__)
@@ -32,7 +35,6 @@ log = logging.getLogger(__name__)
 SILENCE_S = 10.0  # a front that has sent nothing for so long is taken for dead
 IDLE_S = 1.0  # longest sleep with nothing to compute
 
-Inbox: TypeAlias = "zmq.Socket[bytes]"
 Outputs: TypeAlias = dict[int, list[int]]  # sample → its output tokens so far
 
 
@@ -74,6 +76,7 @@ class FrontState:
     heard_s: float  # when its last message came
     jobs: dict[int, list[str]] = field(default_factory=dict)  # job number → ids of its requests that have not ended
     unreachable: bool = False  # the last message could not be sent; logged once
+    submissions: int = 0  # since its Hello
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +110,19 @@ class Host:
         make_grammar: MakeGrammar | None = None,
         suspects: Suspected | None = None,
     ) -> None:
-        """`answers`: to questions of fronts, by name. The host itself answers "state". For "metrics" the caller names
-        the function of the observer that counts them."""
+        """`answers`: to questions of fronts, by name. The host itself answers "state" and "load". For "metrics" the
+        caller names the function of the observer that counts them."""
         self.loop = loop
         self.socket = socket
         self.info = info
         self.observers = observers
-        self.answers = {"state": lambda: json.dumps(self.state()).encode(), **(answers or {})}
+        self.reporter = Reporter(loop.scheduler)
+        self.meter = LoadMeter(loop.scheduler, self.reporter)
+        self.answers = {
+            "state": lambda: json.dumps(self.state()).encode(),
+            "load": lambda: json.dumps(self.meter.load()).encode(),
+            **(answers or {}),
+        }
         self.make_grammar = make_grammar
         self.beat: Callable[[], None] = lambda: None  # shows the supervisor that the loop runs
         self._suspects = suspects or Suspected((), False)
@@ -122,11 +131,16 @@ class Host:
         self.owners: dict[str, Owner] = {}  # by request id
         self.queue_s: dict[str, float] = {}  # request id → time it waited in the queue, until it ends
         self._outbox: dict[bytes, wire.Pass] = {}  # the next message to each front
+        self._elsewhere = ServiceElsewhere()
+        self._drain_until_s: float | None = None  # it is about to end
+        self._told_leaving = False
         self._compiling: deque[Compiling] = deque()
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-grammar")
         loop.scheduler.more_coming = True  # a front may always submit more
         self._readers: dict[type[wire.Message], Callable[[bytes, Any], None]] = {
             wire.Hello: self._hello,
+            wire.Watch: lambda front, message: self.reporter.watch(front),
+            wire.Elsewhere: self._served_elsewhere,
             wire.Ping: lambda front, message: None,
             wire.Submit: self._submit,
             wire.Abort: self._abort_all,
@@ -145,6 +159,23 @@ class Host:
     def stop(self) -> None:
         self.stopping = True
 
+    def drain(self, timeout_s: float) -> None:
+        """Have the fronts move their jobs to another engine, and stop when no job is left, at the latest after the
+        timeout. May be called from a signal handler."""
+        if self._drain_until_s is None:
+            self._drain_until_s = self.loop.clock.now_s() + timeout_s
+
+    def _leave(self) -> None:
+        """Part of drain(), between two passes."""
+        if not self._told_leaving:
+            self._told_leaving = True
+            for front in list(self.fronts):
+                self._send(front, wire.Leaving())
+            return
+        over = self.loop.clock.now_s() >= (self._drain_until_s or 0.0)
+        if over or not any(state.jobs for state in self.fronts.values()):
+            self.stop()
+
     def step(self) -> None:
         """Read all messages, compute a pass (or wait a little), send what came of it."""
         self.beat()
@@ -152,12 +183,36 @@ class Host:
         self._take_compiled()
         self._send_news()
         now_s = self.loop.clock.now_s()
-        wait_s = 0.01 if self._compiling else IDLE_S
-        events = self.loop.step(until_s=now_s + wait_s)
+        events = self.loop.step(until_s=now_s + self._longest_wait_s())
         for observer in self.observers:
             observer.take(events)
         self._sort(events)
+        self.reporter.note(events)
+        self.meter.take(events)
+        self._report()
         self._send_news()
+        if self._drain_until_s is not None:
+            self._leave()
+
+    def _longest_wait_s(self) -> float:
+        """How long it may do nothing while no message comes."""
+        if self._compiling:
+            return 0.01
+        return REPORT_S if self.reporter.pending or self._drain_until_s is not None else IDLE_S
+
+    def _report(self) -> None:
+        """Tell the fronts that choose among several engines."""
+        if self.reporter.watchers:
+            counts = {front: state.submissions for front, state in self.fronts.items()}
+            for front, report in self.reporter.reports(counts, self.loop.clock.now_s()).items():
+                if not self._send(front, wire.Report(self.info.epoch, report)):
+                    self.reporter.missed(front)
+
+    def _served_elsewhere(self, front: bytes, message: wire.Elsewhere) -> None:
+        now_s = self.loop.clock.now_s()
+        service = self._elsewhere.take(message.engine, message.epoch, message.number, message.service, now_s)
+        if service is not None:
+            self.loop.scheduler.policies.order.served_elsewhere(service)
 
     # ---- messages of fronts ---------------------------------------------------------------------------------------
 
@@ -197,17 +252,24 @@ class Host:
             self._abort(front, number)
         del self.fronts[front]
         self._outbox.pop(front, None)
+        self.reporter.forget(front)
 
     def _hello(self, front: bytes, message: wire.Hello) -> None:
         """A front that sends Hello has no jobs here: it is new, or takes this engine for a new one."""
+        self.fronts[front].submissions = 0
+        self.reporter.forget(front)
         for number in list(self.fronts[front].jobs):
             self._abort(front, number)
         name, dot, _ = front.rpartition(b".")
         for other in [one for one in self.fronts if dot and one != front and one.rpartition(b".")[0] == name]:
             self._forget(other)  # names are NAME.START: an earlier start of the same front, which is dead
         self._send(front, wire.Ready(self.info))
+        if self._told_leaving:
+            self._send(front, wire.Leaving())
 
     def _submit(self, front: bytes, message: wire.Submit) -> None:
+        self.fronts[front].submissions += 1
+        self.reporter.note_submission()
         try:
             job = message.job()
             if job.grammar is not None and self.make_grammar is None:
@@ -398,30 +460,20 @@ class Host:
         for front, news in outbox.items():
             self._send(front, news)
 
-    def _send(self, front: bytes, message: wire.Message) -> None:
+    def _send(self, front: bytes, message: wire.Message) -> bool:
         """Never blocks. A message to a front that is gone or stuck is lost; its silence will show that it is gone."""
         state = self.fronts[front]
         try:
             self.socket.send_multipart([front, wire.pack(message)], zmq.NOBLOCK)
             state.unreachable = False
+            return True
         except zmq.ZMQError as error:
             if not state.unreachable:
                 log.warning("front %s cannot be reached: %s", named(front), error)
             state.unreachable = True
+            return False
 
 
 def named(front: bytes) -> str:
     """The name of a front, for logs; a peer may connect with any bytes as its name."""
     return front.decode(errors="replace")
-
-
-def open_socket(folder: Path) -> Inbox:
-    """The engine's socket, not bound yet: fronts must not connect to an engine that cannot answer."""
-    (folder / wire.ADDRESS).unlink(missing_ok=True)
-    socket: Inbox = zmq.Context.instance().socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error when a front is gone
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a front that reconnects under its name keeps it
-    socket.setsockopt(zmq.SNDHWM, 100_000)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    return socket

@@ -17,6 +17,7 @@ from shoal.core.clock import WallClock
 from shoal.core.events import PassEvents
 from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink, requests_of
 from shoal.core.ports import MakeGrammar
+from shoal.core.report import EngineStatus
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadGrammar, EngineDown, ShoalError
 
@@ -52,6 +53,10 @@ class LocalClient:
     @property
     def last_info(self) -> EngineInfo | None:
         return self.info
+
+    @property
+    def engines(self) -> list[EngineStatus]:
+        return [EngineStatus(0, self.info is not None, 0)]
 
     @property
     def accepting(self) -> bool:
@@ -99,7 +104,7 @@ class LocalClient:
         if live is not None and sample in live.running:
             self.loop.finish_at(live.running[sample], outputs)
 
-    async def ask(self, what: str) -> Any:
+    async def ask(self, what: str, engine: int | None = None) -> Any:
         """A local engine has no observers to ask."""
         raise EngineDown(f"an engine in the same process does not answer questions about {what}")
 

@@ -8,6 +8,9 @@ once they are committed, and the masks are computed while the forward runs. Noth
 
     device   forward k │ sample k │ forward k+1      │ sample k+1 │ forward k+2
     host       plan k+1 …         │ commit k, masks ─┘ plan k+2 …
+
+A pass with drafts is planned when none is in flight, and the device waits for it. So it begins as soon as the pass
+before it is committed, before what happened in that one is handed out.
 """
 
 import logging
@@ -28,13 +31,20 @@ class EngineLoop:
     """Drives one scheduler and one executor; call step() until idle."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, depth: int = 2, check: bool = False
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        depth: int = 2,
+        check: bool = False,
+        beside: Sequence[Executor] = (),
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.depth = depth
         self.check = check  # run the integrity check after every pass
+        self._beside = beside  # executors that the scheduler's drafters use, closed with this one
         self._unsampled = False  # the newest pass was begun, but waits for its masks
         self._owed = 0  # passes that were sampled and whose result was not taken
         self._broken: Exception | None = None  # what the executor raised, for the next step to report
@@ -66,6 +76,31 @@ class EngineLoop:
         """
         if self._broken is not None:
             return self._fail(self._broken)
+        fault = self._begin()
+        if fault is not None:
+            return self._fail(fault)
+        if not self.scheduler.in_flight:
+            if not self.scheduler.news and not self._spare():
+                self._wait(until_s)
+            return self.scheduler.take_events(self.clock.now_s())
+        try:
+            result = self._result()
+        except Exception as error:
+            return self._fail(error)
+        events = self.scheduler.commit(result, self.clock.now_s())
+        if self.depth > 1 and not self.scheduler.in_flight:
+            self._broken = self._begin()  # if so: this pass did not break, and is reported first
+        else:
+            try:
+                self._sample()
+            except Exception as error:
+                self._broken = error
+        if self.check:
+            self.scheduler.check()
+        return events
+
+    def _begin(self) -> Exception | None:
+        """Begin passes until `depth` are in flight; returns what the executor raised, if it did."""
         while self.scheduler.in_flight < self.depth and not self._unsampled:
             plan = self.scheduler.plan(self.clock.now_s())
             if plan is None:
@@ -77,23 +112,8 @@ class EngineLoop:
                 self._unsampled = True
                 self._sample()
             except Exception as error:
-                return self._fail(error)
-        if not self.scheduler.in_flight:
-            if not self.scheduler.news and not self._spare():
-                self._wait(until_s)
-            return self.scheduler.take_events(self.clock.now_s())
-        try:
-            result = self._result()
-        except Exception as error:
-            return self._fail(error)
-        events = self.scheduler.commit(result, self.clock.now_s())
-        try:
-            self._sample()
-        except Exception as error:
-            self._broken = error  # this pass did not break, and is reported first
-        if self.check:
-            self.scheduler.check()
-        return events
+                return error
+        return None
 
     def _spare(self) -> bool:
         """Do some of the spare work, if the scheduler is idle; False: there was none to do."""
@@ -156,4 +176,6 @@ class EngineLoop:
         return self.scheduler.fail(f"{type(error).__name__}: {error}", self.clock.now_s())
 
     def close(self) -> None:
+        for executor in self._beside:
+            executor.close()
         self.executor.close()

@@ -1,9 +1,9 @@
-"""The supervisor: starts the engine and the fronts as processes, watches them, and restarts those that died.
+"""The supervisor: starts engines and fronts as processes, watches them, and restarts those that died.
 
-Owns processes and signals. It is a process of its own, so that a fault in a front or in the engine cannot reach it.
+Owns processes and signals. It is a process of its own, so that a fault in a front or in an engine cannot reach it.
 Each child reads its config as JSON from standard input and writes "ready" to a pipe, then heartbeats: a child that
 stops writing them hangs. Time in which the supervisor itself did not run (a suspended machine) does not count as a
-child's silence. Knows nothing of what children do.
+child's silence. On request it restarts all engines, one after the other. Knows nothing of what children do.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import selectors
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -56,6 +57,10 @@ class Child:
     hung: bool = False  # it was killed because it hung
     after_fault: bool = False  # it died of a fault of its own, not of a kill from outside
     given_up: bool = False
+    restarts_its_own: bool = False  # it has engines of its own, and restarts them one by one when asked
+    leaving: bool = False  # it was asked to end, and will be started again
+    on_hang: Callable[[int], None] = lambda start: None  # told before it is killed because it hangs
+    on_given_up: Callable[[], None] = lambda: None  # told when it will not be started again
 
     @property
     def watched(self) -> bool:
@@ -68,7 +73,7 @@ class Supervisor:
 
     def __init__(
         self,
-        engine: Child,
+        engines: Sequence[Child],
         fronts: Sequence[Child],
         drain_timeout_s: float,
         on_ready: Callable[[], None],
@@ -76,7 +81,7 @@ class Supervisor:
         on_given_up: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        self.engine = engine
+        self.engines = list(engines)
         self.fronts = list(fronts)
         self.drain_timeout_s = drain_timeout_s
         self.clock = clock or WallClock()
@@ -84,6 +89,10 @@ class Supervisor:
         self._on_hangup = on_hangup  # called for SIGHUP; None: SIGHUP stops it as SIGTERM does
         self._on_given_up = on_given_up  # lets the fronts know that no engine will come back
         self._hung_up = False
+        self._restart_asked = False
+        self._to_restart: deque[Child] = deque()  # engines, by a rolling restart
+        self._restarting: Child | None = None  # … and the one whose turn it is
+        self._kill_at_s = 0.0  # if that has not ended by then
         self._was_ready = False
         self._stop_signals = 0
         self._looked_s = self.clock.now_s()  # when the children were last looked after
@@ -92,7 +101,7 @@ class Supervisor:
 
     @property
     def children(self) -> list[Child]:
-        return [self.engine, *self.fronts]
+        return [*self.engines, *self.fronts]
 
     def run(self) -> int:
         """Start all children and run until a signal comes; returns the exit code."""
@@ -102,10 +111,12 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGHUP, self._on_hangup_signal if self._on_hangup else self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_restart_signal)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only to wake up the selector
         try:
             while not self._stop_signals:
                 self._answer_hangup()
+                self._answer_restart()
                 code = self._tend_all()
                 if code is not None:
                     self._stop_all(drain=False)
@@ -130,6 +141,51 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop_signals += 1
+
+    # ---- restarting the engines one by one ------------------------------------------------------------------------
+
+    def _on_restart_signal(self, number: int, frame: FrameType | None) -> None:
+        self._restart_asked = True
+
+    def _answer_restart(self) -> None:
+        if self._restart_asked:
+            self._restart_asked = False
+            self._to_restart = deque(child for child in self.engines if not child.given_up)
+            log.info("restarting %d engines, one after the other", len(self._to_restart))
+        self._go_on_restarting(self.clock.now_s())
+
+    def _go_on_restarting(self, now_s: float) -> None:
+        """Ask the next engine to end when the one before it is up again, so that all but one are there at any time."""
+        child = self._restarting
+        if child is not None and not self._was_restarted(child, now_s):
+            return
+        self._restarting = None
+        if not self._to_restart or not all(one.ready or one.given_up for one in self.engines):
+            return
+        child = self._restarting = self._to_restart.popleft()
+        if child.process is None:
+            return  # given up meanwhile
+        if child.restarts_its_own:
+            child.process.send_signal(signal.SIGUSR1)
+            self._restarting = None
+            return
+        child.leaving = True
+        child.process.send_signal(signal.SIGUSR1)
+        self._kill_at_s = now_s + self.drain_timeout_s + KILL_AFTER_S
+
+    def _was_restarted(self, child: Child, now_s: float) -> bool:
+        if child.given_up:
+            self._to_restart.clear()
+            log.error("%s could not be started again; the other engines are not restarted", child.name)
+            return True
+        if child.leaving and child.process is not None and now_s >= self._kill_at_s:
+            log.warning("%s has not ended in time and is killed", child.name)
+            child.process.kill()
+            self._kill_at_s = now_s + KILL_AFTER_S
+        if child.leaving or not child.ready:
+            return False
+        log.info("%s was restarted; %d to go", child.name, len(self._to_restart))
+        return True
 
     # ---- keeping children running ---------------------------------------------------------------------------------
 
@@ -180,13 +236,17 @@ class Supervisor:
         child.given_up = True
         if all(front.given_up for front in self.fronts):
             return False
-        if child is self.engine:
+        is_engine, no_engine = child in self.engines, all(engine.given_up for engine in self.engines)
+        if is_engine:
             try:
-                self._on_given_up()
+                child.on_given_up()
+                if no_engine:
+                    self._on_given_up()
             except OSError as error:  # the fronts would wait for it forever
                 log.error("cannot let the fronts know that no engine will come back: %s", error)
                 return False
-        effect = "requests are answered with 503" if child is self.engine else "the other fronts answer"
+        rest = "the other engines compute" if is_engine else "the other fronts answer"
+        effect = "requests are answered with 503" if is_engine and no_engine else rest
         log.error(
             "%s failed to start %d times in a row and is not started again; %s until this server is restarted",
             child.name,
@@ -204,6 +264,7 @@ class Supervisor:
         if silent_s > child.silence_s:
             log.error("%s has given no sign of life for %.0f s and is killed", child.name, silent_s)
             child.hung = True
+            child.on_hang(child.starts - 1)
             child.process.kill()
             child.process.wait()
             self._ended(child, child.process.returncode)
@@ -238,6 +299,10 @@ class Supervisor:
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**child.failures) if child.failures else 0.0
         child.process, child.ready = None, False
         child.start_at_s = self.clock.now_s() + pause_s
+        left, child.leaving = child.leaving, False
+        if left and code == 0:
+            log.info("%s has ended, as asked, and is started again", child.name)
+            return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if code != USERS_MISTAKE:
             log.error("%s %s; restarting it in %.1f s", child.name, how, pause_s)
@@ -245,7 +310,7 @@ class Supervisor:
     def _longest_sleep_s(self) -> float:
         now_s = self.clock.now_s()
         starts = [c.start_at_s - now_s for c in self.children if c.process is None and not c.given_up]
-        watched = any(child.watched for child in self.children)
+        watched = any(child.watched for child in self.children) or self._restarting is not None
         return max(0.0, min([*starts, LOOK_S if watched else 60.0]))
 
     def _sleep(self, most_s: float) -> None:
@@ -279,12 +344,12 @@ class Supervisor:
     # ---- stopping -------------------------------------------------------------------------------------------------
 
     def _stop_all(self, drain: bool) -> None:
-        """Fronts first: they let running requests finish, and need the engine for that."""
+        """Fronts first: they let running requests finish, and need the engines for that."""
         patience_s = self.drain_timeout_s + KILL_AFTER_S if drain else KILL_AFTER_S
-        self._end(self.fronts, patience_s, watch_engine=drain)
-        self._end([self.engine], KILL_AFTER_S)
+        self._end(self.fronts, patience_s, watch_engines=drain)
+        self._end(self.engines, KILL_AFTER_S)
 
-    def _end(self, children: Sequence[Child], patience_s: float, watch_engine: bool = False) -> None:
+    def _end(self, children: Sequence[Child], patience_s: float, watch_engines: bool = False) -> None:
         signals = self._stop_signals
         until_s = self.clock.now_s() + patience_s
         for child in children:
@@ -295,8 +360,10 @@ class Supervisor:
                 for child in children:
                     if child.process is not None:
                         child.process.kill()
-            elif watch_engine:
-                self._tend(self.engine, self._look())  # draining fronts still need it
+            elif watch_engines:  # draining fronts still need them
+                now_s = self._look()
+                for engine in self.engines:
+                    self._tend(engine, now_s)
             self._sleep(min(0.2, max(0.0, until_s - self.clock.now_s())) or 0.05)
 
 

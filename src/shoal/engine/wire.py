@@ -1,20 +1,22 @@
-"""The wire between fronts and the engine: the messages, and how they are packed.
+"""The wire between fronts and engines: the messages, and how they are packed.
 
-Fronts connect to one ZMQ socket of the engine, over ipc in a folder that only this user can enter. Messages are msgspec
-structs packed as msgpack arrays, never pickles; the records of core (Job, EngineInfo, Logprobs, Ending, Refusal) travel
-inside them as maps of their own fields. For each pass the engine sends one message to every front whose jobs it
+Fronts connect to one ZMQ socket of each engine, over ipc in a folder that only this user can enter. Messages are
+msgspec structs packed as msgpack arrays, never pickles; the records of core (Job, EngineInfo, Logprobs, Ending, …)
+travel inside them as maps of their own fields. For each pass the engine sends one message to every front whose jobs it
 changed. Knows no scheduling and no text.
 
 A job travels under a number that its front chose; a sample of it under key = number * 256 + sample.
 """
 
 from dataclasses import fields
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
 from shoal.core.job import Ending, EngineInfo, Job, Refusal
 from shoal.core.params import MAX_SAMPLES, SamplingParams
+from shoal.core.report import EngineReport
 from shoal.core.request import Logprobs
 from shoal.errors import BadParameter, BadRequest
 
@@ -33,6 +35,10 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 class Hello(Message):
     """A front has connected and has no jobs here. The engine answers Ready."""
+
+
+class Watch(Message):
+    """The front chooses among several engines, so it wants Reports; the first one is a snapshot."""
 
 
 class Ping(Message):
@@ -80,13 +86,22 @@ class FinishAt(Message):
 
 
 class Ask(Message):
-    """A question, by its name: metrics or state."""
+    """A question, by its name: metrics, state or load."""
 
     number: int
     what: str
 
 
-FrontMessage: TypeAlias = Hello | Ping | Submit | Abort | FinishAt | Ask
+class Elsewhere(Message):
+    """What another engine has computed for each tenant that has requests there; passed on by every front."""
+
+    engine: int
+    epoch: int
+    number: int  # every front has the same ones, so that none is counted twice
+    service: dict[str, float]
+
+
+FrontMessage: TypeAlias = Hello | Watch | Ping | Submit | Abort | FinishAt | Ask | Elsewhere
 
 
 # ---- from the engine to a front
@@ -128,7 +143,18 @@ class Reply(Message):
     text: bytes
 
 
-EngineMessage: TypeAlias = Ready | Pass | Reply
+class Report(Message):
+    """The engine's load and prefix cache, for fronts that watch; at most one per pass."""
+
+    epoch: int
+    report: EngineReport
+
+
+class Leaving(Message):
+    """The engine is about to end: fronts should move their jobs to another one, if there is one."""
+
+
+EngineMessage: TypeAlias = Ready | Pass | Reply | Report | Leaving
 
 
 # ---- packing
@@ -141,6 +167,11 @@ _job_decoder = msgspec.msgpack.Decoder(Job)
 _map_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _JOB_FIELDS = frozenset(item.name for item in fields(Job))
 _PARAMS_FIELDS = frozenset(item.name for item in fields(SamplingParams))
+
+
+def is_given_up(folder: Path | None) -> bool:
+    """Whether the engine of this folder, if it is known, will not be started again."""
+    return folder is not None and (folder / GIVEN_UP).exists()
 
 
 def pack(message: Message) -> bytes:

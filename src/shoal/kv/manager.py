@@ -97,6 +97,17 @@ class KVManager:
             self._fetch(self.host, holding, tokens, salt)
         return holding
 
+    def count_hits(self, tokens: Sequence[int], salt: str, names: list[bytes], first: int = 0) -> int:
+        """How many blocks of these tokens are cached one after the other, from block `first` on; see reserve()."""
+        last = (len(tokens) - 1) // self.block_size
+        for number in range(len(names), min(first, last)):
+            self._name(names, number, tokens, salt)
+        for number in range(first, last):
+            self._name(names, number, tokens, salt)
+            if self.index.find(names[number]) is None:
+                return number - first
+        return max(0, last - first)
+
     def _hits(self, tokens: Sequence[int], salt: str, names: list[bytes]) -> list[int]:
         hits: list[int] = []
         for number in range((len(tokens) - 1) // self.block_size):

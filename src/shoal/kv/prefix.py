@@ -5,8 +5,9 @@ prefixes within one salt (a tenant), and no tenant can hit another's blocks. Kno
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from typing import Protocol
 
 
 def first_digest(salt: str) -> bytes:
@@ -19,12 +20,66 @@ def next_digest(previous: bytes, tokens: Sequence[int]) -> bytes:
     return sha256(previous + array("q", tokens).tobytes()).digest()
 
 
+class Journal(Protocol):
+    """Is told what can be found, and what no longer can."""
+
+    def added(self, digest: bytes) -> None: ...
+
+    def evicted(self, digest: bytes) -> None: ...
+
+
+class NoJournal:
+    """No other process needs to know."""
+
+    def added(self, digest: bytes) -> None: ...
+
+    def evicted(self, digest: bytes) -> None: ...
+
+
+class NetChanges:
+    """What has changed since it was last asked: a name that came and went is in neither list.
+
+    So it never holds more names than there were then and are now.
+
+    >>> changes = NetChanges()
+    >>> changes.added(b"a"); changes.added(b"b"); changes.evicted(b"a"); changes.evicted(b"old")
+    >>> changes.take()
+    ([b'b'], [b'old'])
+    """
+
+    def __init__(self) -> None:
+        self._added: dict[bytes, None] = {}
+        self._evicted: dict[bytes, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._added or self._evicted)
+
+    def added(self, digest: bytes) -> None:
+        if digest in self._evicted:
+            del self._evicted[digest]
+        else:
+            self._added[digest] = None
+
+    def evicted(self, digest: bytes) -> None:
+        if digest in self._added:
+            del self._added[digest]
+        else:
+            self._evicted[digest] = None
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """(added, evicted)"""
+        changes = list(self._added), list(self._evicted)
+        self._added, self._evicted = {}, {}
+        return changes
+
+
 class PrefixIndex:
     """digest → block, one block per digest and one digest per block."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self.journal: Journal = NoJournal()
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -38,6 +93,7 @@ class PrefixIndex:
             return False
         self._block_of[digest] = block
         self._digest_of[block] = digest
+        self.journal.added(digest)
         return True
 
     def forget(self, block: int) -> None:
@@ -45,6 +101,11 @@ class PrefixIndex:
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             del self._block_of[digest]
+            self.journal.evicted(digest)
+
+    def names(self) -> Iterable[bytes]:
+        """The digests that can be found."""
+        return self._block_of.keys()
 
     def name_of(self, block: int) -> bytes | None:
         """The digest of its content, if that can be found."""

@@ -10,6 +10,7 @@ Reads Linux's files below a root, which tests make up; CPUs without such files a
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,21 @@ def choose_cpus(allowed: Sequence[int], needed_bytes: int = 0, root: Path = ROOT
     chosen = one_socket(fast, needed_bytes, root)
     cores = len({_line(root, cpu, "topology/thread_siblings_list") or str(cpu) for cpu in chosen})
     return ChosenCpus(tuple(chosen), cores, len(fast) < len(allowed), len(chosen) < len(fast))
+
+
+def split_cpus(allowed: Sequence[int], groups: int, root: Path = ROOT) -> list[tuple[int, ...]]:
+    """So many groups of whole fast cores, each of one socket where that works out. With fewer cores than groups, each
+    group has all of them."""
+    fast = fast_cpus(allowed, root)
+    cores: dict[tuple[str, str], list[int]] = {}
+    for cpu in fast:
+        place = _line(root, cpu, "topology/physical_package_id")
+        cores.setdefault((place, _line(root, cpu, "topology/thread_siblings_list") or str(cpu)), []).append(cpu)
+    if len(cores) < groups:
+        return [tuple(fast)] * groups
+    ordered = sorted(cores.items(), key=lambda one: (one[0][0], one[1][0]))
+    ends = [len(ordered) * number // groups for number in range(groups + 1)]
+    return [tuple(sorted(cpu for _, cpus in ordered[first:last] for cpu in cpus)) for first, last in pairwise(ends)]
 
 
 def fast_cpus(cpus: Sequence[int], root: Path = ROOT) -> list[int]:

@@ -4,6 +4,8 @@ Owns what stands around the layers: embedding, final norm and lm_head. Does not 
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,6 +34,14 @@ class LlamaModel:
         self.head = self.embedding if spec.tie_embeddings else params.weights["head.weight"]
         self.rope = RopeTable(spec.rope, spec.head_dim, self.norm.device)
         self.fused = ops.fused(self.layers)
+
+    def shortened(self, layers: int) -> "LlamaModel":
+        """The first layers, with the same final norm and head."""
+        found = copy(self)
+        found.spec = replace(self.spec, layers=layers, windows=self.spec.windows[:layers])
+        found.layers = self.layers[:layers]
+        found.fused = self.ops.fused(found.layers)
+        return found
 
     def reserve_positions(self, count: int) -> None:
         """Make the rope tables hold positions 0..count-1."""

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from shoal.core.events import Finished, PassEvents
-from shoal.core.job import EngineInfo
+from shoal.core.report import EngineStatus
 from shoal.core.request import Reason
 from shoal.errors import BadParameter, BadRequest, LedgerDown, RateLimited, Rejected
 
@@ -116,7 +116,7 @@ FRONT = {
 }
 ROUTES = frozenset({
     "/", "/docs", "/openapi.json", "/static", "/health", "/version", "/metrics", "/tokenize", "/detokenize",
-    "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/debug/requests",
+    "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/debug/requests", "/admin/restart",
 })  # fmt: skip
 FOLDERS = {"/static/": "/static", "/v1/models/": "/v1/models/{model}"}
 
@@ -313,13 +313,13 @@ class FrontNumbers:
 
     name: str
     active: int
-    restarts: int  # of the engine, as seen by this front
+    restarts: list[tuple[int, int]]  # number of an engine, how often it was restarted, as seen by this front
     answers: list[tuple[str, str, int]]  # route, status, how many
     refusals: list[tuple[str, int]]  # kind of error, how many
 
 
 class FrontMetrics(Collector):
-    """Counts the answers of one front. Knows of the engine only whether it is up and how often it was started.
+    """Counts the answers of one front. Knows of the engines only whether they are up and how often they were started.
 
     The front's name is a label. A scrape reaches one of several fronts, which shows the numbers of all: its own, and
     those it got from the others, as made by tell().
@@ -331,8 +331,8 @@ class FrontMetrics(Collector):
         for route in ("/v1/chat/completions", "/v1/completions"):
             self.answers[route, "500"] = 0  # exists from the start, so that rate() sees the first one
         self.refusals = dict.fromkeys(OF_FRONTS, 0)
-        self._up = False
-        self._restarts = 0
+        self._up: dict[int, bool] = {}  # by engine
+        self._restarts: dict[int, int] = {}  # by engine
         self._fronts: list[FrontNumbers] = []  # shown by collect()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -346,23 +346,29 @@ class FrontMetrics(Collector):
         if kind in self.refusals:
             self.refusals[kind] += 1
 
-    def numbers(self, active: int, info: EngineInfo | None) -> FrontNumbers:
-        if info is not None:
-            self._restarts = max(self._restarts, info.epoch)  # the last known number while the engine is down
+    def numbers(self, active: int, engines: Sequence[EngineStatus]) -> FrontNumbers:
+        self._note_restarts((one.number, one.starts) for one in engines)
         answers = [(route, status, times) for (route, status), times in self.answers.items()]
-        return FrontNumbers(self.name, active, self._restarts, answers, list(self.refusals.items()))
+        restarts = sorted(self._restarts.items())
+        return FrontNumbers(self.name, active, restarts, answers, list(self.refusals.items()))
 
-    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+    def _note_restarts(self, restarts: Iterable[tuple[int, int]]) -> None:
+        """A counter never goes back, also while an engine is down."""
+        for engine, times in restarts:
+            self._restarts[engine] = max(self._restarts.get(engine, 0), times)
+
+    def tell(self, active: int, engines: Sequence[EngineStatus]) -> bytes:
         """This front's numbers as JSON, for another front."""
-        return json.dumps(asdict(self.numbers(active, info))).encode()
+        return json.dumps(asdict(self.numbers(active, engines))).encode()
 
-    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes] = ()) -> bytes:
-        """The numbers of all fronts as Prometheus text, to be joined with the engine's in any order."""
-        own = self.numbers(active, info)
+    def render(self, active: int, engines: Sequence[EngineStatus], others: Sequence[bytes] = ()) -> bytes:
+        """The numbers of all fronts as Prometheus text, to be joined with the engines' in any order."""
+        own = self.numbers(active, engines)
         received = {front.name: front for front in map(read_numbers, others) if front is not None}
         self._fronts = sorted({**received, own.name: own}.values(), key=lambda front: front.name)
-        self._restarts = max(front.restarts for front in self._fronts)
-        self._up = info is not None
+        for front in self._fronts:
+            self._note_restarts(front.restarts)
+        self._up = {one.number: one.up for one in engines}
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -378,22 +384,28 @@ class FrontMetrics(Collector):
         for front in self._fronts:
             active.add_metric([front.name], front.active)
         yield active
-        yield GaugeMetricFamily("shoal_engine_up", FRONT["shoal_engine_up"], value=int(self._up))
-        yield CounterMetricFamily("shoal_engine_restarts", FRONT["shoal_engine_restarts"], value=self._restarts)
+        labels = ["engine"] if len(self._up) > 1 else []
+        up = GaugeMetricFamily("shoal_engine_up", FRONT["shoal_engine_up"], labels=labels)
+        restarts = CounterMetricFamily("shoal_engine_restarts", FRONT["shoal_engine_restarts"], labels=labels)
+        for engine, is_up in self._up.items():
+            up.add_metric([str(engine)] if labels else [], int(is_up))
+            restarts.add_metric([str(engine)] if labels else [], self._restarts.get(engine, 0))
+        yield from (up, restarts)
 
 
 def read_numbers(data: bytes) -> FrontNumbers | None:
     """The numbers of another front; None if they cannot be read, as from a front that died while it sent them.
 
-    >>> read_numbers(b'{"name": "f", "active": 2, "restarts": 0, "answers": [["/", "200", 5]], "refusals": []}')
-    FrontNumbers(name='f', active=2, restarts=0, answers=[('/', '200', 5)], refusals=[])
+    >>> read_numbers(b'{"name": "f", "active": 2, "restarts": [[0, 1]], "answers": [["/", "200", 5]], "refusals": []}')
+    FrontNumbers(name='f', active=2, restarts=[(0, 1)], answers=[('/', '200', 5)], refusals=[])
     >>> read_numbers(b'{"name": "front-1", "act')
     """
     try:
         read = json.loads(data)
         answers = [(str(route), str(status), int(times)) for route, status, times in read["answers"]]
         refusals = [(str(kind), int(times)) for kind, times in read["refusals"]]
-        return FrontNumbers(str(read["name"]), int(read["active"]), int(read["restarts"]), answers, refusals)
+        restarts = [(int(engine), int(times)) for engine, times in read["restarts"]]
+        return FrontNumbers(str(read["name"]), int(read["active"]), restarts, answers, refusals)
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -1,6 +1,7 @@
 """The engine's own process: `python -m shoal.processes.engine`, config in as JSON on standard input, never a pickle.
 
-Builds the engine, opens its socket in the private folder and serves fronts until SIGTERM. Exit code 2 means that the
+Builds the engine, opens its socket (in its home, a private folder, or on TCP with CURVE) and serves fronts until
+SIGTERM. SIGUSR1 has it end as soon as the fronts have moved their jobs to other engines. Exit code 2 means that the
 config cannot be served; the reason is on standard error. main() and serve() are for other engine programs, too.
 """
 
@@ -10,16 +11,19 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.config.engine import EngineConfig
 from shoal.core.ports import Executor
-from shoal.engine import blackbox, wire
-from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
+from shoal.engine import blackbox
+from shoal.engine.host import Host, InboxClock, Suspected
+from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
 from shoal.errors import ShoalError
+from shoal.machine.shares import VISIBLE, MachineShare
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
@@ -31,7 +35,7 @@ log = logging.getLogger("shoal.processes.engine")
 def main(run: Callable[[Mapping[str, Any]], None]) -> int:
     """Read the config, run the program, return its exit code."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor handles both
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # the supervisor handles the first two
         signal.signal(number, signal.SIG_IGN)
     config = json.load(sys.stdin)
     set_up_logs(config["log_level"], config["log_format"])
@@ -51,21 +55,32 @@ def leave(code: int) -> None:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    folder = Path(config["folder"])
-    socket = open_socket(folder)
-    suspects = Suspected(*blackbox.read(folder)) if config.get("after_fault") else None
-    box = blackbox.BlackBox(folder)
-    host = make_host(config, socket, suspects)
+    home = home_of(config)
+    listening = listening_of(config, home)
+    suspects = Suspected(*blackbox.read(home)) if config.get("after_fault") else None
+    box = blackbox.BlackBox(home)
+    blackbox.mark_faults(home, config["epoch"])
+    host = make_host(config, listening.socket, suspects)
     host.loop.on_begin = box.note
     host.loop.executor = wrapped(host.loop.executor, os.environ)
     host.beat = Heartbeat(config["ready_fd"], host.loop.clock)
-    serve(host, config)
+    try:
+        serve(host, config, listening)
+    except Exception:
+        blackbox.mark_fault(home, config["epoch"])
+        raise
 
 
-def serve(host: Host, config: Mapping[str, Any]) -> None:
+def home_of(config: Mapping[str, Any]) -> Path:
+    """The engine's own folder: that of the server, or one in it where there are several engines."""
+    return Path(config.get("home") or config["folder"])
+
+
+def serve(host: Host, config: Mapping[str, Any], listening: Listening) -> None:
     """Answer fronts until SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda number, frame: host.stop())
-    host.socket.bind(f"ipc://{Path(config['folder']) / wire.ADDRESS}")
+    signal.signal(signal.SIGUSR1, lambda number, frame: host.drain(config.get("drain_timeout", 0.0)))
+    listening.bind().write(home_of(config))
     info = host.info
     log.info(
         "engine ready: %s on %s, context %d, KV cache of %d tokens",
@@ -76,14 +91,19 @@ def serve(host: Host, config: Mapping[str, Any]) -> None:
         host.run()
     finally:
         host.loop.close()
-        host.socket.close(linger=0)
+        listening.close()
 
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
     """The engine of this config, behind the socket."""
-    from shoal.build import build  # loads torch
-
+    share = MachineShare(**config["share"]) if config.get("share") else MachineShare(1)
     engine = EngineConfig(**config["engine"]).for_answers()
+    if share.gpu and engine.device != "cpu":
+        os.environ[VISIBLE] = share.gpu  # before torch is loaded
+    from shoal.build import build, pick_device  # loads torch
+
+    if share.of > 1 and pick_device(engine.device) == "cpu":
+        engine = on_its_cpus(engine, share)
     folder = Path(config["folder"])
     made: list[Grammars] = []
     built = build(
@@ -94,7 +114,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         spare_folder=folder / "kernels",  # the next engine finds it there
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
-    drafters = built.loop.scheduler.policies.drafts.drafter.names
+    drafters = built.loop.scheduler.policies.drafts.names
     metrics = EngineMetrics(policies_of(built.config), drafters)
     return Host(
         built.loop,
@@ -105,6 +125,16 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         make_grammar=made[0].make if made else None,
         suspects=suspects,
     )
+
+
+def on_its_cpus(engine: EngineConfig, share: MachineShare) -> EngineConfig:
+    """Keep this process on its share of the CPUs, and return the config with its share of the memory."""
+    if share.cpus and hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, share.cpus)
+        except OSError as error:  # the cpuset has changed meanwhile, or a sandbox forbids it
+            log.warning("this engine is not kept on CPUs %s: %s", list(share.cpus), error.strerror)
+    return replace(engine.divided(share.of), threads=engine.threads or share.threads)
 
 
 def wrapped(executor: Executor, environ: Mapping[str, str]) -> Executor:

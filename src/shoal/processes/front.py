@@ -19,6 +19,9 @@ from typing import Any
 
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
+from shoal.engine.curve import KeyPair
+from shoal.engine.link import EngineAddress
+from shoal.engine.members import Follower
 from shoal.engine.refusal import say_refused
 from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
 from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
@@ -32,6 +35,7 @@ from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
 from shoal.processes.hooks import LOOP_FACTORY, hook
+from shoal.routing.router import Router
 from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
@@ -78,7 +82,7 @@ async def run(config: Mapping[str, Any]) -> None:
         grammars = grammars_of(files, tokenizer)
         tokenizer.warm()  # both now, while the engine starts, too: later they would stop the event loop
         grammars.warm()
-    client = ZmqClient(Path(config["folder"]), config["name"], restart_policy(config, serve))
+    client = make_client(config, serve)
     client.start()
     settings = make_settings(config, serve, files)
     spans = open_spans(serve.otlp_endpoint, settings.version)
@@ -95,11 +99,13 @@ async def run(config: Mapping[str, Any]) -> None:
         spans,
         limiter,
     )
+    if config.get("supervised"):
+        front.restart_engines = restart_engines
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
     gc.collect()
     gc.freeze()  # what exists now stays: going through it again and again would hold up the event loop
     gc.set_threshold(*GC_THRESHOLDS)
-    async with others.open(), template_worker(front):
+    async with others.open(), template_worker(front), followed_members(client, config):
         await answer(front, serve, config, client)
     await client.close()
     await limiter.close()
@@ -119,6 +125,20 @@ async def template_worker(front: Front) -> AsyncIterator[None]:
         yield
     finally:
         await worker.close()
+
+
+@asynccontextmanager
+async def followed_members(client: ZmqClient, config: Mapping[str, Any]) -> AsyncIterator[None]:
+    """Have the client's engines be those of the members file, if there is a cluster that writes one."""
+    if not config.get("client_keys"):
+        yield
+        return
+    follower = Follower(client, Path(config["folder"]), KeyPair.from_json(config["client_keys"]))
+    following = asyncio.create_task(follower.run(), name="members file")
+    try:
+        yield
+    finally:
+        following.cancel()
 
 
 async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], client: ZmqClient) -> None:
@@ -172,6 +192,23 @@ async def drain(front: Front, timeout_s: float) -> None:
         log.warning("%d requests did not finish in time and are ended", front.active)
         front.end_all()
         await asyncio.sleep(0.2)  # time to send the error
+
+
+def restart_engines() -> None:
+    """Ask the supervisor, whose child this process is, to restart the engines one by one."""
+    os.kill(os.getppid(), signal.SIGUSR1)
+
+
+def make_client(config: Mapping[str, Any], serve: ServeConfig) -> ZmqClient:
+    """Of the one engine, of all engines of config["engines"], or of those of the members file."""
+    folder, policy = Path(config["folder"]), restart_policy(config, serve)
+    if config.get("client_keys"):  # engines on other machines come and go
+        return ZmqClient(folder, config["name"], policy, engines=(), router=Router(serve.routing))
+    homes = [Path(home) for home in config.get("engines", ())]
+    if len(homes) < 2:
+        return ZmqClient(folder, config["name"], policy)
+    engines = [EngineAddress.in_folder(home, number) for number, home in enumerate(homes)]
+    return ZmqClient(folder, config["name"], policy, engines=engines, router=Router(serve.routing))
 
 
 def restart_policy(config: Mapping[str, Any], serve: ServeConfig) -> RestartPolicy:

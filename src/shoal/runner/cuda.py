@@ -12,6 +12,7 @@ more lines than ever occur under load, are computed as on any device.
 Knows rows, not requests; its kernels come from Ops.pass_ops.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -34,18 +36,22 @@ from shoal.kernels.draw_table import fill as fill_draw_table
 from shoal.kernels.transfer import to_device
 from shoal.models import Model
 from shoal.runner.draws import PassDraws, draws_of
-from shoal.runner.graphs import LINES, TOKENS, Graphs, size_for
+from shoal.runner.graphs import LINES, TOKENS, VERIFIED, Graphs, size_for
 from shoal.runner.kvstore import KVStore
 from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.runner import ForwardState, Runner
-from shoal.runner.step import PassShape, count_blocks, decoding, fill, lay_out, new_blocks, padded
+from shoal.runner.step import PassShape, Tables, count_blocks, fill, lay_out, layout_of, new_blocks, padded
 
 DECODES = (16, 64, 256, 1024)  # beside prompts in one graph
 VERIFYING = (1, 2, 4, 8, 16, 32, 64, 256, 1024)  # rows of a graph in which some have several positions
+RECORDED = 256  # rows that verify drafts, of the graphs that are recorded before they are needed
+LONG_DRAFTS = 8  # … and of those with drafts of all lengths
+TIMED = 2  # replays of a graph that are timed; the fastest counts
 REHEARSED = (1, 4, 16, 64)  # batch sizes that are computed by different kernels
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
 ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # takes the most memory
+STAGED = 4  # buffers that passes are written into, in turns
 PROMPTS = 32  # blocks of queries in a graph beyond those that its tokens fill
 
 
@@ -57,6 +63,7 @@ class QueuedForward:
     draws: PassDraws
     since: torch.cuda.Event
     padded: int  # positions of padding that are computed
+    cold: bool = False  # it did not run as a graph, but will
     hidden: Tensor | None = None  # states of all positions, where prompt logprobs need them
     computed: ForwardState | None = None  # of a pass that is computed as on any device
 
@@ -68,10 +75,28 @@ class QueuedPass:
     forward: QueuedForward
     until: torch.cuda.Event
     masks: LateMasks | None
-    drawn: Tensor | None  # pinned: tokens, then the bits of their best scores
+    cold: bool
+    drawn: npt.NDArray[np.int32] | None  # pinned: tokens, then the bits of their best scores
     logprobs: list[tuple[int, Logprobs]]
     prompt_logprobs: PromptLogprobs
     finished: StepResult | None = None  # of a pass that is computed as on any device
+
+
+class Staging:
+    """Pinned memory in which the host writes the tables of a pass, and from which they are copied to the device."""
+
+    def __init__(self, size: int, first: int, lines: int) -> None:
+        """first: where the pass's tables begin, behind the draw table of so many lines."""
+        self.host = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.array = self.host.numpy()
+        self.draw_table = self.array[:first].reshape(COLUMNS, lines)
+        self._first = first
+        self._tables: dict[PassShape, Tables] = {}
+
+    def tables(self, shape: PassShape) -> Tables:
+        if shape not in self._tables:
+            self._tables[shape] = lay_out(self.array, shape, self._first)
+        return self._tables[shape]
 
 
 @cache
@@ -101,7 +126,9 @@ class CudaExecutor:
         with torch.cuda.stream(self.stream), torch.inference_mode():
             self.block_tables = torch.zeros(runner.tables.blocks.shape, dtype=torch.int32, device=self.device)
             self._first = COLUMNS * self._lines  # where the pass's tables begin in the buffer, behind the draw table
-            self._buffer = torch.zeros(self._first + largest.size, dtype=torch.int32, device=self.device)
+            self._size = self._first + largest.size
+            self._buffer = torch.zeros(self._size, dtype=torch.int32, device=self.device)
+            self._staged = deque(Staging(self._size, self._first, self._lines) for _ in range(STAGED))
             self._draw_table = self._buffer[: self._first].view(COLUMNS, self._lines)
             shape = (self._lines, spec.hidden_size)
             self._scored = torch.zeros(shape, dtype=self.kv.data.dtype, device=self.device)
@@ -111,24 +138,28 @@ class CudaExecutor:
         self._forward: QueuedForward | None = None
         self._passes: deque[QueuedPass] = deque()
 
-    def recordings(self, most: int) -> Iterator[int]:
+    def recordings(self, most: int) -> Iterator[tuple[int, float]]:
         """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is in flight.
 
-        And of one row that verifies drafts. The others (of several such rows, beside prompts, with a long past, with
-        filters) are too many: they are recorded when they occur.
+        And of some rows that verify drafts. The others (of many such rows, beside prompts, with a long past, with
+        filters) are too many: they are recorded when they occur. Yields the positions of each, and the seconds that it
+        takes while there is no past.
         """
         shapes = [PassShape(size, size, 0, size) for size in LINES if size <= min(most, self._lines)]
-        several = [size for size in LINES if 2 <= size <= min(self.drafts + 1, self.few[-1])]
-        shapes += [PassShape(size, 1, 0, size, queries=size_for(self.few, size) or 1) for size in several]
+        if self.drafts:
+            shapes += verifying_shapes(min(most, RECORDED), self.drafts + 1, self.few, self._lines)
         for shape in shapes:
-            size = shape.lines
+            size, best_s = shape.lines, math.inf
             with self._here():
                 work = partial(self._body, self._send(NOTHING, draws_of(NOTHING), shape), shape)
-                for _ in range(2):  # as it is, then recorded; if requests did that already, a pass of padding
-                    self.graphs.run(shape, work)
-                    self.graphs.run(("head", size, None), partial(self._head, size, None))
-            self.stream.synchronize()
-            yield size
+                for _ in range(2 + TIMED):  # as it is, then recorded; if requests did that already, a pass of padding
+                    since = _now()
+                    there = self.graphs.run(shape, work)
+                    there = self.graphs.run(("head", size, None), partial(self._head, size, None)) and there
+                    until = _now()
+                    until.synchronize()
+                    best_s = min(best_s, since.elapsed_time(until) / 1000) if there else best_s
+            yield shape.tokens, best_s
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -153,25 +184,26 @@ class CudaExecutor:
             shape, recorded = self._shape(plan, draws)
             work = partial(self._body, self._send(plan, draws, shape), shape)
             kept: Tensor | None = None
+            cold = False
             if recorded and not self.runner.needs_hidden:
-                self.graphs.run(shape, work)
+                cold = not self.graphs.run(shape, work)
             else:
                 kept = work()
-            self._forward = QueuedForward(plan, draws, since, shape.tokens - len(plan.tokens), kept)
+            self._forward = QueuedForward(plan, draws, since, shape.tokens - len(plan.tokens), cold, kept)
 
     def _shape(self, plan: StepPlan, draws: PassDraws) -> tuple[PassShape, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
         tokens, rows, drawing = len(plan.tokens), len(plan.rows), draws.lines
-        is_decode = decoding(plan, self.few[-1])
-        decodes = int(is_decode.sum())
-        long = bool((plan.starts[is_decode] >= self.ops.long_context).any())
-        queries = size_for(self.few, int(plan.counts[is_decode].max(initial=1))) or 1
+        layout = layout_of(plan, self.few[-1])
+        decodes = len(layout.decodes)
+        long = int(plan.starts[layout.decodes].max(initial=0)) >= self.ops.long_context
+        queries = size_for(self.few, layout.most) or 1
         if decodes == rows:
-            size, held = size_for(LINES, tokens), size_for(VERIFYING, rows)
+            size, held = size_for(LINES if queries == 1 or rows == 1 else VERIFIED, tokens), size_for(VERIFYING, rows)
             if size is not None and size <= self._lines:
                 return PassShape(size, size if queries == 1 else held or rows, 0, size, long, queries), True
             return PassShape(tokens, rows, 0, drawing, long, queries), False
-        blocks = count_blocks(plan.counts[~is_decode], self.queries)
+        blocks = count_blocks(plan.counts[layout.chunks], self.queries)
         size, beside = size_for(TOKENS, tokens), size_for(DECODES, max(decodes, drawing))
         if size is not None and beside is not None:
             most = size // self.queries + PROMPTS
@@ -183,23 +215,34 @@ class CudaExecutor:
         """Send all tables of the pass in one copy, and add its new blocks to the block tables."""
         new = new_blocks(plan)
         until = self._first + shape.size
-        host = torch.empty(until + new.size, dtype=torch.int32, pin_memory=True)
-        array = host.numpy()
-        draw_table = array[: self._first].reshape(COLUMNS, self._lines)
-        fill_draw_table(draw_table, self.sampler.state, draws.line_rows, draws.positions)
-        fill(lay_out(array, shape, self._first), plan, draws, self.queries, self.few[-1])
-        array[until:] = new.reshape(-1)
-        if len(host) <= len(self._buffer):
-            buffer = self._buffer[: len(host)]
+        size = until + new.size
+        staging = self._stage(size)
+        fill_draw_table(staging.draw_table, self.sampler.state, draws.line_rows, draws.positions)
+        fill(staging.tables(shape), plan, draws, self.queries, self.few[-1])
+        staging.array[until:size] = new.reshape(-1)
+        host = staging.host[:size]
+        if size <= self._size:
+            buffer = self._buffer[:size]
             buffer.copy_(host, non_blocking=True)
         else:  # whole long prompts, or many rows that start; graphs read the fixed buffer, so it is filled as well
             buffer = host.to(self.device, non_blocking=True)
-            kept = min(until, len(self._buffer))
+            kept = min(until, self._size)
             self._buffer[:kept].copy_(buffer[:kept])
-        if len(new):
+        if new.size:
             self.ops.add_blocks(buffer[until:].view(-1, 3), self.block_tables)
         # a pass that is recorded now must read from memory that stays
-        return self._buffer if until <= len(self._buffer) else buffer
+        return self._buffer if until <= self._size else buffer
+
+    def _stage(self, size: int) -> Staging:
+        """Memory for so many numbers, from which nothing is being copied any more.
+
+        A pass whose result was taken has been copied. Those in flight, and one that failed before it was in flight, use
+        the newest buffers, so the oldest is free while there are few of them.
+        """
+        if size > self._size or len(self._passes) > STAGED - 3:
+            return Staging(size, self._first, self._lines)  # torch reuses it when it has been copied
+        self._staged.rotate(-1)
+        return self._staged[-1]
 
     def _body(self, buffer: Tensor, shape: PassShape) -> Tensor:
         """All layers; hidden states that are scored are set aside for the head."""
@@ -229,32 +272,38 @@ class CudaExecutor:
         with self._here():
             if forward.computed is not None:
                 finished = self.runner.sample(plan, forward.computed, masks)
-                self._passes.append(QueuedPass(forward, _now(), masks, None, [], (), finished))
+                self._passes.append(QueuedPass(forward, _now(), masks, False, None, [], (), finished))
                 return
-            drawn: Tensor | None = None
+            drawn: npt.NDArray[np.int32] | None = None
             logprobs: list[tuple[int, Logprobs]] = []
+            cold = forward.cold
             if forward.draws.lines:
-                size, logprobs = self._choose(forward.draws, masks)
-                drawn = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
-                drawn.copy_(self._drawn[: 2 * size], non_blocking=True)
+                size, logprobs, known = self._choose(forward.draws, masks)
+                cold = cold or not known
+                host = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
+                host.copy_(self._drawn[: 2 * size], non_blocking=True)
+                drawn = host.numpy()
             of_prompts: PromptLogprobs = ()
             if forward.hidden is not None:
                 starts = np.cumsum(plan.counts) - plan.counts
                 of_prompts = self.runner.prompt_logprobs(plan, forward.hidden, starts.tolist())
-            self._passes.append(QueuedPass(forward, _now(), masks, drawn, logprobs, of_prompts))
+            self._passes.append(QueuedPass(forward, _now(), masks, cold, drawn, logprobs, of_prompts))
+            if forward.draws.has_drafts:
+                self.runner.rule.foresee(forward.draws, self.sampler.state)
 
-    def _choose(self, draws: PassDraws, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]]]:
-        """Tokens and best scores for the host, so many of each; lines that ask for more are chosen once more."""
+    def _choose(self, draws: PassDraws, masks: LateMasks | None) -> tuple[int, list[tuple[int, Logprobs]], bool]:
+        """Tokens and best scores for the host, so many of each; lines that ask for more are chosen once more. And
+        whether the graph was there."""
         count, asking = draws.lines, self.sampler.asking(draws.line_rows, draws.positions, masks)
-        size = size_for(LINES, count)
+        size = head_lines(draws)
         if size is None or size > self._lines or asking.all():
-            size, asking = count, np.ones(count, dtype=np.bool_)
+            size, asking, known = count, np.ones(count, dtype=np.bool_), True
         else:
             filters = filters_of(self.sampler.state, draws.line_rows[~asking])
-            self.graphs.run(("head", size, filters), partial(self._head, size, filters))
+            known = self.graphs.run(("head", size, filters), partial(self._head, size, filters))
         if not asking.any():
-            return size, []
-        return size, self._sample(size, np.flatnonzero(asking), draws, masks)
+            return size, [], known
+        return size, self._sample(size, np.flatnonzero(asking), draws, masks), known
 
     def _head(self, lines: int, filters: Filters | None) -> None:
         """A token for every line; without filters the likeliest."""
@@ -291,12 +340,12 @@ class CudaExecutor:
         plan, draws, drawn = forward.plan, forward.draws, NO_TOKENS
         copies = self.runner.copier.take(all_of_them=not len(plan.rows))
         if oldest.drawn is not None:
-            count, half = draws.lines, len(oldest.drawn) // 2
-            numbers = oldest.drawn.numpy()
+            numbers = oldest.drawn
+            count, half = draws.lines, len(numbers) // 2
             best = numbers[half : half + count].view(np.float32)
             drawn = DrawnTokens(numbers[:count].astype(np.int64), best, oldest.logprobs)
         accepted, ends_at = self.runner.accepted(draws, drawn), self.sampler.rows.ends_at
-        more = oldest.prompt_logprobs, forward.padded, busy_s
+        more = oldest.prompt_logprobs, forward.padded, busy_s, oldest.cold
         return step_result(plan, draws, drawn, accepted, ends_at, oldest.masks, copies, *more)
 
     def close(self) -> None:
@@ -322,6 +371,30 @@ def most_lines(rows: int, drafts: int) -> int:
     if drafts:
         rows = min(max(2 * rows, min((drafts + 1) * rows, DECODES[-2])), max(rows, DECODES[-1]))
     return size_for(DECODES, rows) or padded(rows)
+
+
+def head_lines(draws: PassDraws) -> int | None:
+    """Lines of the head's graph for these draws; None: there is none."""
+    return size_for(VERIFIED if draws.has_drafts and len(draws.rows) > 1 else LINES, draws.lines)
+
+
+def verifying_shapes(most: int, counts: int, few: tuple[int, ...], lines: int) -> list[PassShape]:
+    """The passes of up to `most` rows that verify drafts, with up to `counts` positions each and `lines` in all."""
+    sizes = [size for size in LINES if 2 <= size <= min(counts, few[-1], lines)]
+    shapes = [PassShape(size, 1, 0, size, queries=size_for(few, size) or 1) for size in sizes]
+    fewest = 2  # rows of a pass that is computed as one of `rows`
+    for rows in VERIFYING[1:]:
+        if fewest > most:
+            break
+        for at, queries in enumerate(few[1:], 1):
+            if few[at - 1] >= counts or (at > 1 and rows > LONG_DRAFTS):
+                break
+            least, largest = fewest + few[at - 1], rows * min(queries, counts)
+            until = min(size_for(VERIFIED, largest) or lines, lines)
+            sizes = [size for size in VERIFIED if least <= size <= until]
+            shapes += [PassShape(size, rows, 0, size, queries=queries) for size in sizes]
+        fewest = rows + 1
+    return shapes
 
 
 def rehearse(

@@ -17,6 +17,8 @@ LOGGED = 16  # graphs between two lines of the log
 
 # a graph computes its whole size, so sizes are dense where a pass is short
 LINES = (*range(1, 9), *range(10, 17, 2), *range(24, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))
+# of several rows that verify drafts: few, because they are combined with numbers of rows
+VERIFIED = (*range(8, 65, 8), *range(96, 257, 32), 384, 512, 768, 1024)
 TOKENS = (*range(16, 129, 16), *range(192, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
 
 
@@ -38,19 +40,24 @@ class Graphs:
         self._seen: set[Hashable] = set()
         self._pool = torch.cuda.graph_pool_handle()
 
-    def run(self, key: Hashable, work: Callable[[], object]) -> None:
-        """Do the work: the first time directly, which also compiles its kernels; from the second time on as a graph."""
+    def run(self, key: Hashable, work: Callable[[], object]) -> bool:
+        """Do the work: the first time directly, which also compiles its kernels; from the second time on as a graph.
+
+        Returns whether the graph was there: without it this takes many times as long as it will from now on.
+        """
         graph = self._graphs.get(key)
+        known = graph is not None
         if graph is None:
             if key not in self._seen:
                 self._seen.add(key)
                 work()
-                return
+                return False
             graph = self._graphs[key] = self._record(work)
             log.debug("recorded graph %d: %s", len(self._graphs), key)
             if len(self._graphs) % LOGGED == 0:
                 log.info("%d CUDA graphs recorded; each batch size is recorded when it occurs again", len(self._graphs))
         graph.replay()
+        return known
 
     def _record(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

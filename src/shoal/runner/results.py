@@ -44,6 +44,7 @@ def step_result(
     prompt_logprobs: PromptLogprobs = (),
     padded: int = 0,
     busy_s: float = 0.0,
+    cold: bool = False,
 ) -> StepResult:
     """The result of a pass; ends_at: of every row of the sampler, where its scripted end is (0: it has none)."""
     lines, tokens = accepted.lines, accepted.tokens
@@ -66,6 +67,7 @@ def step_result(
         *copies,
         padded=padded,
         busy_s=busy_s,
+        cold=cold,
     )
 
 

@@ -1,18 +1,20 @@
 """One pass as tables of numbers in one buffer, which kernels read from device memory.
 
 Owns the buffer's layout and how a plan fills it. The tables that stay on the device (blocks and last token of every
-row) belong to the executor. Knows no model.
+row) belong to the executor. Knows no model. What follows from the rows and their counts alone is remembered, as in
+draws.py.
 
     draw table (kernels/draw_table.py) │ id, row, position of tokens │ decodes │ blocks of queries │ sampled tokens
 """
 
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shoal.core.plan import Flags, Ints, StepPlan
-from shoal.runner.draws import PassDraws
+from shoal.runner.draws import REMEMBERED, PassDraws
 
 PADDING = -1  # the row of padding
 ALIGN = 4  # every table begins on a multiple of 16 bytes: loads are faster, and a kernel needs one version only
@@ -60,10 +62,47 @@ def lay_out(buffer: Any, shape: PassShape, first: int) -> Tables:
     return Tables(views[0], views[1], views[2], views[3][0])
 
 
-def decoding(plan: StepPlan, few: int) -> Flags:
-    """Which rows are decodes: those with one position, and those that verify drafts, up to `few` positions each."""
-    found: Flags = (plan.counts == 1) | ((plan.counts == plan.draws) & (plan.counts <= few))
-    return found
+class PassLayout(NamedTuple):
+    """Where the rows of a plan are among its tokens, and which are decodes: those with one position, and those that
+    verify drafts, up to a few positions each."""
+
+    owners: Ints  # of each token: the index of its row
+    rows: Ints  # … that row
+    offsets: Ints  # … and how many tokens of it come before
+    begins: Ints  # of each row: its first token
+    decodes: Ints  # indexes of the rows that are decodes
+    decode_rows: Ints
+    decode_begins: Ints
+    decode_counts: Ints
+    chunks: Ints  # indexes of the other rows
+    most: int  # positions of a decode, at most
+
+
+def layout_of(plan: StepPlan, few: int) -> PassLayout:
+    """few: positions of a decode that verifies drafts, at most."""
+    return _layout(plan.rows.tobytes(), plan.counts.tobytes(), plan.draws.tobytes(), few)
+
+
+@lru_cache(REMEMBERED)
+def _layout(row_bytes: bytes, count_bytes: bytes, draw_bytes: bytes, few: int) -> PassLayout:
+    """From the bytes of the plan's arrays."""
+    rows, counts, draws = (np.frombuffer(one, dtype=np.int64) for one in (row_bytes, count_bytes, draw_bytes))
+    begins = np.cumsum(counts) - counts
+    owners = np.repeat(np.arange(len(rows)), counts)
+    is_decode: Flags = (counts == 1) | ((counts == draws) & (counts <= few))
+    decodes = np.flatnonzero(is_decode)
+    return PassLayout(
+        owners,
+        rows[owners],
+        np.arange(len(owners)) - begins[owners],
+        begins,
+        decodes,
+        rows[decodes],
+        begins[decodes],
+        counts[decodes],
+        np.flatnonzero(~is_decode),
+        int(counts[decodes].max(initial=1)),
+    )
 
 
 def count_blocks(counts: Ints, queries: int) -> int:
@@ -73,30 +112,26 @@ def count_blocks(counts: Ints, queries: int) -> int:
 
 def fill(tables: Tables, plan: StepPlan, draws: PassDraws, queries: int, few: int) -> None:
     """Fill the tables from the plan; pad the rest with row PADDING."""
-    counts, count = plan.counts, len(plan.tokens)
-    tables.tokens[0, :count] = plan.tokens
-    tables.tokens[:, count:] = 0
-    tables.tokens[1, count:] = PADDING
-    if count == len(counts):  # one position each
-        tables.tokens[1, :count] = plan.rows
-        tables.tokens[2, :count] = plan.starts
-        _fill_decodes(tables.decodes, plan.rows, plan.starts, np.arange(count), counts)
-    else:
-        begins = np.cumsum(counts) - counts
-        tables.tokens[1, :count] = np.repeat(plan.rows, counts)
-        tables.tokens[2, :count] = np.arange(count) - np.repeat(begins - plan.starts, counts)
-        is_decode = decoding(plan, few)
-        _fill_decodes(tables.decodes, *(one[is_decode] for one in (plan.rows, plan.starts, begins, counts)))
-        _fill_blocks(tables.blocks, plan, begins, np.flatnonzero(~is_decode), queries)
-    tables.index[: draws.lines] = draws.scored
-    tables.index[draws.lines :] = 0
-
-
-def _fill_decodes(decodes: Any, rows: Ints, starts: Ints, begins: Ints, counts: Ints) -> None:
-    count = len(rows)
-    decodes[0, :count], decodes[1, :count], decodes[2, :count] = rows, starts + counts, begins
-    decodes[3, :count] = counts
-    decodes[:, count:] = 0
+    layout, count = layout_of(plan, few), len(plan.tokens)
+    tokens, decodes, index = tables.tokens, tables.decodes, tables.index
+    tokens[0, :count] = plan.tokens
+    tokens[1, :count] = layout.rows
+    tokens[2, :count] = plan.starts[layout.owners] + layout.offsets
+    if count < tokens.shape[1]:
+        tokens[:, count:] = 0
+        tokens[1, count:] = PADDING
+    count = len(layout.decodes)
+    decodes[0, :count] = layout.decode_rows
+    decodes[1, :count] = plan.starts[layout.decodes] + layout.decode_counts
+    decodes[2, :count] = layout.decode_begins
+    decodes[3, :count] = layout.decode_counts
+    if count < decodes.shape[1]:
+        decodes[:, count:] = 0
+    if tables.blocks.shape[1]:
+        _fill_blocks(tables.blocks, plan, layout.begins, layout.chunks, queries)
+    index[: draws.lines] = draws.scored
+    if draws.lines < len(index):
+        index[draws.lines :] = 0
 
 
 def _fill_blocks(blocks: Any, plan: StepPlan, begins: Ints, chunks: Ints, queries: int) -> None:

@@ -39,6 +39,9 @@ class DraftRule(Protocol):
     def confirmed(self, draws: PassDraws, tokens: Ints, state: SamplingState) -> Flags:
         """One entry per line, given the tokens drawn; false where no draft is expected."""
 
+    def foresee(self, draws: PassDraws, state: SamplingState) -> None:
+        """Called while these draws are computed, of which one will confirm some: find out what can be known before."""
+
 
 class EqualTokens:
     """A draft is confirmed by a draw that equals it. So drafts change no token, only how many come in one pass."""
@@ -46,6 +49,9 @@ class EqualTokens:
     def confirmed(self, draws: PassDraws, tokens: Ints, state: SamplingState) -> Flags:
         same: Flags = tokens == draws.expected
         return same
+
+    def foresee(self, draws: PassDraws, state: SamplingState) -> None:
+        pass
 
 
 class CoinToss:
@@ -58,11 +64,19 @@ class CoinToss:
 
     def __init__(self, probability: float) -> None:
         self.probability = probability
+        self._tossed: tuple[PassDraws, Flags] | None = None  # before they are needed
 
     def confirmed(self, draws: PassDraws, tokens: Ints, state: SamplingState) -> Flags:
+        if self._tossed is None or self._tossed[0] is not draws:
+            self.foresee(draws, state)
+        assert self._tossed is not None
+        return self._tossed[1]
+
+    def foresee(self, draws: PassDraws, state: SamplingState) -> None:
+        """No real drafter tosses coins while the device waits, so this does not, either."""
         rows = draws.line_rows
         keys = draw_keys(state.seed[rows], state.sample[rows], draws.positions)
-        return coins(keys, self.probability) & (draws.expected >= 0)
+        self._tossed = draws, coins(keys, self.probability) & (draws.expected >= 0)
 
 
 def accepted_tokens(
@@ -72,10 +86,12 @@ def accepted_tokens(
     if not draws.has_drafts:
         return AcceptedTokens(draws.counts, np.arange(draws.lines), tokens)
     confirmed, finite = rule.confirmed(draws, tokens, state), np.isfinite(best)
-    first = np.repeat(draws.first_lines, draws.counts)
-    last = ~(confirmed & finite)  # nothing after this line is accepted
+    first, all_finite = draws.row_lines, finite.all()
+    last = ~confirmed if all_finite else ~(confirmed & finite)  # nothing after this line is accepted
     before: Ints = np.cumsum(last) - last
-    kept = (before == before[first]) & (finite | (first == np.arange(draws.lines)))
+    kept = before == before[first]
+    if not all_finite:
+        kept &= finite | (first == np.arange(draws.lines))
     lines = np.flatnonzero(kept)
     drafted = np.where(confirmed, draws.expected, tokens)
     return AcceptedTokens(np.add.reduceat(kept, draws.first_lines, dtype=np.int64), lines, drafted[lines])

@@ -12,7 +12,9 @@ prompts are also remembered by their size, and sizes in between are interpolated
 A machine that gets busier is slower at all sizes, also at those that are not measured now: so there is one pace for
 all of them, which follows quickly, and the sizes are compared at the same pace. More positions never take less time:
 sizes that seem to are averaged. One that was not seen for many passes is forgotten, so that a bad measurement does not
-rule it out for good. Owns these means. Knows no requests and no clock.
+rule it out for good. Where passes were rehearsed before there were requests, a size that is not remembered takes what
+it took then, at the present pace: else a size that seems dear would never be tried. Owns these means. Knows no requests
+and no clock.
 """
 
 from bisect import bisect_left
@@ -24,19 +26,27 @@ FOLLOW = 0.2  # how much of a change of pace is followed with one pass
 WILD = 3.0  # a pass that took more times what was expected than this counts as so many times that
 TRUSTED = 25  # passes that one size counts for, at most
 FORGET = 1024  # passes
+SMOOTH = 0.005  # by which share a size may change before the curve is made again
 UNKNOWN = 0.05  # what a position adds to a pass of which nothing is known, as a share of it
 
 
 class Size:
     """Passes of about so many positions."""
 
-    __slots__ = ("passes", "positions", "seconds", "seen")
+    __slots__ = ("drawn", "passes", "positions", "seconds", "seen")
 
     def __init__(self, positions: float, seconds: float) -> None:
         self.passes = 0
+        self.drawn = (0.0, 0.0)  # positions and seconds, when the curve was made
         self.positions = positions
         self.seconds = seconds  # at a pace of 1, without what reading KV takes
         self.seen = 0  # when the last of them was
+
+    @property
+    def changed(self) -> bool:
+        """Whether the curve shows something else."""
+        positions, seconds = self.drawn
+        return abs(self.positions - positions) > SMOOTH * positions or abs(self.seconds - seconds) > SMOOTH * seconds
 
 
 class DecodeTimes:
@@ -52,6 +62,7 @@ class DecodeTimes:
     def __init__(self, steps: StepModel) -> None:
         self._steps = steps
         self._sizes: dict[int, Size] = {}
+        self._rehearsed: dict[int, Size] = {}  # what stands for sizes that are not in `_sizes`
         self._curve: list[tuple[float, float]] | None = None  # (positions, seconds), ascending; None: to be made again
         self._pace = 1.0
         self._passes = 0
@@ -65,8 +76,8 @@ class DecodeTimes:
         if not 0 < seconds < LONGEST_S or positions < 1:
             return
         net = max(seconds - self._read_s(kv_read), 0.2 * seconds)
-        if not self._sizes:
-            self._pace = net  # so that the first size takes 1
+        if not self._sizes:  # so that the first size takes 1, or what it took when it was rehearsed
+            self._pace *= net / self._net(positions) if self._rehearsed else net / self._pace
         expected = self._net(positions) if self._sizes else net
         net = min(net, WILD * expected)
         self._passes += 1
@@ -81,13 +92,22 @@ class DecodeTimes:
         size.positions += share * (positions - size.positions)
         size.seconds += share * (net / self._pace - size.seconds)
         size.seen = self._passes
-        self._curve = None
+        if size.changed:
+            self._curve = None
         if self._passes % FORGET == 0:
             self._sizes = {key: one for key, one in self._sizes.items() if self._passes - one.seen < FORGET}
+            self._curve = None
+
+    def rehearse(self, positions: int, seconds: float) -> None:
+        """A pass of so many positions that read no KV took so long."""
+        if 0 < seconds < LONGEST_S and positions > 0:
+            size = self._rehearsed[size_of(positions)] = Size(positions, seconds / self._pace)
+            size.passes = 1
+            self._curve = None
 
     def seconds(self, positions: int, kv_read: int) -> float:
         """What a pass of so many positions should take."""
-        if self._sizes:
+        if self._sizes or self._rehearsed:
             return self._net(positions) + self._read_s(kv_read)
         if self._steps.known:
             return self._steps.seconds(positions, kv_read)
@@ -97,7 +117,10 @@ class DecodeTimes:
         """… at the present pace, without reading KV."""
         curve = self._curve
         if curve is None:
-            curve = self._curve = rising(sorted(self._sizes.values(), key=lambda size: size.positions))
+            sizes = {**self._rehearsed, **self._sizes}
+            curve = self._curve = rising(sorted(sizes.values(), key=lambda size: size.positions))
+            for size in sizes.values():
+                size.drawn = size.positions, size.seconds
         above = bisect_left(curve, (positions, 0.0))
         if above == len(curve):
             at, seconds = curve[-1]
@@ -114,6 +137,7 @@ class DecodeTimes:
         return self._steps.coefficients[1] if self._steps.known else UNKNOWN * nearest_s
 
     def _read_s(self, kv_read: int) -> float:
+        """What reading so many KV positions adds."""
         return self._steps.coefficients[2] * kv_read if self._steps.known else 0.0
 
 

@@ -17,6 +17,7 @@ class DraftPolicy(Protocol):
 
     on: bool
     drafter: Drafter
+    names: Sequence[str]  # of all drafters
 
     def started(self, request: Request) -> None:
         """It got a row."""
@@ -37,7 +38,10 @@ class DraftPolicy(Protocol):
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
     ) -> None:
         """A pass has come back: how many draft tokens of each request were accepted, how many tokens all requests got,
-        how long the device took; and whether requests are still running."""
+        how long the device took (0: that is not known); and whether requests are still running."""
+
+    def rehearsed(self, positions: int, seconds: float, of_draft: bool = False) -> None:
+        """Before there were requests, a pass of so many positions, of the model or of its draft model, took so long."""
 
     def counts(self, request: Request) -> tuple[int, int]:
         """Its draft tokens that were verified so far, and of those accepted."""
@@ -51,6 +55,7 @@ class NoDrafts:
 
     on = False
     drafter: Drafter = NoDrafter()
+    names: Sequence[str] = ()
 
     def started(self, request: Request) -> None:
         pass
@@ -70,6 +75,9 @@ class NoDrafts:
     def committed(
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
     ) -> None:
+        pass
+
+    def rehearsed(self, positions: int, seconds: float, of_draft: bool = False) -> None:
         pass
 
     def counts(self, request: Request) -> tuple[int, int]:

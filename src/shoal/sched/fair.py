@@ -15,12 +15,15 @@ on credit, and a tenant beside a giant prompt is not held back by tokens that ar
 
 While several tenants always have requests waiting, their counters with what they owe differ by no more than one prompt,
 plus what the running requests may still generate: the bound that tests/sched/test_fair.py checks.
+
+Where several engines share the tenants, each is told what the others computed (`served_elsewhere`), and counts it as
+its own; a tenant with requests on any of them is present.
 """
 
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from shoal.core.request import Request
 from shoal.sched.order import BaseOrder
@@ -39,6 +42,9 @@ class Fair(BaseOrder):
         self.owed: dict[str, float] = {}  # tenant → what its prompts under way will still be charged
         self._owed: dict[Request, float] = {}
         self.present: dict[str, int] = {}  # tenant → its requests that have not ended
+        self.shares = False  # other engines are told what was computed here
+        self.elsewhere: frozenset[str] = frozenset()  # tenants with requests on other engines
+        self._untold: dict[str, float] = {}  # tenant → what was charged here since take_service()
 
     def queue(self) -> "FairQueue":
         return FairQueue(self)
@@ -53,13 +59,18 @@ class Fair(BaseOrder):
 
     def arrived(self, request: Request) -> None:
         tenant = request.tenant
-        if tenant not in self.present:
-            least = min((self.served[one] for one in self.present), default=0.0)
-            if not self.present:
-                self.served.clear()  # no tenant was present: nothing is owed
-            self.served[tenant] = max(self.served.get(tenant, 0.0), least)
-            self._forget_absent(least)
+        if tenant not in self.present and tenant not in self.elsewhere:
+            self._lift(tenant)
         self.present[tenant] = self.present.get(tenant, 0) + 1
+
+    def _lift(self, tenant: str) -> None:
+        """A tenant that was not present begins where the least served one is."""
+        present = [*self.present, *self.elsewhere]
+        least = min((self.served[one] for one in present), default=0.0)
+        if not present:
+            self.served.clear()  # no tenant was present: nothing is owed
+        self.served[tenant] = max(self.served.get(tenant, 0.0), least)
+        self._forget_absent()
 
     def started(self, request: Request, tokens: int) -> None:
         """It computes so many prompt positions; what a preemption makes it compute again is not its fault."""
@@ -77,7 +88,24 @@ class Fair(BaseOrder):
         if request in self._owed:
             self._pay(request, self._owed[request])
         if request.tenant in self.served:
-            self.served[request.tenant] += self.OUTPUT_PRICE * tokens / request.promise.weight
+            self._charge(request.tenant, self.OUTPUT_PRICE * tokens / request.promise.weight)
+
+    def _charge(self, tenant: str, amount: float) -> None:
+        self.served[tenant] += amount
+        if self.shares:
+            self._untold[tenant] = self._untold.get(tenant, 0.0) + amount
+
+    def take_service(self) -> dict[str, float]:
+        self.shares = True
+        service, self._untold = {**dict.fromkeys(self.present, 0.0), **self._untold}, {}
+        return service
+
+    def served_elsewhere(self, service: Mapping[str, float]) -> None:
+        for tenant, amount in service.items():
+            if tenant not in self.present and tenant not in self.elsewhere:
+                self._lift(tenant)
+            self.served[tenant] = self.served.get(tenant, 0.0) + amount
+        self.elsewhere = frozenset(service)
 
     def left(self, request: Request, by_itself: bool) -> None:
         tenant = request.tenant
@@ -93,7 +121,7 @@ class Fair(BaseOrder):
 
     def _pay(self, request: Request, most: float) -> None:
         paid = min(most, self._owed[request])
-        self.served[request.tenant] += paid
+        self._charge(request.tenant, paid)
         self.owed[request.tenant] -= paid
         self._owed[request] -= paid
         if self._owed[request] <= 0:
@@ -111,11 +139,11 @@ class Fair(BaseOrder):
         mine = tenants[request.tenant]
         return not mine or (mine + 1) * len(self.present) <= tenants.total()
 
-    def _forget_absent(self, least: float) -> None:
-        """A counter no higher than the least means nothing any more; and there is a limit to the others."""
-        if len(self.served) <= MOST_ABSENT + len(self.present):
+    def _forget_absent(self) -> None:
+        """There is a limit to the counters of tenants that left."""
+        if len(self.served) <= MOST_ABSENT + len(self.present) + len(self.elsewhere):
             return
-        absent = [tenant for tenant in self.served if tenant not in self.present]
+        absent = [tenant for tenant in self.served if tenant not in self.present and tenant not in self.elsewhere]
         absent.sort(key=self.served.__getitem__)
         for tenant in absent[: len(absent) // 2]:
             del self.served[tenant]

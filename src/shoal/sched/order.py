@@ -3,7 +3,7 @@
 Knows requests. The policies are in ordering.py, fair.py and slo.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol, Self
 
 from shoal.core.request import Request
@@ -60,6 +60,13 @@ class Order(Protocol):
     def favours(self, request: Request, running: Iterable[Request]) -> bool:
         """Whether it may use the headroom, whatever its tier and length."""
 
+    def take_service(self) -> dict[str, float]:
+        """What was computed here since the last call, for each tenant with requests; empty if the policy does not count
+        that."""
+
+    def served_elsewhere(self, service: Mapping[str, float]) -> None:
+        """What other engines have computed since the last call, for each tenant that has requests there."""
+
 
 class BaseOrder(NoOptions):
     """First come, first served, from a request's own fields; preempts no request for another."""
@@ -107,3 +114,9 @@ class BaseOrder(NoOptions):
 
     def favours(self, request: Request, running: Iterable[Request]) -> bool:
         return False
+
+    def take_service(self) -> dict[str, float]:
+        return {}
+
+    def served_elsewhere(self, service: Mapping[str, float]) -> None:
+        pass

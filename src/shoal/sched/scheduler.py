@@ -32,6 +32,8 @@ from shoal.sched.policies import Policies
 from shoal.sched.tables import SharedTables
 from shoal.sched.victims import Victims
 
+RESUMED_FIRST = 2**40  # requests that another engine had accepted go before all that have only arrived
+
 
 class Scheduler:
     """Decides what every pass computes."""
@@ -110,7 +112,7 @@ class Scheduler:
     def _enqueue(self, request: Request, now_s: float, resumed: bool) -> None:
         tables, policies = self.tables, self.policies
         request.resumed = resumed
-        request.order = self._arrivals
+        request.order = self._arrivals - RESUMED_FIRST if resumed else self._arrivals
         request.arrived_s = now_s - request.waited_s
         tables.between.arrived.append(request.id)
         tables.between.arrived_s.append(request.arrived_s)

@@ -40,10 +40,11 @@ class DetokenizeAnswer(Struct):
     prompt: str
 
 
-class Health(Struct):
+class Health(Struct, omit_defaults=True):
     """GET /health"""
 
     status: Literal["ok", "down", "draining"]
+    engines_down: list[int] = []  # numbers of engines that are down or being restarted, beside others that are up
 
 
 class Version(Struct):

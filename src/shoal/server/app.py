@@ -111,6 +111,7 @@ class Front:
         self.metrics: FrontCounters = metrics or NoCounters()
         self.other_fronts: OtherFronts = NoOtherFronts()  # set where there are several fronts
         self.spans: Spans = spans or NoSpans()
+        self.restart_engines: Callable[[], None] | None = None  # set where a supervisor can do it
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.last_info)
         self.gate = KeyGate(limiter or NoLimiter(), self.metrics, lambda: client.last_info)
         names = TokenNames(tokenizer)
@@ -137,7 +138,7 @@ class Front:
             _ = tokenizer.pieces  # built now, not during the first answer
 
     def _routes(self) -> Router:
-        info, ollama = InfoRoutes(self), OllamaRoutes(self)
+        info, debug, ollama = InfoRoutes(self), Debug(self), OllamaRoutes(self)
         paths: list[tuple[str, str, dict[str, Any]]] = [
             *(
                 (one.path, one.path, {"POST": partial(self._generate, dialect=one), "errors": one.error})
@@ -158,7 +159,8 @@ class Front:
             ("/detokenize", "/detokenize", {"POST": info.detokenize}),
             ("/version", "/version", {"GET": info.version}),
             ("/metrics", "/metrics", {"GET": info.metrics}),
-            ("/debug/requests", "/debug/requests", {"GET": Debug(self).requests}),
+            ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
+            ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
             ("/health", "/health", {"GET": info.health, "open": True}),
             ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
@@ -213,7 +215,7 @@ class Front:
 
     def tell(self) -> bytes:
         """This front's metrics, for another front."""
-        return self.metrics.tell(self.active, self.client.info)
+        return self.metrics.tell(self.active, self.client.engines)
 
     # ---- generation -------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from shoal.core.job import EngineInfo
+from shoal.core.report import EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ class FrontCounters(Protocol):
     def count_refusal(self, kind: str) -> None:
         """A request was refused because of its key's limits; `kind` is the name of the error."""
 
-    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+    def render(self, active: int, engines: Sequence[EngineStatus], others: Sequence[bytes]) -> bytes:
         """As Prometheus text, together with the numbers of the other fronts."""
 
-    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+    def tell(self, active: int, engines: Sequence[EngineStatus]) -> bytes:
         """For another front, which passes it to its own render()."""
 
 
@@ -43,10 +43,10 @@ class NoCounters:
 
     def count_refusal(self, kind: str) -> None: ...
 
-    def render(self, active: int, info: EngineInfo | None, others: Sequence[bytes]) -> bytes:
+    def render(self, active: int, engines: Sequence[EngineStatus], others: Sequence[bytes]) -> bytes:
         return b""
 
-    def tell(self, active: int, info: EngineInfo | None) -> bytes:
+    def tell(self, active: int, engines: Sequence[EngineStatus]) -> bytes:
         return b""
 
 

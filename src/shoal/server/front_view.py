@@ -3,7 +3,7 @@
 Owns the interface, so that these routes do not import the application that lists them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from shoal.core.ports import EngineClient
@@ -25,6 +25,7 @@ class FrontView(Protocol):
     other_fronts: OtherFronts
     draining: bool
     active: int
+    restart_engines: Callable[[], None] | None
 
     @property
     def dialects(self) -> Sequence[Dialect]: ...

@@ -8,11 +8,12 @@ import time
 
 import msgspec
 
-from shoal.errors import EngineDown
+from shoal.obs.engines import join_engines
 from shoal.server import openapi
 from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList, TokenizeAnswer, Version
 from shoal.server.bodies import SMALL_BODY, DetokenizeRequest, TokenizeRequest, read
 from shoal.server.chat_body import chat_prompt
+from shoal.server.debug import ask_engines
 from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, chat_of
 from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
@@ -117,21 +118,21 @@ class InfoRoutes:
         elif self.front.client.info is None:
             await exchange.reply_json(Health("down"), 503)
         else:
-            await exchange.reply_json(Health("ok"))
+            await exchange.reply_json(Health("ok", [one.number for one in self.front.client.engines if not one.up]))
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.reply_json(Version(self.front.settings.version))
 
     async def metrics(self, exchange: Exchange) -> None:
         engine, others = await asyncio.gather(self._engine_metrics(), self.front.other_fronts.ask())
-        fronts = self.front.metrics.render(self.front.active, self.front.client.info, others)
+        fronts = self.front.metrics.render(self.front.active, self.front.client.engines, others)
         await exchange.reply(200, engine + fronts, PROMETHEUS)
 
     async def _engine_metrics(self) -> bytes:
-        try:
-            return str(await self.front.client.ask("metrics")).encode()
-        except EngineDown:
-            return b""
+        answers = await ask_engines(self.front.client, "metrics")
+        if len(self.front.client.engines) == 1:
+            return "".join(answers.values()).encode()
+        return join_engines(answers).encode()
 
     # ---- pages ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,48 @@
+"""What each of several engines on one machine gets: a GPU, or a group of CPUs.
+
+Owns the division. Which of the two an engine uses is known once it has looked for a usable GPU, so a share names both.
+Knows no torch.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.machine.cgroup import ROOT, cpu_quota
+from shoal.machine.cpus import allowed_cpus, split_cpus
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class MachineShare:
+    """The part of one engine among several; travels as JSON."""
+
+    of: int  # engines that share the machine
+    gpu: str = ""  # as CUDA_VISIBLE_DEVICES names it; "": there are none
+    cpus: tuple[int, ...] = ()  # (): any
+    threads: int | None = None  # None: as many as its CPUs allow
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[str]:
+    """The NVIDIA GPUs that a process here would see, as CUDA_VISIBLE_DEVICES names them."""
+    if VISIBLE in environ:
+        return [name for name in environ[VISIBLE].split(",") if name.strip() and name.strip() != "-1"]
+    found = [path.name.removeprefix("nvidia") for path in (root / "dev").glob("nvidia[0-9]*")]
+    return [str(number) for number in range(sum(name.isdecimal() for name in found))]
+
+
+def machine_shares(count: int, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[MachineShare]:
+    """One share for each of so many engines. With more engines than cores, each computes with one thread."""
+    gpus = visible_gpus(environ, root)
+    allowed, quota = allowed_cpus() or [], cpu_quota(root)
+    groups = split_cpus(allowed, count, root)
+    shared = count > 1 and len(set(groups)) < count
+    found = []
+    for number, cpus in enumerate(groups):
+        threads = 1 if shared else None
+        if not shared and quota is not None and quota / count < len(cpus):
+            threads = max(1, int(quota / count))
+        found.append(MachineShare(count, gpus[number] if number < len(gpus) else "", cpus, threads))
+    return found
