@@ -21,7 +21,7 @@ from shoal.core.events import PassEvents
 from shoal.core.plan import StepResult
 from shoal.core.ports import Executor
 from shoal.core.request import Request
-from shoal.errors import EngineError
+from shoal.errors import EngineError, EngineLost
 from shoal.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -157,8 +157,11 @@ class EngineLoop:
         """The executor raised. The requests of the passes in flight become suspects and are tried again apart from the
         others; only one that breaks a pass alone ends with this error.
 
-        Those passes come back first, so that none of them writes into blocks that were given to others.
+        Those passes come back first, so that none of them writes into blocks that were given to others. An executor
+        that cannot go on takes the engine with it.
         """
+        if isinstance(error, EngineLost):
+            raise error
         log.error("a pass failed", exc_info=error)
         self._broken = None
         try:

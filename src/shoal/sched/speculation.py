@@ -273,7 +273,7 @@ class Speculation:
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
     ) -> None:
         rows, positions = len(flight.requests), flight.events.computed_tokens
-        self._read = int(flight.plan.starts.sum()) + positions
+        self._read = sum(flight.ends)
         before_s, self._committed_s = self._committed_s, now_s if more else None
         self._trust = min(1.0, self._trust + TRUST_BACK)
         if rows and positions - flight.drafted == rows:  # no prompts
