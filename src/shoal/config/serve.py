@@ -17,6 +17,8 @@ from shoal.core.names import pick
 from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
+TOOL_FORMATS = ("auto", "hermes", "llama3", "pythonic", "mistral", "mistral-args", "generic")  # text/tools/formats.py
+REASONING_FORMATS = ("auto", "none", "think", "mistral")  # text/reasoning.py
 LEVELS = ("debug", "info", "warning", "error")
 MOST_REPLICAS = 64  # engines on one machine
 BODIES = 8  # of the largest size, that a front reads at the same time by default
@@ -125,6 +127,18 @@ class ServeConfig(Options):
         "wait",
         "while the engine is restarted, new requests wait for it or are refused with 503",
         choices=("wait", "refuse"),
+        group="server",
+    )
+    tool_format: str = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template has it",
+        choices=TOOL_FORMATS,
+        group="server",
+    )
+    reasoning_format: str = option(
+        "auto",
+        "how the model marks its reasoning; auto: as its chat template has it; none: it is part of the answer",
+        choices=REASONING_FORMATS,
         group="server",
     )
     otlp_endpoint: str | None = option(

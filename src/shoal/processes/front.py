@@ -230,6 +230,8 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
         allowed_hosts=serve.allowed_hosts,
         allowed_origins=serve.allowed_origins,
         log_prompts=serve.log_prompts,
+        tool_format=serve.tool_format,
+        reasoning_format=serve.reasoning_format,
         seed=config["seed"],
     )
 
