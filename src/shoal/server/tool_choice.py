@@ -141,7 +141,8 @@ def check_functions(given: list[FunctionBody], what: str, places: Mapping[str, s
         if not NAME.fullmatch(one.name):
             raise BadField(
                 f"{places[one.name]}.name",
-                f"a function's name has letters, digits and _ . : / -, at most 128 of them, not {shorten(one.name)!r}",
+                f"{places[one.name]}.name has letters, digits and _ . : / -, at most 128 of them, not "
+                f"{shorten(one.name)!r}; rename it",
             )
         check_depth(one.parameters or {}, f"{places[one.name]}.parameters")
         size += len(msgspec.json.encode(one))
