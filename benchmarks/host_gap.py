@@ -26,6 +26,7 @@ from shoal.core.clock import WallClock
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
 from shoal.engine.loop import EngineLoop
+from shoal.models.shard import WHOLE
 from shoal.runner.runner import Runner
 from shoal.runner.verify import CoinToss
 from shoal.sched.admission import Limits
@@ -109,6 +110,7 @@ class NoOps(Nothing):
 
 class NoModel(Nothing):
     ops = NoOps()
+    shard = WHOLE
     spec = SimpleNamespace(heads=32, kv_heads=8, head_dim=128, hidden_size=HIDDEN, vocab_size=VOCAB)
 
     def forward(self, ids: torch.Tensor, *_: object) -> torch.Tensor:

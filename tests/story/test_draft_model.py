@@ -117,6 +117,29 @@ def test_a_draft_model_changes_no_token(
         assert counts["accepted"] > 0.4 * counts["proposed"]
 
 
+@pytest.mark.parametrize(("more", "depth"), [({}, 2), (SWAP, 1)])
+def test_a_draft_model_that_is_the_model_is_always_right(more: dict[str, Any], depth: int, folder: Path) -> None:
+    """The same weights once more: it computes the same scores from its own KV and draws with the same noise, also for
+    requests that were preempted. On a CPU all of this is exact."""
+    same: list[tuple[Any, SamplingParams]] = [
+        (
+            [number, *range(7), number],
+            SamplingParams(temperature=number % 3 / 2, seed=number, max_tokens=30, ignore_eos=True),
+        )
+        for number in range(8)
+    ]
+    kv_memory = (2 * TINY_TOKENS + 320) * BYTES_PER_TOKEN
+    options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 10, "watermark": 0.0, "draft_tokens": 4, **more}
+    with LLM(
+        str(folder), speculate="draft", draft_model=str(folder), kv_memory=kv_memory, depth=depth, check=True, **options
+    ) as llm:
+        always_asked(llm)
+        counts = generate(llm, same)[1]
+    assert counts["preempted"] > 0
+    assert counts["proposed"] > 80
+    assert counts["accepted"] == counts["proposed"]
+
+
 def test_its_kv_takes_part_of_the_kv_memory(folder: Path) -> None:
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "kv_memory": "4MiB"}
     with LLM(str(folder), **options) as plain, LLM(str(folder), **options, **INT8) as drafting:
@@ -195,7 +218,7 @@ def smol_requests() -> list[tuple[Any, SamplingParams]]:
 
 @smollm2
 @pytest.mark.parametrize(
-    ("draft", "least"), [({"draft_layers": 10}, 0.01), ({"draft_quantization": "int8"}, 0.75)], ids=["layers", "int8"]
+    ("draft", "least"), [({"draft_layers": 10}, 0.03), ({"draft_quantization": "int8"}, 0.75)], ids=["layers", "int8"]
 )
 def test_smollm2_drafts_for_itself(draft: dict[str, Any], least: float, smol_tokens: Tokens) -> None:
     with LLM(dtype="float32", kv_memory="128MiB", max_model_len=256, speculate="draft", draft_tokens=4, **draft) as llm:

@@ -217,6 +217,11 @@ class TextPart(Struct):
 
     type: Literal["text"]
     text: str
+    # what a text part cannot carry must not be lost in silence
+    image_url: Nothing = None
+    input_audio: Nothing = None
+    video_url: Nothing = None
+    file: Nothing = None
 
 
 class ChatMessage(Struct, kw_only=True):
