@@ -183,7 +183,7 @@ def test_an_engine_that_cannot_be_restarted_costs_nothing_while_others_are_up(ti
         for file in model.glob("*.safetensors"):
             file.write_bytes(b"no weights")
         os.kill(min(server.engine_pids()), signal.SIGKILL)
-        server.wait_for("it to be given up", lambda: "is not started again" in server.log(10**9))
+        server.wait_for("it to be given up", lambda: "is not started again" in server.log(10**9), 240)  # five starts
         assert "the other engines compute" in server.log(10**9)
         assert server.health() == 200
         assert len(down(server)) == 1
