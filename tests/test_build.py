@@ -8,22 +8,15 @@ import pytest
 import torch
 
 from shoal import build as wiring
-from shoal.build import (
-    build,
-    check_memory,
-    check_size,
-    fitting_fp8,
-    host_blocks,
-    kv_blocks,
-    kv_dtype,
-    make_limits,
-    pick_device,
-)
+from shoal.build import build, check_memory, check_size, host_blocks, kv_blocks, make_limits, pick_device
+from shoal.build_ranks import check_ranks, kv_over_ranks, visible_first
+from shoal.build_types import as_stored, check_quantization, fitting_fp8, kv_dtype
 from shoal.config.engine import EngineConfig
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
-from shoal.errors import BadConfig, UnknownName
+from shoal.errors import BadConfig, ImpossiblePair, UnknownName
 from shoal.kernels.fp8 import FP8
+from shoal.models.formats import CheckpointFormat
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner import threads
 from shoal.runner.kvstore import bytes_per_block
@@ -136,6 +129,44 @@ def test_a_running_engine_follows_its_cpus(monkeypatch: pytest.MonkeyPatch, tmp_
         torch.set_num_threads(before)
 
 
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(BadConfig, match="tensor_parallel_size 2 needs a GPU for each rank, and 1 can be used here"):
+        check_ranks(EngineConfig(tensor_parallel_size=2), spec, "cuda", threads.ThreadChoice(1))
+
+
+def test_more_ranks_than_cpus_are_warned_of(spec: ModelSpec, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_ranks(EngineConfig(tensor_parallel_size=2), spec, "cpu", threads.ThreadChoice(10_000))
+    assert "2 ranks of 10000 threads share" in caplog.text
+
+
+def test_the_ranks_must_be_one_or_more() -> None:
+    with pytest.raises(BadConfig, match="tensor_parallel_size must be at least 1, not 0"):
+        EngineConfig(tensor_parallel_size=0)
+
+
+def test_a_draft_model_over_ranks_is_refused() -> None:
+    with pytest.raises(ImpossiblePair, match="a draft model is not split over ranks; use another drafter"):
+        EngineConfig(tensor_parallel_size=2, speculate="draft", draft_model="small")
+
+
+def test_a_kv_head_on_several_ranks_takes_memory_on_each(spec: ModelSpec) -> None:
+    assert spec.kv_heads == 2
+    assert [kv_over_ranks(spec, size).kv_heads for size in (1, 2, 4)] == [2, 2, 4]
+
+
+def test_each_rank_sees_its_gpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert visible_first(2) == {"CUDA_VISIBLE_DEVICES": "7,4,5"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert visible_first(1) == {"CUDA_VISIBLE_DEVICES": "1,0,2"}
+
+
 # ---- fp8 ------------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +188,51 @@ def test_fp8_computes_in_bfloat16_on_a_gpu() -> None:
     assert fitting_fp8(EngineConfig(kv_dtype="fp8", dtype="float32"), torch.float32, "cuda") == torch.float32
     with pytest.raises(BadConfig, match="--kv-dtype fp8 computes in bfloat16 on a GPU, not in float16"):
         fitting_fp8(kv, torch.float16, "cuda")
+
+
+def test_int8_on_a_gpu_is_refused() -> None:
+    with pytest.raises(BadConfig, match=r"^quantization int8 works on CPUs only; use --quantization fp8 on a GPU"):
+        check_quantization(EngineConfig(quantization="int8"), "cuda")
+    draft = EngineConfig(speculate="draft", draft_quantization="int8")
+    with pytest.raises(BadConfig, match="draft_quantization int8 works on CPUs only; leave it out on a GPU"):
+        check_quantization(draft, "cuda")
+    check_quantization(draft, "cpu")
+    check_quantization(EngineConfig(quantization="fp8"), "cuda")
+
+
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_dtype": "fp8"}])
+def test_fp8_over_ranks_is_refused(options: dict[str, str]) -> None:
+    (name,) = options
+    with pytest.raises(ImpossiblePair, match=f"{name}=fp8 with tensor_parallel_size=2: fp8 kernels do not add up over"):
+        EngineConfig.from_mapping({**options, "tensor_parallel_size": 2})
+
+
+def test_a_checkpoint_in_fp8_stays_so_on_a_gpu() -> None:
+    plain, form = EngineConfig(), CheckpointFormat("fp8")
+    assert as_stored(plain, form, "cuda").quantization == "fp8"
+    assert as_stored(plain, form, "cpu") == as_stored(plain, None, "cuda") == plain
+    assert as_stored(plain, CheckpointFormat("awq"), "cuda") == plain
+    split = EngineConfig(tensor_parallel_size=2)
+    assert as_stored(split, form, "cpu") == split
+    with pytest.raises(BadConfig, match="the checkpoint is in FP8, and tensor_parallel_size is 2"):
+        as_stored(split, form, "cuda")
+
+
+def test_a_draft_model_keeps_its_kv_in_the_computed_type(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    options = {"kv_dtype": "fp8", "speculate": "draft", "draft_layers": 1, "dtype": "float32"}
+    sizes = {"model": str(model), "device": "cpu", "kv_memory": 2**20, "max_model_len": 128, "max_num_seqs": 4}
+    built = build(EngineConfig.from_mapping({**options, **sizes}))
+    (beside,) = built.loop._beside
+    stores = [executor.runner.kv for executor in (built.loop.executor, beside)]  # type: ignore[attr-defined]
+    assert [store.layers[0][0].dtype for store in stores] == [FP8, torch.float32]
+    assert sum(store.data.nbytes for store in stores) <= 2**20 * 1.05  # and a block for padding in each
+    built.loop.submit(Request("a", [5, 6, 7, 8] * 9, SamplingParams(temperature=0.0, max_tokens=8), seed=0))
+    ends = []
+    while not built.loop.idle:
+        ends += built.loop.step().finished
+    assert [end.error for end in ends] == [""]
+    built.loop.close()
 
 
 def test_fp8_on_a_cpu_says_that_it_is_slow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints in fp8 and in 4 bits, in their real layouts, against what their numbers mean."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from shoal.kernels.weights import DenseWeight, Fp8Weight
 from shoal.models import model_class, spec_from_config
 from shoal.models.formats import CheckpointFormat, checkpoint_format
 from shoal.models.layout import places
-from shoal.runner.loader import SafetensorsReader, load_weights
+from shoal.models.shard import SplitShard
+from shoal.runner.loader import SafetensorsReader, WeightReader, load_weights
 from shoal.runner.quantized import NOT_IN_FP8, AsFp8, opened
 
 CONFIG: dict[str, Any] = {
@@ -86,6 +88,25 @@ def test_fp8_as_numbers(scheme: str, tmp_path: Path) -> None:
         whole = params.weights.get(place.parameter)
         found = params.vectors[place.parameter] if whole is None else whole.dense()
         assert torch.equal(found[place.first : place.first + place.rows], meant[name].float()), name
+
+
+def check_ranks(reader: WeightReader, meant: dict[str, Tensor]) -> None:
+    """Each of two ranks has its part of the same numbers."""
+    group: Any = None  # nothing is computed
+    for shard in (SplitShard(0, 2, group), SplitShard(1, 2, group)):
+        params = load_weights(reader, SPEC, torch.float32, "cpu", shard=shard)
+        for name, place in places(model_class(SPEC).layout(SPEC), partial(shard.cut, SPEC)).items():
+            whole = params.weights.get(place.parameter)
+            found = params.vectors[place.parameter] if whole is None else whole.dense()
+            part = meant[name].float()[place.cut.index]
+            assert torch.equal(found[place.first : place.first + place.rows], part), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fp8_as_numbers_over_ranks(scheme: str, tmp_path: Path) -> None:
+    meant = in_fp8(scheme, tmp_path)
+    form = checkpoint_format({"quantization_config": SCHEMES[scheme]})
+    check_ranks(opened(SafetensorsReader(tmp_path), form), meant)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -200,6 +221,12 @@ def test_four_bits_as_numbers(kind: str, group: int, shuffled: bool, tmp_path: P
         whole = params.weights.get(place.parameter)
         found = params.vectors[place.parameter] if whole is None else whole.dense()
         assert torch.equal(found[place.first : place.first + place.rows], meant[name].float()), name
+
+
+def test_four_bits_over_ranks(tmp_path: Path) -> None:
+    meant = packed("gptq", 128, tmp_path, True)
+    form = checkpoint_format({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}})
+    check_ranks(opened(SafetensorsReader(tmp_path), form), meant)
 
 
 def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:

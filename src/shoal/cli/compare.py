@@ -181,7 +181,8 @@ def engine_maker(
     args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan"
 ) -> "Callable[[dict[str, Any]], EngineLoop]":
     """Builds engines over the one loaded model; the user's flags apply to every preset."""
-    from shoal.build import assemble, kv_dtype
+    from shoal.build import assemble
+    from shoal.build_types import kv_dtype
     from shoal.runner.kvstore import bytes_per_block
 
     config = EngineConfig.from_args(args)

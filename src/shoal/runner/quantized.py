@@ -14,6 +14,7 @@ from shoal.errors import BadWeights
 from shoal.kernels.fp8 import FP8
 from shoal.kernels.weights import Fp8Weight, Weight, quantize_fp8
 from shoal.models.formats import CheckpointFormat
+from shoal.models.layout import Cut
 
 BLOCK = (128, 128)
 NOT_IN_FP8 = ("embedding.weight", "head.weight")
@@ -32,7 +33,7 @@ class StoredTensors(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str, cut: Cut | None = None) -> Tensor: ...
 
 
 class Fp8Reader:
@@ -48,10 +49,11 @@ class Fp8Reader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._reader.shape(name)
 
-    def read(self, name: str) -> Tensor:
-        """As numbers, in float32 if they are stored in fp8."""
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """As numbers, in float32 if they are stored in fp8. A part is cut from the whole, which scales belong to."""
         tensor = self._reader.read(name)
-        return tensor.float() * self._spread(name, tensor) if tensor.dtype == FP8 else tensor
+        numbers = tensor.float() * self._spread(name, tensor) if tensor.dtype == FP8 else tensor
+        return numbers if cut is None else numbers[cut.index]
 
     def weight(self, name: str, device: str | torch.device) -> Weight:
         """In fp8 with a scale per output: the stored numbers, unless an output has several scales or is not in fp8."""
@@ -109,14 +111,15 @@ class PackedReader:
         rows, columns = self._reader.shape(f"{stem}.qweight")
         return (columns, rows * 8) if self._form.kind == "gptq" else (columns * 8, rows)
 
-    def read(self, name: str) -> Tensor:
-        """As numbers, in float32 if they are packed."""
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """As numbers, in float32 if they are packed. A part is cut from the whole: words hold numbers of several."""
         stem = name.removesuffix(".weight")
         if stem not in self._stems:
-            return self._reader.read(name)
+            return self._reader.read(name, cut)
         values, zeros, scales = self._unpacked(stem)
         group_of = self._group_of(stem, len(values), len(scales))
-        return ((values - zeros[group_of]).float() * scales[group_of]).t().contiguous()
+        numbers = ((values - zeros[group_of]).float() * scales[group_of]).t()
+        return (numbers if cut is None else numbers[cut.index]).contiguous()
 
     def _unpacked(self, stem: str) -> tuple[Tensor, Tensor, Tensor]:
         """Of one matrix, transposed: numbers [inputs, outputs], zero points and scales [groups, outputs]."""

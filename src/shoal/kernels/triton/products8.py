@@ -1,11 +1,12 @@
-"""Products of fp8 rows with fp8 weights, by whichever way is fastest for their sizes.
+"""Products of fp8 rows with fp8 weights, by the way that suits their sizes.
 
     one row    a Triton kernel that streams the weights; the result is scaled
-    unit       cuBLASLt with scales of one: by far the fastest for few rows. The result is raw: the kernel that reads it
-               multiplies by the scales of rows and columns, which factor out of the sum
+    unit       cuBLASLt with scales of one, which is expected to be the fastest for few rows. The result is raw: the
+               kernel that reads it multiplies by the scales of rows and columns, which factor out of the sum
     rowwise    with the scales of rows and columns in the product itself
 
-benchmarks/gpu_fp8.py measures all three. Knows tensors, not models.
+Which way suits which sizes is a first guess: benchmarks/gpu_fp8.py measures all three, and has not run on a GPU yet.
+Knows tensors, not models.
 """
 
 from functools import cache
@@ -19,8 +20,9 @@ from shoal.kernels.triton.launch import overlap, settle
 from shoal.kernels.triton.rows8 import Fp8Rows, Product
 from shoal.kernels.weights import Fp8Weight
 
-MANY_ROWS = 1024  # from here on narrow products are as fast with their scales
-NARROW = 8192  # outputs
+# first guesses, to be measured: from so many rows on, products of so few outputs are as fast with their scales
+MANY_ROWS = 1024
+NARROW = 8192
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def one_row(
 
 
 def one_row_shape(inputs: int, outputs: int) -> tuple[int, int, int, int]:
-    """The fastest found on an H200."""
+    """A first guess, to be measured."""
     return (2, 2048, 4, 3) if outputs <= 4096 and inputs > 1024 else (4, 1024, 4, 3)
 
 
@@ -87,7 +89,7 @@ def rowwise(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Product:
 
 
 def way_for(rows: int, inputs: int, outputs: int) -> str:
-    """The fastest way found on an H200 (the table is in docs/lab/gpu.md)."""
+    """A first guess, to be measured."""
     if rows == 1:
         return "one row"
     return "rowwise" if rows >= MANY_ROWS and outputs <= NARROW else "unit"

@@ -1,0 +1,67 @@
+"""Wiring of types: what weights and KV are kept in, what is computed in, and which kernels do it.
+
+Refuses types that the device, the ranks or the kernels cannot compute. Part of the wiring, as build.py is: knows
+configs and formats of checkpoints; does not read files.
+"""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from shoal import kernels
+from shoal.config.engine import EngineConfig
+from shoal.errors import BadConfig
+from shoal.kernels.fp8 import FP8
+from shoal.models.formats import CheckpointFormat
+
+log = logging.getLogger(__name__)
+
+
+def check_quantization(config: EngineConfig, device: str) -> None:
+    """Raise BadConfig if the weights of the model or of the draft model are to be of a type that the device lacks."""
+    for flag, kind in (("quantization", config.quantization), ("draft_quantization", config.draft_quantization)):
+        if kind == "int8" and device != "cpu":
+            instead = "leave it out" if flag.startswith("draft") else "use --quantization fp8"
+            raise BadConfig(f"{flag} int8 works on CPUs only; {instead} on a GPU, or use --device cpu")
+
+
+def as_stored(config: EngineConfig, form: CheckpointFormat | None, device: str) -> EngineConfig:
+    """The config for a checkpoint in this format: on a GPU, matrices in fp8 stay so. CPUs have no kernels for fp8, and
+    there they become numbers of the model's type."""
+    if form is None or form.kind != "fp8" or device == "cpu":
+        return config
+    if config.tensor_parallel_size > 1:
+        raise BadConfig(
+            f"the checkpoint is in FP8, and tensor_parallel_size is {config.tensor_parallel_size}: fp8 kernels do not "
+            "add up over ranks; use one process, or the unquantized weights"
+        )
+    return replace(config, quantization="fp8")
+
+
+def fitting_fp8(config: EngineConfig, dtype: torch.dtype, device: str) -> torch.dtype:
+    """The type to compute in; raises BadConfig if fp8 kernels do not compute in the one that was asked for."""
+    if device == "cpu" or "fp8" not in (config.quantization, config.kv_dtype):
+        return dtype
+    if config.dtype == "auto" and dtype != torch.bfloat16:
+        log.info("computing in bfloat16, because fp8 kernels do")
+        return torch.bfloat16
+    if dtype == torch.float16:  # whose range is too small for sums of products
+        flag = "--quantization fp8" if config.quantization == "fp8" else "--kv-dtype fp8"
+        raise BadConfig(f"{flag} computes in bfloat16 on a GPU, not in float16; use --dtype bfloat16")
+    return dtype
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type that the model's keys and values are kept in; dtype: what it computes in, and what a draft model keeps
+    its own in."""
+    return FP8 if config.kv_dtype == "fp8" else dtype
+
+
+def pick_ops(config: EngineConfig, device: str) -> kernels.Ops:
+    """The kernels of the device. There are none for fp8 on CPUs, where its plain meaning is computed instead."""
+    if device != "cpu" or "fp8" not in (config.quantization, config.kv_dtype):
+        return kernels.pick(device, config.cpu_kernels)
+    log.warning("fp8 on a CPU is computed by plain torch, which is good for measuring accuracy only: it is slow; "
+                "--quantization int8 is fast on CPUs")  # fmt: skip
+    return kernels.plain()
