@@ -68,9 +68,7 @@ def bars(axes: "Axes", rows: Sequence[Row], values: Sequence[float], notes: Sequ
 def by_load(kept: dict[str, Any]) -> "Figure":
     """Speed on the left, drafts on the right; a line for each kind of text, over the requests at a time."""
     rows: Sequence[Row] = kept["load"]
-    figure = plot_style.new_figure(
-        f"Drafts fade as requests become many: --speculate {kept['speculate']}, {about(kept)}", 4.2
-    )
+    figure = plot_style.new_figure(f"Many requests with --speculate {kept['speculate']}: {about(kept)}", 4.2)
     left, right = plot_style.panels(figure, 1, 2)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     looks = plot_style.styles(kinds)
