@@ -23,6 +23,7 @@ test: install
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: install
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[cluster]'  # for the tests on a real Ray cluster
 	$(BIN)/python -m pytest
 
 check: install

@@ -109,6 +109,8 @@ def other_shapes(base: DecodeShape) -> Iterator[DecodeShape]:
         ((64, 2, 3), (64, 4, 3), (64, 4, 2), (128, 4, 3), (128, 8, 3), (128, 8, 2)), sorted({1, 8, base.splits})
     ):
         yield DecodeShape(tile, warps, stages, splits, max(1, base.least * base.tile // tile))
+    for warps, splits, least in product((2, 4), (8, 16, 32), (1, 2, 4)):  # how finely the past of few rows is split
+        yield DecodeShape(64, warps, 3, splits, least)
 
 
 def named(shape: DecodeShape) -> str:
@@ -177,7 +179,7 @@ def time_linear(tries: bool) -> None:
             chosen = [lambda w=w, x=x: skinny.linear(x, w, None) for w in weights]
             blas = [lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in weights]
             text = f"{inputs:>6} x {outputs:>6} {rows:>3} lines {graph_us(chosen):7.1f} / {graph_us(blas):7.1f}"
-            if tries and rows in (2, 8, 24, 40):
+            if tries and rows in (2, 5, 8, 24, 40):
                 shapes = [shape for shape in few_row_shapes(rows) if outputs // shape.columns <= skinny.MOST_GROUPS]
                 works = [
                     [lambda w=w, x=x, shape=shape: skinny.few_rows(x, w, None, None, shape) for w in weights]

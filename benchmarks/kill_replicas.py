@@ -4,8 +4,8 @@
 
 A real `shoal serve` of the model in float32; what follows -- goes to it. First every stream runs undisturbed. Then the
 same streams run again and again, always as many at once, while the oldest engine is killed by SIGKILL, as often as
-asked and whenever another one is up; with --restart, a rolling restart follows. One engine must have room for all
-streams, or they wait for each other. Prints how many answers differ from the undisturbed ones (none may), and the
+asked and whenever another one is up (--up); with --restart, a rolling restart follows. One engine must have room for
+all streams, or they wait for each other. Prints how many answers differ from the undisturbed ones (none may), and the
 longest gaps between two events of a stream: in the undisturbed run, and around each kill. Exit code 1 if an answer
 differs or fails. Needs no packages beyond the server's.
 """
@@ -43,8 +43,9 @@ class Answer:
 class Fire:
     """Streams, and what is done to their engines."""
 
-    def __init__(self, server: Server, streams: int, tokens: int, vocab_size: int = 400) -> None:
+    def __init__(self, server: Server, streams: int, tokens: int, up: int, vocab_size: int = 400) -> None:
         self.server = server
+        self.up = up  # engines that must be up before a kill
         chance = random.Random(5)
         self.bodies = [
             {
@@ -78,7 +79,7 @@ class Fire:
         try:
             for _ in range(kills):
                 await asyncio.sleep(every_s)
-                await asyncio.to_thread(self.wait_for_two)
+                await asyncio.to_thread(self.wait_for_engines)
                 os.kill(self.engines()[0], signal.SIGKILL)  # the oldest, so it is up
                 self.kills.append(time.monotonic())
             if restart:
@@ -92,11 +93,11 @@ class Fire:
             self.over = True
         return list(await asyncio.gather(*running))
 
-    def wait_for_two(self) -> None:
-        """Until two engines are up, so that the jobs of a killed one have somewhere to go."""
+    def wait_for_engines(self) -> None:
+        """Until so many engines are up that the jobs of a killed one have somewhere to go."""
         while True:
             with urllib.request.urlopen(f"{self.server.url}/health", timeout=30) as answer:
-                if len(json.load(answer).get("engines_down", ())) <= len(self.engines()) - 2:
+                if len(self.engines()) - len(json.load(answer).get("engines_down", ())) >= self.up:
                     return
             time.sleep(0.1)
 
@@ -182,11 +183,11 @@ def figures(fire: Fire, quiet: list[Answer], found: list[list[Answer]]) -> dict[
     }
 
 
-def run(server: Server, streams: int, tokens: int, kills: int, every_s: float, restart: bool) -> dict[str, Any]:
-    fire = Fire(server, streams, tokens)
+def run(server: Server, args: argparse.Namespace) -> dict[str, Any]:
+    fire = Fire(server, args.streams, args.tokens, args.up)
     quiet = asyncio.run(fire.once())
     assert not any(one.failure for one in quiet), [one.failure for one in quiet if one.failure][:3]
-    return figures(fire, quiet, asyncio.run(fire.under_fire(kills, every_s, restart)))
+    return figures(fire, quiet, asyncio.run(fire.under_fire(args.kills, args.every, args.restart)))
 
 
 def main() -> int:
@@ -197,6 +198,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=400, help="of the longest answer (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="between two kills (default: 5)")
+    parser.add_argument("--up", type=int, default=2, help="engines that must be up before a kill (default: 2)")
     parser.add_argument("--restart", action="store_true", help="restart all engines one by one at the end")
     own, flags = sys.argv[1:], []
     if "--" in own:
@@ -205,7 +207,7 @@ def main() -> int:
     fixed = ("--dtype", "float32", "--log-level", "warning", "--replicas", str(args.replicas))
     server = Server(args.model, *fixed, *flags)
     try:
-        found = run(server, args.streams, args.tokens, args.kills, args.every, args.restart)
+        found = run(server, args)
     finally:
         server.close()
     for name, value in found.items():

@@ -27,6 +27,7 @@ from shoal.sched.flight import Flight
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import OnDemand, Predict, Reserve
+from shoal.sched.modeldrafts import ModelDrafts
 from shoal.sched.order import Order
 from shoal.sched.ordering import Fcfs, Priority, Sjf
 from shoal.sched.policies import Policies
@@ -114,7 +115,7 @@ class FakeGrammar:
     def allows(self, tokens: Sequence[int]) -> int:
         ahead = self._copy()
         for place, token in enumerate(tokens):
-            if ahead.ended or not ahead.accept(token):
+            if ahead.ended or ahead.error or not ahead.accept(token):
                 return place
         return len(tokens)
 
@@ -475,7 +476,12 @@ def make_scheduler(
     }
     speculation: DraftPolicy = NoDrafts()
     if speculate != "off":
-        speculation = Speculation(make_drafter(Speculate.read(speculate)), steps, VOCAB, drafts or 4)
+        models = None
+        if "draft" in speculate:
+            from tests.draft_fakes import checked_drafter  # which needs this module
+
+            models = ModelDrafts(checked_drafter(blocks, block_size, limits.rows, drafts or 4, max_model_len))
+        speculation = Speculation(make_drafter(Speculate.read(speculate)), steps, VOCAB, drafts or 4, models)
     elif drafts:
         speculation = Speculation(FakeDrafter(drafts, wrong_drafts), steps, VOCAB, drafts)
     policies = Policies(

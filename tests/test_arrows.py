@@ -30,6 +30,8 @@ ARROWS: dict[str, set[str]] = {
     "output": {"text", "core"},
     "obs": {"core"},
     "server": {"output", "text", "obs", "keys", "core"},
+    "cluster": {"config", "engine", "core"},
+    "cluster.process": {"cluster", "config", "core", "engine", "processes"},
     "machine": set(),
     "kernels": {"core"},
     "models": {"kernels", "core"},
@@ -38,14 +40,18 @@ ARROWS: dict[str, set[str]] = {
     "bench": {"engine", "sched", "workload", "models", "kernels", "config", "machine", "core"},
     "build": {
         *("config", "core", "kv", "sched", "spec", "engine", "files", "text", "kernels", "machine", "models"),
-        *("runner", "workload"),
+        *("runner", "workload", "build_draft", "build_ranks"),
     },
+    "build_draft": {"config", "core", "sched", "spec", "files", "text", "models", "runner"},
+    "build_ranks": {"config", "files", "machine", "models", "runner"},
+    "build_follower": {"build", "config", "files", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
     "processes.engine": {"processes", "build", "config", "core", "engine", "machine", "sched", "text", "obs"},
     "processes.front": {
         *("processes", "config", "keys", "core", "engine", "files", "routing", "text", "obs", "server"),
     },
+    "processes.rank": {"build_follower", "config", "engine", "obs", "runner"},
     "processes": set(),
     "cli": {
         "build",
@@ -68,7 +74,7 @@ ARROWS: dict[str, set[str]] = {
 }
 # library → rooms that may load it
 LIBRARIES: dict[str, set[str]] = {
-    "torch": {"kernels", "models", "runner", "bench", "build"},
+    "torch": {*("kernels", "models", "runner", "bench"), *("build", "build_draft", "build_ranks", "build_follower")},
     "transformers": set(),
     "triton": {"kernels"},
     "ray": {"cluster"},
@@ -78,7 +84,7 @@ LIBRARIES: dict[str, set[str]] = {
     "tokenizers": {"text"},
     "jinja2": {"text"},
     "llguidance": {"text"},
-    "starlette": {"server"},
+    "starlette": {"server", "cluster"},
     "uvicorn": {"server"},
     "httptools": {"server"},
     "uvloop": {"processes.front", "bench"},
@@ -87,12 +93,12 @@ LIBRARIES: dict[str, set[str]] = {
     "yaml": {"config", "keys"},
     "prometheus_client": {"obs"},
     "opentelemetry": {"obs"},
-    "aiohttp": {"bench"},
+    "aiohttp": {"bench", "cluster"},
     "yarl": {"bench"},
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels"}
+WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels", "cluster"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

@@ -9,10 +9,11 @@ import torch
 
 from shoal import build as wiring
 from shoal.build import build, check_memory, check_size, host_blocks, kv_blocks, make_limits, pick_device
+from shoal.build_ranks import check_ranks, kv_over_ranks, visible_first
 from shoal.config.engine import EngineConfig
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
-from shoal.errors import BadConfig, UnknownName
+from shoal.errors import BadConfig, ImpossiblePair, UnknownName
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner import threads
 from shoal.runner.kvstore import bytes_per_block
@@ -123,3 +124,41 @@ def test_a_running_engine_follows_its_cpus(monkeypatch: pytest.MonkeyPatch, tmp_
     finally:
         built.loop.close()
         torch.set_num_threads(before)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, spec: ModelSpec) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(BadConfig, match="tensor_parallel_size 2 needs a GPU for each rank, and 1 can be used here"):
+        check_ranks(EngineConfig(tensor_parallel_size=2), spec, "cuda", threads.ThreadChoice(1))
+
+
+def test_more_ranks_than_cpus_are_warned_of(spec: ModelSpec, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_ranks(EngineConfig(tensor_parallel_size=2), spec, "cpu", threads.ThreadChoice(10_000))
+    assert "2 ranks of 10000 threads share" in caplog.text
+
+
+def test_the_ranks_must_be_one_or_more() -> None:
+    with pytest.raises(BadConfig, match="tensor_parallel_size must be at least 1, not 0"):
+        EngineConfig(tensor_parallel_size=0)
+
+
+def test_a_draft_model_over_ranks_is_refused() -> None:
+    with pytest.raises(ImpossiblePair, match="a draft model is not split over ranks; use another drafter"):
+        EngineConfig(tensor_parallel_size=2, speculate="draft", draft_model="small")
+
+
+def test_a_kv_head_on_several_ranks_takes_memory_on_each(spec: ModelSpec) -> None:
+    assert spec.kv_heads == 2
+    assert [kv_over_ranks(spec, size).kv_heads for size in (1, 2, 4)] == [2, 2, 4]
+
+
+def test_each_rank_sees_its_gpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    assert visible_first(2) == {"CUDA_VISIBLE_DEVICES": "7,4,5"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert visible_first(1) == {"CUDA_VISIBLE_DEVICES": "1,0,2"}

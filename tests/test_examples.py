@@ -11,6 +11,9 @@ import shoal
 
 NEEDS = {
     "shoal.kernels.triton": "triton",
+    "shoal.cluster.nodes": "ray",
+    "shoal.cluster.process": "ray",
+    "shoal.cluster.serving": "ray",
 }  # modules that can be loaded only where a library is
 
 MODULES = [

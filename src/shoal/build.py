@@ -7,8 +7,10 @@ config ─► files ─► spec ─► weights ─► model ─► runner ─►
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from tqdm import tqdm
 
 from shoal import kernels
+from shoal.build_draft import DRAFT_PASS_TOKENS, NO_DRAFT, DraftMemory, find_draft, load_draft, make_draft
+from shoal.build_ranks import AnyRanks, check_ranks, kv_over_ranks, share_threads, start_ranks
 from shoal.config.engine import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.job import EngineInfo
@@ -28,6 +32,7 @@ from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_default
 from shoal.kernels.cpu import keep_in
 from shoal.machine.memory import available_bytes, memory_owner, total_bytes
 from shoal.models import Model, make_model
+from shoal.models.shard import WHOLE, Shard
 from shoal.models.spec import ModelSpec, spec_from_config
 from shoal.runner.kvstore import KVStore, bytes_per_block
 from shoal.runner.loader import (
@@ -39,13 +44,13 @@ from shoal.runner.loader import (
     to_int8,
     untied_if_both,
 )
+from shoal.runner.parallel import over_ranks
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import ThreadChoice, ThreadFollower, choose_threads, move_to, release_threads, staying_on
 from shoal.runner.verify import CoinToss
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
-from shoal.sched.scheduler import Scheduler
 from shoal.spec.make import make_drafter
 from shoal.text.template import read_template
 from shoal.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -68,6 +73,8 @@ class Loaded:
     model: Model
     tokenizer: Tokenizer | None
     threads: ThreadChoice
+    ranks: AnyRanks
+    draft: Model | None = None  # the draft model, of the same type and device
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class Built:
     defaults: dict[str, Any]  # of sampling, from generation_config.json
     limits: Limits
     kv_blocks: int
+    ranks: AnyRanks
 
     def info(self, epoch: int = 0) -> EngineInfo:
         return EngineInfo(
@@ -113,17 +121,21 @@ def build(
     """
     if spare_folder is not None:
         keep_in(spare_folder)
-    return assemble(load(config, progress, on_tokenizer), config, clock, progress, in_idle_moments)
+    loaded = load(config, progress, on_tokenizer)
+    try:
+        return assemble(loaded, config, clock, progress, in_idle_moments, owns_ranks=True)
+    except BaseException:
+        loaded.ranks.close()
+        raise
 
 
 def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer | None = None) -> Loaded:
     """The model with its files, tokenizer and weights."""
     device = pick_device(config.device)
     check_memory(config, device)
-    if config.quantization != "none" and device != "cpu":
-        raise BadConfig(
-            f"quantization {config.quantization} works on CPUs only; leave it out on a GPU, or use --device cpu"
-        )
+    for flag, kind in (("", config.quantization), ("draft_", config.draft_quantization or "none")):
+        if kind != "none" and device != "cpu":
+            raise BadConfig(f"{flag}quantization {kind} works on CPUs only; leave it out on a GPU, or use --device cpu")
     files = find_model(config.model)
     spec = spec_from_config(files.config)
     in_messages = config.special_tokens_in_messages == "tokens"
@@ -132,11 +144,22 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
         check_vocabulary(tokenizer, spec.vocab_size)
         if on_tokenizer is not None:
             on_tokenizer(files, tokenizer)
+    source = find_draft(config, files, spec, tokenizer)
     dtype = pick_dtype(config.dtype, spec, device)
     threads = pick_threads(config, spec, dtype, device)
-    with staying_on(threads.cpus):  # so that the weights are in the memory of that socket
-        model = load_model(config, files, spec, dtype, device, progress)
-    return Loaded(files, model.spec, dtype, device, model, tokenizer, threads)
+    check_ranks(config, spec, device, threads)
+    ranks, shard, connect = start_ranks(config, files, dtype, device, threads)
+    try:
+        with staying_on(threads.cpus):  # so that the weights are in the memory of that socket
+            load_one = partial(load_model, dtype=dtype, device=device, progress=progress)
+            model = load_one(config, files, spec, shard=shard)
+            draft = None if source is None else load_draft(source, config, model, load_one)
+        connect()
+    except BaseException:
+        ranks.close()
+        raise
+    whole = replace(spec, tie_embeddings=model.spec.tie_embeddings)  # as the files are, whatever the config says
+    return Loaded(files, whole, dtype, device, model, tokenizer, threads, ranks, draft)
 
 
 def pick_threads(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str) -> ThreadChoice:
@@ -147,6 +170,7 @@ def pick_threads(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, devi
         return ThreadChoice(torch.get_num_threads())
     choice = choose_threads(config.cpu_kernels, 2 * spec.parameters * dtype.itemsize)  # the weights, and as much for KV
     where = f", on CPUs {min(choice.cpus)} to {max(choice.cpus)}" if choice.cpus else ""
+    choice = share_threads(choice, config)
     log.info("computing with %d threads%s", choice.threads, where)
     return choice
 
@@ -157,27 +181,39 @@ def assemble(
     clock: Clock | None = None,
     progress: bool = False,
     in_idle_moments: bool = False,
+    owns_ranks: bool = False,
 ) -> Built:
-    """An engine over a loaded model."""
-    spec, dtype, device = loaded.spec, loaded.dtype, loaded.device
+    """An engine over a loaded model; `owns_ranks`: closing it ends the model's other ranks, too."""
+    spec, dtype, device, ranks = loaded.spec, loaded.dtype, loaded.device, loaded.ranks
     config = config.settled(device)
     check_memory(config, device)
+    draft = loaded.draft if config.speculation.model else None
+    if config.speculation.model and draft is None:
+        raise BadConfig("speculate=draft, but the model was loaded without a draft model; load it with the same config")
     if device == "cuda":
         take_memory(loaded, config, progress)
-    blocks = kv_blocks(config, spec, dtype, device)
+    blocks = blocks_of_ranks(config, loaded, DraftMemory.of(draft, config, dtype))
     limits = make_limits(config, spec, blocks * config.block_size)
-    host = host_blocks(config, spec, dtype, blocks)
-    store = KVStore(spec, blocks, config.block_size, dtype, device, host)  # raises if it does not fit
+    host = host_blocks(config, kv_over_ranks(spec, ranks.size), dtype, blocks)
+    store = KVStore(loaded.model.spec, blocks, config.block_size, dtype, device, host)  # raises if it does not fit
     drafter = make_drafter(config.speculation) if config.speculation.on else None
-    scheduler = make_scheduler(config, limits, blocks, host, drafter)
+    worker = None if device == "cuda" else make_worker(loaded.threads)
+    made = None if draft is None else make_draft(draft, config, limits, blocks, dtype, device, worker)
+    scheduler = make_scheduler(config, limits, blocks, host, drafter, None if made is None else made.drafter)
     synthetic = config.speculation.synthetic
     rule = CoinToss(synthetic) if synthetic is not None else None
-    runner = Runner(loaded.model, store, scheduler.tables.rows.count, limits.max_model_len, device, rule)
+    runner = Runner(loaded.model, store, limits.rows, limits.max_model_len, device, rule)
     # with depth 2 each answer costs one pass too many; on a CPU that is more than planning ahead gains
     depth = config.depth or (2 if device == "cuda" else 1)
-    executor, more = make_executor(runner, config, loaded.threads)
-    loop = EngineLoop(scheduler, executor, clock or WallClock(), depth=depth, check=config.check)
-    graphs = rehearsing(more, scheduler)
+    assemble_ranks(loaded, config, store, host, runner)
+    executor, more = make_executor(runner, config, loaded.threads, worker)
+    executor = over_ranks(executor, ranks, owns_ranks)
+    beside = [] if made is None else [made.executor]
+    loop = EngineLoop(scheduler, executor, clock or WallClock(), depth, config.check, beside)
+    learn = scheduler.policies.drafts.rehearsed
+    graphs = rehearsing(more, learn)
+    if made is not None:
+        graphs = chain(graphs, rehearsing(made.recordings, partial(learn, of_draft=True)))
     if in_idle_moments:
         loop.spare = graphs
     else:
@@ -195,30 +231,41 @@ def assemble(
         defaults=dict(sampling_defaults(loaded.files)),
         limits=limits,
         kv_blocks=blocks,
+        ranks=ranks,
     )
 
 
-def rehearsing(recordings: Iterator[tuple[int, float]], scheduler: Scheduler) -> Iterator[None]:
+def make_worker(threads: ThreadChoice) -> ThreadPoolExecutor:
+    """The thread that computes all passes on a CPU."""
+    release_threads()  # the threads that loaded the weights
+    start = partial(move_to, threads.cpus)
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner", initializer=start)
+
+
+def rehearsing(recordings: Iterator[tuple[int, float]], learn: Callable[[int, float], None]) -> Iterator[None]:
     """Record graphs, and tell the scheduler how long passes of their sizes take."""
     for positions, seconds in recordings:
-        scheduler.policies.drafts.rehearsed(positions, seconds)
+        learn(positions, seconds)
         yield
 
 
 def make_executor(
-    runner: Runner, config: EngineConfig, threads: ThreadChoice
+    runner: Runner, config: EngineConfig, threads: ThreadChoice, worker: ThreadPoolExecutor | None
 ) -> tuple[Executor, Iterator[tuple[int, float]]]:
     """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one: of each,
     the positions of its passes and the seconds that they take."""
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 
+        if runner.model.shard is not WHOLE:  # other ranks could not record graphs along before they are needed
+            from shoal.runner.cuda_parallel import ParallelCudaExecutor
+
+            return ParallelCudaExecutor(runner, config.pass_tokens, most_drafts(config)), iter(())
         executor = CudaExecutor(runner, config.pass_tokens, most_drafts(config))
         if config.layout == "padded":  # its passes do not run as graphs
             return executor, iter(())
         return executor, executor.recordings(config.slots)
-    release_threads()  # the threads that loaded the weights
-    return ThreadedExecutor(runner, partial(move_to, threads.cpus), ThreadFollower(threads)), iter(())
+    return ThreadedExecutor(runner, before_pass=ThreadFollower(threads), worker=worker), iter(())
 
 
 def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
@@ -229,7 +276,35 @@ def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
     if config.prefill != "chunked" or config.batching != "continuous":  # prompts are not chunked
         tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
     log.info("rehearsing passes of %d tokens and %d requests", tokens, config.slots)
+    if loaded.model.shard is not WHOLE:
+        from shoal.runner.cuda_parallel import rehearse_together
+
+        sizes = {"block_size": config.block_size, "tokens": tokens, "lines": config.slots}
+        with loaded.ranks.doing("rehearse", **sizes, most_drafts=most_drafts(config)):
+            rehearse_together(loaded.model, loaded.dtype, **sizes, most_drafts=most_drafts(config))
+        return
     rehearse(loaded.model, loaded.dtype, config.block_size, tokens, config.slots, progress, most_drafts(config))
+    if config.speculation.model and loaded.draft is not None:
+        tokens = DRAFT_PASS_TOKENS["cuda"]
+        rehearse(loaded.draft, loaded.dtype, config.block_size, tokens, config.slots, progress)
+
+
+def blocks_of_ranks(config: EngineConfig, loaded: Loaded, draft: DraftMemory) -> int:
+    """KV blocks on every rank. On CPUs, and where the memory is given, it is that of all ranks together; on GPUs the
+    one with the least memory decides."""
+    ranks, spec, dtype, device = loaded.ranks, loaded.spec, loaded.dtype, loaded.device
+    if device == "cpu" or config.kv_memory is not None:
+        return kv_blocks(config, kv_over_ranks(spec, ranks.size), dtype, device, draft)
+    own = kv_blocks(config, loaded.model.spec, dtype, device, draft)
+    return min([own, *(int(one["blocks"]) for one in ranks.ask("measure", config=asdict(config)))])
+
+
+def assemble_ranks(loaded: Loaded, config: EngineConfig, store: KVStore, host: int, runner: Runner) -> None:
+    """Have the other ranks, if any, build what this one has."""
+    sizes = {"blocks": store.scratch, "host_blocks": host, "block_size": store.block_size}
+    rows, context = runner.tables.blocks.shape[0], runner.tables.blocks.shape[1] * store.block_size
+    more = {} if loaded.device == "cpu" else {"most_tokens": config.pass_tokens, "most_drafts": most_drafts(config)}
+    loaded.ranks.ask("assemble", **sizes, rows=rows, max_model_len=context, **more)
 
 
 def most_drafts(config: EngineConfig) -> int:
@@ -247,25 +322,32 @@ def pick_device(name: str) -> str:
 
 
 def load_model(
-    config: EngineConfig, files: ModelFiles, spec: ModelSpec, dtype: torch.dtype, device: str, progress: bool
+    config: EngineConfig,
+    files: ModelFiles,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str,
+    progress: bool,
+    shard: Shard = WHOLE,
 ) -> Model:
-    """Weights from the files, or random ones."""
+    """Weights from the files, or random ones: those that the shard holds."""
+    parts = shard.size if device == "cuda" else 1  # ranks on CPUs share one memory
     if config.load_format == "dummy":
-        check_size(spec.parameters, dtype, device, "choose smaller sizes in config.json")
-        params = dummy_weights(spec, dtype, device, seed=config.seed or 0)
+        check_size(spec.parameters // parts, dtype, device, "choose smaller sizes in config.json")
+        params = dummy_weights(spec, dtype, device, seed=config.seed or 0, shard=shard)
     else:
         reader = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
         spec = untied_if_both(reader, spec)
         # a config that claims more than the files hold is refused for that
         held = min(spec.parameters, sum(math.prod(reader.shape(name)) for name in reader.names()))
         smaller = ", or --dtype bfloat16" if dtype.itemsize > 2 else ""
-        check_size(held, dtype, device, f"give it more memory, or choose a smaller model{smaller}")
-        params = load_weights(reader, spec, dtype, device, progress=progress)
+        check_size(held // parts, dtype, device, f"give it more memory, or choose a smaller model{smaller}")
+        params = load_weights(reader, spec, dtype, device, progress, shard)
     if config.quantization == "int8":
         params.convert(to_int8)
     ops = kernels.pick(device, config.cpu_kernels)
     params.convert(ops.prepare)
-    return make_model(spec, params, ops)
+    return make_model(shard.local(spec), params, ops, shard)
 
 
 def free_memory(device: str = "cpu") -> int:
@@ -299,27 +381,35 @@ def check_memory(config: EngineConfig, device: str) -> None:
     written."""
     sizes = [("--kv-memory", config.kv_memory, device), ("--host-kv-memory", config.host_kv_memory, "cpu")]
     for flag, asked, where in sizes:
-        if asked is not None and asked > (whole := whole_memory(where)):
+        # ranks on GPUs each have a memory of their own
+        ranks = config.tensor_parallel_size if where == "cuda" else 1
+        if asked is not None and asked > (whole := ranks * whole_memory(where)):
             raise BadConfig(
                 f"{flag} asks for {asked / 2**30:.1f} GiB, which do not fit: {owner_of_memory(where)} has "
                 f"{whole / 2**30:.1f} GiB in total; lower {flag}"
             )
 
 
-def kv_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: str = "cpu") -> int:
-    """How many blocks fit; at most as many as all slots can fill at once."""
-    block_bytes = bytes_per_block(spec, config.block_size, dtype)
+def kv_blocks(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    draft: DraftMemory = NO_DRAFT,
+) -> int:
+    """How many blocks fit, each with the draft model's KV beside it; at most as many as all slots can fill at once."""
+    block_bytes = bytes_per_block(spec, config.block_size, dtype) + draft.block_bytes
     longest = config.max_model_len or spec.max_position
     useful = config.slots * -(-longest // config.block_size)
     if config.kv_memory is not None:
-        blocks = config.kv_memory // block_bytes
+        blocks = max(config.kv_memory - draft.spare_bytes, 0) // block_bytes
         change = "raise --kv-memory or lower --block-size"
     else:
         free = free_memory(device)
         usable = int(free * (config.kv_share or 0.5))
         if device == "cuda":
             usable = min(int(free * (config.kv_share or 0.9)), free - GRAPHS_BYTES)
-        blocks = min(useful, max(usable, 0) // block_bytes)
+        blocks = min(useful, max(usable - draft.spare_bytes, 0) // block_bytes)
         change = (
             f"{owner_of_memory(device)} has {free / 2**20:,.0f} MiB left after the weights: give it more memory, "
             "choose a smaller model, or set --kv-memory"

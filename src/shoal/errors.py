@@ -27,7 +27,8 @@ ShoalError
 │   ├── UnsafeWeights       a pickle file; only safetensors and GGUF are read
 │   └── TokenizerMismatch   the tokenizer does not belong to this vocabulary
 └── EngineError           the engine failed while computing
-    └── RequestFailed       … for one request alone
+    ├── RequestFailed       … for one request alone
+    └── EngineLost          … and cannot go on: a rank of it has ended or hangs
 
 Also how a message shows a value, and an error on a terminal. Knows nothing of the rest of the package.
 """
@@ -149,6 +150,17 @@ class EngineError(ShoalError):
 
 class RequestFailed(EngineError):
     """One request failed; the others in its batch did not."""
+
+
+class EngineLost(EngineError):
+    """The engine cannot go on: a rank has ended or hangs, or a pass failed on one of several ranks.
+
+    fault: whether the requests of the last passes may be the cause; a rank that was killed from outside has none.
+    """
+
+    def __init__(self, message: str, fault: bool = True) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 _SHORT = reprlib.Repr()

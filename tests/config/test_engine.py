@@ -9,6 +9,7 @@ from shoal.cli import main
 from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS, preset_of
 from shoal.config.speculate import DRAFTERS as NAMES
+from shoal.config.speculate import MODEL
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
 from shoal.errors import BadConfig, EngineError, ImpossiblePair, QueueFull, UnknownName
@@ -178,7 +179,7 @@ def test_a_group_may_be_as_large_as_a_device_allows() -> None:
 
 
 def test_every_drafter_can_be_named_and_every_name_is_a_drafter() -> None:
-    assert set(NAMES) == set(DRAFTERS)
+    assert set(NAMES) == {*DRAFTERS, MODEL}
 
 
 def test_an_unknown_drafter_is_refused_with_the_known_ones() -> None:

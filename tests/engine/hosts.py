@@ -11,9 +11,9 @@ from shoal.core.events import PassEvents
 from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink
 from shoal.core.params import SamplingParams
 from shoal.core.request import Logprobs
-from shoal.engine import wire
 from shoal.engine.client import ZmqClient
-from shoal.engine.host import Host, InboxClock, open_socket
+from shoal.engine.host import Host, InboxClock
+from shoal.engine.listen import PrivateListening
 from shoal.engine.loop import EngineLoop
 from tests.fakes import VOCAB, FakeExecutor, make_scheduler, oracle
 
@@ -49,12 +49,13 @@ class EngineThread:
         executor = SlowExecutor(scheduler.kv.pool.total, scheduler.kv.block_size)
         executor.gate = gate
         self.gate = gate
-        self.socket = open_socket(folder)
+        self.listening = PrivateListening(folder)
+        self.socket = self.listening.socket
         info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake", scheduler.kv.block_size)
         self.loop = EngineLoop(scheduler, executor, InboxClock(self.socket), check=True)
         self.observers = [PassCount(), PassCount()]
         self.host = Host(self.loop, self.socket, info, self.observers, {"metrics": lambda: b"passes 1\n"})
-        self.socket.bind(f"ipc://{folder / wire.ADDRESS}")
+        self.listening.bind()
         self.thread = threading.Thread(target=self.host.run, daemon=True)
         self.thread.start()
 
@@ -65,7 +66,7 @@ class EngineThread:
             self.gate.release(8)
         self.thread.join(10)
         assert not self.thread.is_alive()
-        self.socket.close(linger=0)
+        self.listening.close()
 
 
 class Notes(Sink):

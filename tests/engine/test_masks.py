@@ -157,7 +157,9 @@ configs = st.fixed_dictionaries(
         "layout": st.sampled_from(["ragged", "padded"]),
         "prefill": st.sampled_from(["chunked", "inline", "exclusive"]),
         "memory": st.sampled_from(["ondemand", "reserve"]),
-        "speculate": st.sampled_from(["off", "off", "ngram", "suffix", "grammar", "grammar+suffix"]),
+        "speculate": st.sampled_from(
+            ["off", "off", "ngram", "suffix", "grammar", "grammar+suffix", "draft", "grammar+draft"]
+        ),
         "drafts": st.sampled_from([0, 1, 6]),
     }
 )

@@ -235,7 +235,7 @@ configs = st.fixed_dictionaries(
         "headroom": st.sampled_from([0.0, 0.0, 0.3]),
         "headroom_tokens": st.sampled_from([0, 6]),
         "drafts": st.sampled_from([0, 0, 1, 4]),  # tokens drafted for a row and pass, at most
-        "speculate": st.sampled_from(["off", "off", "ngram", "suffix", "ngram+suffix"]),
+        "speculate": st.sampled_from(["off", "off", "ngram", "suffix", "ngram+suffix", "draft", "suffix+draft"]),
     }
 )
 

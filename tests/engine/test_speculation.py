@@ -17,11 +17,12 @@ from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
 from shoal.sched.scheduler import Scheduler
 from shoal.spec.make import make_drafter
+from tests.draft_fakes import checked_drafter
 from tests.engine.test_masks import Run, Watchful
 from tests.fakes import VOCAB, FakeGrammar, make_request
 
 RAGGED = sorted(name for name, preset in PRESETS.items() if preset.settings["layout"] == "ragged")
-DRAFTERS = ["ngram", "suffix", "grammar", "grammar+suffix", "ngram+suffix"]
+DRAFTERS = ["ngram", "suffix", "grammar", "grammar+suffix", "ngram+suffix", "draft", "grammar+suffix+draft"]
 
 
 class Slow(Watchful):
@@ -32,11 +33,12 @@ class Slow(Watchful):
         return super().result()
 
 
-def scheduler_of(preset: str, speculate: str, blocks: int = 18, **more: object) -> Scheduler:
+def scheduler_of(preset: str, speculate: str, blocks: int = 18, fails_at: int = -1, **more: object) -> Scheduler:
     config = EngineConfig.from_mapping(
         {
             "preset": preset,
             "speculate": speculate,
+            "draft_layers": 1 if "draft" in speculate else None,
             "block_size": 4,
             "max_num_seqs": 6,
             "max_num_batched_tokens": 48,
@@ -46,7 +48,10 @@ def scheduler_of(preset: str, speculate: str, blocks: int = 18, **more: object) 
     )
     limits = Limits(120, config.slots, config.pass_tokens, VOCAB)
     drafter = make_drafter(config.speculation) if config.speculation.on else None
-    return make_scheduler(config, limits, blocks, drafter=drafter)
+    model = None
+    if config.speculation.model:
+        model = checked_drafter(blocks, config.block_size, limits.rows, config.draft_tokens, fails_at=fails_at)
+    return make_scheduler(config, limits, blocks, drafter=drafter, model=model)
 
 
 def drive(scheduler: Scheduler, depth: int, kind: type[Watchful] = Slow, bad: dict[int, str] | None = None) -> Run:
@@ -80,8 +85,8 @@ def drive(scheduler: Scheduler, depth: int, kind: type[Watchful] = Slow, bad: di
 @pytest.mark.parametrize("speculate", DRAFTERS)
 def test_every_request_gets_its_tokens(preset: str, speculate: str, depth: int) -> None:
     run = drive(scheduler_of(preset, speculate), depth)
-    for name in speculate.split("+"):
-        assert run.accepted[name] > 10, "nothing was verified"
+    for name in speculate.split("+"):  # a draft model is asked where the others find nothing
+        assert run.accepted[name] > (10 if name != "draft" or speculate == "draft" else 0), "nothing was verified"
     if scheduler_of(preset, speculate).policies.memory.__class__.__name__ == "OnDemand":
         assert run.preemptions > 0
 
@@ -114,6 +119,32 @@ def test_the_same_traffic_gives_the_same_plans() -> None:
     """The policy has no clock and no chance in it."""
     calls = [drive(scheduler_of("shoal", "grammar+suffix"), 2).executor.calls for _ in range(2)]
     assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("more", [{}, {"prefix_caching": False}])
+def test_a_draft_model_drafts_from_valid_kv_only(more: dict[str, object], depth: int) -> None:
+    """Each of its calls is checked: see draft_fakes. Blocks come from the prefix cache and from other requests, and
+    drafts are rejected, while the draft model computes a few positions at a time. (Swapping: see test_properties.)"""
+    scheduler = scheduler_of("shoal", "draft", **more)  # type: ignore[arg-type]
+    run = drive(scheduler, depth)
+    drafter = scheduler.policies.drafts.models._drafter  # type: ignore[attr-defined]
+    assert run.preemptions > 0
+    assert run.accepted["draft"] > 50
+    assert run.executor.rejected_drafts > 20
+    assert drafter.reused > 1000
+    assert drafter.named > 50 or more.get("prefix_caching") is False, "no block was computed for another request"
+    assert not drafter._lives, "a request that has ended is not forgotten"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_draft_model_that_fails_is_not_asked_again(depth: int, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = scheduler_of("shoal", "draft", fails_at=20)
+    run = drive(scheduler, depth)
+    drafter = scheduler.policies.drafts.models._drafter  # type: ignore[attr-defined]
+    assert "the draft model failed" in caplog.text
+    assert len(drafter.device.plans) == 21
+    assert run.accepted["draft"] > 0
 
 
 @pytest.mark.parametrize("speculate", ["off", "suffix"])

@@ -39,6 +39,8 @@ def test_llama_biases_are_put_back_in_order_too(tmp_path: Path) -> None:
     file = GgufFile(write(tmp_path / "m.gguf", "llama", weights))
     for name in extra:
         np.testing.assert_array_equal(file.read(name), weights[name])
+        head = slice(HEAD_DIM, 2 * HEAD_DIM)
+        np.testing.assert_array_equal(file.read(name, (head,)), weights[name][head], err_msg="of one head")
     assert file.config()["attention_bias"] is True
 
 

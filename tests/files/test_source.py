@@ -142,8 +142,10 @@ def test_hub_cache_is_used_first_and_only_when_complete(tmp_path: Path, monkeypa
     assert asked == [True, True, False]
 
 
-def test_eos_ids_are_united() -> None:
+def test_eos_ids_are_those_of_the_generation_config_where_it_has_any() -> None:
     assert eos_ids(files({"eos_token_id": 2}, {"eos_token_id": [7, 2]})) == (2, 7)
+    assert eos_ids(files({"eos_token_id": 2}, {"eos_token_id": 7})) == (7,)
+    assert eos_ids(files({"eos_token_id": [3, 2]}, {"top_k": 5})) == (2, 3)
     assert eos_ids(files({"eos_token_id": None}, {})) == ()
     with pytest.raises(ModelError, match="eos_token_id"):
         eos_ids(files({"eos_token_id": "2"}, {}))

@@ -71,3 +71,8 @@ def test_the_gpus_are_those_that_a_process_would_see(
 def test_each_engine_gets_a_gpu_of_its_own(tmp_path: Path) -> None:
     found = machine_shares(2, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, tmp_path)
     assert [one.gpu for one in found] == ["GPU-a", "GPU-b"]
+
+
+def test_each_engine_has_a_gpu_for_each_of_its_ranks(tmp_path: Path) -> None:
+    found = machine_shares(2, {"CUDA_VISIBLE_DEVICES": "a,b,c,d"}, tmp_path, gpus_each=2)
+    assert [one.gpu for one in found] == ["a,b", "c,d"]

@@ -1,7 +1,8 @@
 """Layers: which operations they are made of, how they join the residual stream, and when a device fuses them."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ import torch
 from shoal.kernels.cpu import CpuOps
 from shoal.kernels.ops import FusedLayers
 from shoal.kernels.ref import RefOps
-from shoal.models import layer as layer_module
 from shoal.models import make_model, spec_from_config
 from shoal.models.layer import run_layers
+from shoal.models.shard import Shard
 from shoal.runner.loader import dummy_weights
 from tests.kernels.layers import a_layer
 from tests.kernels.ragged import Tables
@@ -57,18 +58,19 @@ def test_a_layer_is_attention_then_an_mlp() -> None:
     assert ops.names == [*attention, "rms_norm", "linear", "silu_mul", "linear_add"]
 
 
-def test_every_addition_to_the_residual_stream_goes_through_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_addition_to_the_residual_stream_goes_through_the_shard() -> None:
     """So that the outputs of several devices can be added up before the residual."""
     layers = [a_layer(torch.float32, 4, 2, 8, normed=False, biased=True) for _ in range(2)]
     start, arguments = torch.randn(7, 48), pass_of(2, 2, 8)
     wanted = run_layers(RefOps(), layers, start.clone(), *arguments)
     outputs = []
 
-    def in_two_steps(ops: Any, output: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        outputs.append(output)
-        return output(ops, x) + residual
+    class InTwoSteps(Shard):
+        def add_output(self, ops: Any, output: Any, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            outputs.append(output)
+            return cast(torch.Tensor, output(ops, x) + residual)
 
-    monkeypatch.setattr(layer_module, "add_output", in_two_steps)
+    layers = [replace(layer, shard=InTwoSteps()) for layer in layers]
     ops = Recorded()
     torch.testing.assert_close(run_layers(ops, layers, start.clone(), *arguments), wanted)
     assert outputs == [one for layer in layers for one in (layer.attention.out, layer.mlp.out)]

@@ -10,7 +10,7 @@ from shoal.config.engine import EngineConfig
 from shoal.config.serve import as_json
 from shoal.core.job import GrammarSpec
 from shoal.core.ports import Executor
-from shoal.engine.host import open_socket
+from shoal.engine.listen import PrivateListening
 from shoal.errors import BadConfig
 from shoal.processes import engine as module
 from shoal.processes.engine import make_host, wrapped
@@ -55,11 +55,11 @@ def test_grammars_are_set_up_beside_the_weights(tmp_path: Path, monkeypatch: pyt
     warming = module.warming
     monkeypatch.setattr(module, "warming", lambda *given: made.append(warming(*given)) or made[-1])
     config = EngineConfig(model=str(save_model(tmp_path / "model")), kv_memory=2**20, device="cpu")
-    socket = open_socket(tmp_path)
-    host = make_host({"engine": as_json(config), "folder": str(tmp_path), "epoch": 0}, socket)
+    listening = PrivateListening(tmp_path)
+    host = make_host({"engine": as_json(config), "folder": str(tmp_path), "epoch": 0}, listening.socket)
     while made[0]._vocabulary is None:
         time.sleep(0.01)
     assert host.make_grammar is not None
     assert not host.make_grammar(GrammarSpec("regex", "a+"), ()).error
     host.loop.close()
-    socket.close(linger=0)
+    listening.close()

@@ -238,4 +238,4 @@ class Routing(RuleBasedStateMachine):
 
 
 TestRouting = Routing.TestCase
-TestRouting.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRouting.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

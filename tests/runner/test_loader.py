@@ -102,8 +102,8 @@ class Arrays:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.arrays[name].shape
 
-    def read(self, name: str) -> "np.ndarray[Any, Any]":
-        return self.arrays[name]
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> "np.ndarray[Any, Any]":
+        return self.arrays[name][index]
 
 
 def test_arrays_are_read_too(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ class Boundless:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(checkpoint()[name].shape)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, cut: Any = None) -> torch.Tensor:
         raise AssertionError(f"{name} was read")
 
 

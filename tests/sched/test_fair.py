@@ -153,3 +153,42 @@ def test_the_gap_between_backlogged_tenants_stays_within_its_bound(
         left = sum(max(0, r.prompt_len - r.planned) for r in shop.scheduler.running)
         assert owed <= left or any(r.preemptions for r in shop.scheduler.requests.values())
         assert owed == left or any(r.preemptions or r.planned == r.prompt_len - 1 for r in shop.scheduler.running)
+
+
+# ---- several engines ------------------------------------------------------------------------------------------------
+
+
+def test_what_other_engines_computed_counts() -> None:
+    shop = Shop()
+    shop.ask("a", times=3)
+    shop.ask("b", times=3)
+    shop.fair.served_elsewhere({"a": 100.0})
+    assert [shop.serve() for _ in range(6)] == [["b"], ["b"], ["b"], ["a"], ["a"], ["a"]]
+
+
+def test_a_tenant_that_is_busy_elsewhere_is_present_here() -> None:
+    """One that comes now begins where that one is: idle time is not saved up, on whichever engine."""
+    shop = Shop()
+    shop.fair.served_elsewhere({"a": 0.0})
+    shop.fair.served_elsewhere({"a": 50.0})
+    shop.ask("b")
+    assert shop.fair.served["b"] == 50.0
+    shop.ask("a")
+    assert shop.fair.served["a"] == 50.0, "it was never away"
+    shop.fair.served_elsewhere({})
+    shop.ask("c")
+    assert shop.fair.served["c"] == 50.0
+
+
+def test_the_service_that_others_are_told_is_what_was_charged() -> None:
+    shop = Shop(slots=4)
+    assert shop.fair.take_service() == {}
+    shop.ask("a", times=2, prompt=3, output=2)
+    shop.ask("b", prompt=5)
+    told: dict[str, float] = {}
+    while not shop.scheduler.idle:
+        shop.serve()
+        for tenant, amount in shop.fair.take_service().items():
+            told[tenant] = told.get(tenant, 0.0) + amount
+    assert told == {"a": 2 * (3 + 2 * 2.0), "b": 5 + 2.0}
+    assert shop.fair.take_service() == {}, "no tenant is here, and all was told"

@@ -113,14 +113,12 @@ def test_a_chat_goes_on_until_the_context_is_full_unless_limited() -> None:
     [
         ([], "messages"),
         ([{"role": "user"}], "messages"),
-        ([{"role": "king", "content": "x"}], "messages[0].role"),
+        ([{"role": "a king", "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": "x", "mood": "glad"}], "messages[0].mood"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "messages[0].content[0].type",
         ),
-        ([{"role": "tool", "content": "x"}], "messages"),
         ("Hi", "messages"),
     ],
 )
@@ -137,7 +135,6 @@ def test_the_part_that_is_not_text_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]), ("tool_choice", "auto"), ("functions", []), ("function_call", "auto"),
         ("audio", {}), ("modalities", ["audio"]), ("chat_template", TEMPLATE),
     ],
 )  # fmt: skip

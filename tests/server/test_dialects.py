@@ -61,6 +61,9 @@ class Shout:
     def stream(self, call: Call, id: str, created: int) -> "Shout":
         return self
 
+    def error(self, error: HttpError) -> bytes:
+        return error.body()
+
     def choice(self, job: int, sample: Sample) -> "ShoutPieces":
         return ShoutPieces(sample)
 

@@ -205,7 +205,7 @@ def test_tokenized_tokens_count_against_the_limit(near: NearLedger) -> None:
     assert int(refused.headers["retry-after"]) >= 1
     error_of(ask(app, "POST", "/tokenize", json={"messages": []}, headers=HEADERS), 400)
     near.clock.advance(3600.0)
-    bad = {"messages": [{"role": "tool", "content": "x"}]}
+    bad = {"messages": [{"role": "user"}]}
     error_of(ask(app, "POST", "/tokenize", json=bad, headers=HEADERS), 400)
     assert near.settled[1:] == [0], "what fails is returned"
 

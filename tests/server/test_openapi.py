@@ -34,7 +34,10 @@ CHECKS = [
     negative_data_rejection,
 ]
 OPERATIONS = [
-    ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/tokenize", "POST"), ("/detokenize", "POST"),
+    ("/api/chat", "POST"), ("/api/generate", "POST"), ("/api/tags", "GET"), ("/api/ps", "GET"), ("/api/show", "POST"),
+    ("/api/version", "GET"),
+    ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"), ("/tokenize", "POST"), ("/detokenize", "POST"),
     ("/v1/models", "GET"), ("/v1/models/{model}", "GET"), ("/health", "GET"), ("/version", "GET"), ("/metrics", "GET"),
     ("/openapi.json", "GET"),
 ]  # fmt: skip

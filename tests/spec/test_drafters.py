@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.config.speculate import Speculate
 from shoal.core.drafts import Draft, Drafter
 from shoal.core.request import Request
-from shoal.errors import BadConfig, UnknownName
+from shoal.errors import BadConfig
 from shoal.spec.combined import Combined, joined
 from shoal.spec.grammar import GrammarDrafter
 from shoal.spec.make import DRAFTERS, make_drafter
@@ -410,11 +410,11 @@ def test_every_name_makes_its_drafter() -> None:
     assert list(make_drafter(Speculate()).names) == []
 
 
-def test_a_drafter_can_be_handed_in() -> None:
-    made = make_drafter(Speculate(("draft",)), {"draft": lambda: Says("draft", [1])})
-    assert list(made.names) == ["draft"]
-    with pytest.raises(UnknownName, match="draft"):
-        make_drafter(Speculate(("draft",)))
+def test_a_draft_model_is_not_made_by_its_name() -> None:
+    assert list(make_drafter(Speculate.read("draft")).names) == []
+    assert list(make_drafter(Speculate.read("draft+suffix")).names) == ["suffix"]
+    assert Speculate.read("suffix+draft").model
+    assert not Speculate.read("suffix").model
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,45 @@ GOOD: list[tuple[str, dict[str, Json]]] = [
             "response_format": {"type": "json_schema", "json_schema": {"name": "fish", "schema": SCHEMA}},
         },
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                *CHAT,
+                {"role": "assistant", "content": None, "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "swim", "arguments": '{"far": true}'}}
+                ]},
+                {"role": "tool", "tool_call_id": "c", "content": "done"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "swim", "parameters": SCHEMA, "strict": True}}],
+            "tool_choice": {"type": "function", "function": {"name": "swim"}}, "parallel_tool_calls": False,
+            "max_tokens": 4, "timeout": 5, "reasoning_effort": "low", "include_reasoning": True,
+            "thinking_token_budget": 3,
+        },
+    ),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hm."}]},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "swim", "input": {"a": 1}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "done"}]},
+            ],
+            "max_tokens": 3, "system": "Be brief.", "stop_sequences": ["z"], "stream": True,
+            "tools": [{"name": "swim", "input_schema": SCHEMA}], "tool_choice": {"type": "any"},
+            "thinking": {"type": "enabled", "budget_tokens": 5},
+        },
+    ),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}], "system": "Be brief."}),
+    (
+        "/api/chat",
+        {
+            "messages": [{"role": "user", "content": "Hi"}], "options": {"num_predict": 3, "temperature": 0.5},
+            "format": "json", "think": False, "keep_alive": "5m",
+        },
+    ),
+    ("/api/generate", {"prompt": "Hi", "raw": True, "stream": False, "options": {"num_predict": 3}}),
+    ("/api/show", {"model": "tiny"}),
     ("/tokenize", {"prompt": "The sea is"}),
     ("/tokenize", {"messages": CHAT, "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [5, 6, 7], "skip_special_tokens": True}),

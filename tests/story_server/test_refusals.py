@@ -134,9 +134,11 @@ ONLY_CHAT: list[tuple[str, Any]] = [
     ("max_completion_tokens", -1),
     ("response_format", "json"),
     ("prompt", "hello"),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tools", [{"type": "hammer"}]),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}]),
     ("tools", "hammer"),
-    ("functions", [{"name": "f"}]),
+    ("tool_choice", "required"),
+    ("functions", [{"nome": "f"}]),
 ]
 CASES = [
     *(("/v1/completions", name, value) for name, value in BOTH + ONLY_COMPLETION),
@@ -178,10 +180,8 @@ def test_the_openai_client_raises_what_it_should(client: OpenAI) -> None:
     with pytest.raises(BadRequestError, match="temperature") as caught:
         client.chat.completions.create(model="tiny", messages=ASKED, temperature=-1)
     assert caught.value.param == "temperature"
-    with pytest.raises(BadRequestError, match="tools"):
-        client.chat.completions.create(
-            model="tiny", messages=ASKED, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
+    with pytest.raises(BadRequestError, match="tool_choice"):
+        client.chat.completions.create(model="tiny", messages=ASKED, tool_choice="required")
     with pytest.raises(BadRequestError, match="temprature"):
         client.chat.completions.create(model="tiny", messages=ASKED, extra_body={"temprature": 1})
 

@@ -51,7 +51,7 @@ def test_streams_go_on_on_other_engines_when_theirs_are_killed(three: Server) ->
     statuses: list[int] = []
 
     def kills() -> None:
-        three.wait_for("all to speak", lambda: speaking(three) >= 8)
+        three.wait_for("some to speak", lambda: speaking(three) > 0)
         for _ in range(2):
             kill_one(three)
             statuses.append(three.health())
@@ -110,12 +110,12 @@ def test_requests_of_one_prefix_go_to_the_engine_that_holds_it(three: Server) ->
 @pytest.mark.slow
 def test_one_engine_is_restarted_after_its_streams_have_ended(tiny_model: Path, tmp_path: Path) -> None:
     with running(tmp_path, tiny_model, *SMALL, "--max-model-len", "2048") as server:
-        wanted = asks(6, 200)
+        wanted = asks(6, 1200)
         undisturbed = asyncio.run(all_answers(server, wanted, lambda: None))
         (pid,) = server.engine_pids()
 
         def restart() -> None:
-            server.wait_for("all to speak", lambda: speaking(server) == 6)
+            server.wait_for("some to speak", lambda: speaking(server) > 0)
             assert main(["restart", "--url", server.url]) == 0
 
         assert asyncio.run(all_answers(server, wanted, restart)) == undisturbed
@@ -183,7 +183,7 @@ def test_an_engine_that_cannot_be_restarted_costs_nothing_while_others_are_up(ti
         for file in model.glob("*.safetensors"):
             file.write_bytes(b"no weights")
         os.kill(min(server.engine_pids()), signal.SIGKILL)
-        server.wait_for("it to be given up", lambda: "is not started again" in server.log(10**9))
+        server.wait_for("it to be given up", lambda: "is not started again" in server.log(10**9), 240)  # five starts
         assert "the other engines compute" in server.log(10**9)
         assert server.health() == 200
         assert len(down(server)) == 1

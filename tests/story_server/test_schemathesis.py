@@ -26,8 +26,16 @@ from tests.story_server.servers import SMALL, Server, running
 
 EXAMPLES = 15
 OPERATIONS = [
+    ("/api/chat", "POST"),
+    ("/api/generate", "POST"),
+    ("/api/tags", "GET"),
+    ("/api/ps", "GET"),
+    ("/api/show", "POST"),
+    ("/api/version", "GET"),
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/v1/models", "GET"),

@@ -11,7 +11,8 @@ from typing import Any
 from shoal.bench.paced import Emissions, PacedExecutor
 from shoal.config.engine import EngineConfig
 from shoal.core.job import EngineInfo
-from shoal.engine.host import Host, Inbox, InboxClock, open_socket
+from shoal.engine.host import Host, InboxClock
+from shoal.engine.listen import Inbox, PrivateListening
 from shoal.engine.loop import EngineLoop
 from shoal.processes.engine import leave, main, serve
 from shoal.sched.admission import Limits
@@ -20,8 +21,9 @@ from shoal.sched.make import make_scheduler
 
 def run(config: Mapping[str, Any]) -> None:
     emissions = Emissions()
-    host = make_host(EngineConfig(**config["engine"]), config["paced"], open_socket(Path(config["folder"])), emissions)
-    serve(host, config)
+    listening = PrivateListening(Path(config["folder"]))
+    host = make_host(EngineConfig(**config["engine"]), config["paced"], listening.socket, emissions)
+    serve(host, config, listening)
     emissions.save(Path(config["paced"]["save"]))
 
 

@@ -2,6 +2,7 @@
 the keys' limits, which outlives both."""
 
 import argparse
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -49,6 +50,7 @@ def add_serve(commands: Any) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     engine, serve = read_options(args)
     engine.for_answers()
+    check_cluster(serve)
     from shoal.engine.supervise import Supervisor
     from shoal.engine.wire import GIVEN_UP
     from shoal.keys.ledger_service import LedgerService
@@ -66,9 +68,10 @@ def run_serve(args: argparse.Namespace) -> int:
             folder.publish(keys)
             ledger.start()
         children = make_children(engine, serve, folder.path, listener, folder.mend, supervised=True)
+        engines = len(children) - serve.api_workers
         supervisor = Supervisor(
-            children[: serve.replicas],
-            children[serve.replicas :],
+            children[:engines],
+            children[engines:],
             serve.drain_timeout,
             lambda: print_ready(engine, serve, listener, args.json),
             on_hangup=None if ends_with_its_terminal(serve) else lambda: reload_keys(serve, tiers, folder),
@@ -169,6 +172,12 @@ def listen(serve: ServeConfig) -> socket.socket:
     return listener
 
 
+def check_cluster(serve: ServeConfig) -> None:
+    """Raise BadConfig if the libraries of the cluster are not installed. Does not load them."""
+    if serve.cluster is not None and importlib.util.find_spec(serve.cluster) is None:
+        raise BadConfig(f"--cluster {serve.cluster} needs the extra: pip install 'shoal[server,cluster]'")
+
+
 def make_children(
     engine: EngineConfig,
     serve: ServeConfig,
@@ -179,9 +188,11 @@ def make_children(
 ) -> Any:
     """The engines, then the fronts. `mend`: repairs the folder before each start of an engine. `supervised`: a
     Supervisor is their parent."""
+    from shoal.engine.curve import KeyPair
     from shoal.engine.supervise import Child
 
     homes = [folder / f"engine-{number}" for number in range(serve.replicas)] if serve.replicas > 1 else [folder]
+    client_keys = None if serve.cluster is None else KeyPair.fresh().as_json()
     shared = {
         "log_level": serve.log_level,
         "log_format": serve.log_format,
@@ -203,6 +214,7 @@ def make_children(
             "max_wait": engine.max_wait,
             "listen_fd": listener.fileno(),
             "engines": [str(home) for home in homes],
+            "client_keys": client_keys,
             "supervised": supervised,
             "name": f"{name}.{life}",
         }
@@ -212,7 +224,20 @@ def make_children(
         Child(name, "shoal.processes.front", partial(for_front, name), port, silence_s=silence_s)
         for name in (f"front-{number}" for number in range(serve.api_workers))
     ]
+    if client_keys is not None:
+        return [make_fleet(engine, serve, {**shared, "client_keys": client_keys}, mend), *fronts]
     return [*make_engines(engine, serve, homes, shared, mend), *fronts]
+
+
+def make_fleet(engine: EngineConfig, serve: ServeConfig, shared: Mapping[str, Any], mend: Callable[[], None]) -> Any:
+    """The one child that places the engines on a cluster."""
+    from shoal.engine.supervise import Child
+
+    def config(life: int) -> Mapping[str, Any]:
+        mend()
+        return {**shared, "serve": as_json(replace(serve, api_key=())), "engine": as_json(engine), "epoch": life}
+
+    return Child("the fleet", "shoal.cluster.process", config, silence_s=serve.hang_timeout, restarts_its_own=True)
 
 
 def make_engines(
@@ -246,11 +271,13 @@ def shares_of(engine: EngineConfig, serve: ServeConfig) -> list[dict[str, Any] |
     if serve.replicas == 1:
         return [None]
     gpus = [] if engine.device == "cpu" else visible_gpus()
-    if gpus and serve.replicas > len(gpus):
+    each = engine.tensor_parallel_size
+    if gpus and serve.replicas * each > len(gpus):
+        many = "as many GPUs" if each == 1 else f"{each} GPUs for each of them"
         raise BadConfig(
-            f"--replicas {serve.replicas} needs as many GPUs, and there are {len(gpus)}; lower it, or use --device cpu"
+            f"--replicas {serve.replicas} needs {many}, and there are {len(gpus)}; lower it, or use --device cpu"
         )
-    return [asdict(share) for share in machine_shares(serve.replicas)]
+    return [asdict(share) for share in machine_shares(serve.replicas, gpus_each=each)]
 
 
 def print_ready(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:

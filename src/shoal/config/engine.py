@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.presets import PRESETS
-from shoal.config.speculate import USAGE, Speculate
+from shoal.config.speculate import USAGE, Speculate, check_draft
 from shoal.core.names import pick
 from shoal.core.tiers import DEFAULT as DEFAULT_TIERS
 from shoal.core.tiers import Tiers
@@ -163,7 +163,7 @@ class EngineConfig(Options):
     block_size: int = option(16, "tokens in one KV block", parse=int, group="memory")
     kv_memory: int | None = option(
         None,
-        "memory for the KV cache, such as 2GiB; default: a share of the free memory",
+        "memory for the KV cache, of all processes together, such as 2GiB; default: a share of the free memory",
         parse=parse_bytes,
         group="memory",
     )
@@ -263,10 +263,13 @@ class EngineConfig(Options):
     depth: int | None = option(
         None, "passes in flight: 2 plans the next while one computes; default: 2 on a GPU, 1 on a CPU", parse=int
     )
+    tensor_parallel_size: int = option(
+        1, "processes that the model is split over: one per GPU, or several on the CPUs", parse=int
+    )
     threads: int | None = option(
         None,
-        "CPU threads; default: one per available CPU or per core, whichever is faster, within the CPU quota, on the "
-        "fast cores of one socket",
+        "CPU threads of each process; default: one per available CPU or per core, whichever is faster, within the CPU "
+        "quota, on the fast cores of one socket",
         parse=int,
     )
     cpu_kernels: str = option(
@@ -285,6 +288,18 @@ class EngineConfig(Options):
         parse=int,
         group="speculation",
     )
+    draft_model: str | None = option(
+        None,
+        "draft model of speculate=draft, with the same vocabulary: folder, .gguf file or hub name; default: the model "
+        "itself, with fewer layers or in 8 bits",
+        group="speculation",
+    )
+    draft_layers: int | None = option(
+        None, "use only so many first layers of the draft model; default: all", parse=int, group="speculation"
+    )
+    draft_quantization: str | None = option(
+        None, "weights of the draft model; default: as quantization", choices=("none", "int8"), group="speculation"
+    )
     seed: int | None = option(None, "makes the seeds of requests without one reproducible", parse=int)
     max_queue: int = option(
         0,
@@ -299,9 +314,10 @@ class EngineConfig(Options):
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in ("block_size", "max_preemptions", "draft_tokens"):
+        for name in ("block_size", "max_preemptions", "draft_tokens", "tensor_parallel_size"):
             self._at_least(name, 1)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "threads", "depth"):
+        numbers = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_memory", "threads", "depth")
+        for name in (*numbers, "draft_layers"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
         for name in ("chunk_tokens", "lane_tokens", "headroom_tokens"):
@@ -314,7 +330,8 @@ class EngineConfig(Options):
         if self.lane_tokens and not self.long_share:
             raise BadConfig("long_share must be above 0; otherwise long sequences never run while others do")
         self.read_tiers()
-        Speculate.read(self.speculate)
+        own = {"model": self.draft_model, "layers": self.draft_layers, "quantization": self.draft_quantization}
+        check_draft(self.speculate, own, self.quantization)
         self._at_least("group_size", 1)
         for name in ("priority_age", "sjf_age"):
             if not 0 < getattr(self, name) < 1e9:
@@ -330,6 +347,11 @@ class EngineConfig(Options):
                 shown = [SHOWN.get(name, name) for name in impossible]
                 pair = " with ".join(f"{name}={getattr(self, name)}" for name in shown)
                 raise ImpossiblePair(f"{pair}: {reason}")
+        if self.tensor_parallel_size > 1 and self.speculation.model:
+            raise ImpossiblePair(
+                f"speculate={self.speculate} with tensor_parallel_size={self.tensor_parallel_size}: a draft model is "
+                "not split over ranks; use another drafter, such as suffix, or one process"
+            )
         most = self.max_num_seqs or max(SLOTS.values())  # checked again once the device is known
         if self.batching in ("static", "dynamic") and self.group_size > most:
             raise ImpossiblePair(f"group_size {self.group_size} exceeds max_num_seqs {most}; such a group never fills")

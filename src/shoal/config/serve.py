@@ -17,6 +17,8 @@ from shoal.core.names import pick
 from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
+TOOL_FORMATS = ("auto", "hermes", "llama3", "pythonic", "mistral", "mistral-args", "generic")  # text/tools/formats.py
+REASONING_FORMATS = ("auto", "none", "think", "mistral")  # text/reasoning.py
 LEVELS = ("debug", "info", "warning", "error")
 MOST_REPLICAS = 64  # engines on one machine
 BODIES = 8  # of the largest size, that a front reads at the same time by default
@@ -54,6 +56,44 @@ class ServeConfig(Options):
         choices=("prefix", "least-load", "round-robin"),
         group="server",
     )
+    cluster: str | None = option(
+        None,
+        "place the engines on the machines of a cluster, and restart them there (needs the extra [cluster])",
+        choices=("ray",),
+        group="cluster",
+    )
+    cluster_address: str | None = option(
+        None,
+        "HOST:PORT of the cluster's head; default: $RAY_ADDRESS, or the cluster that runs on this machine",
+        group="cluster",
+    )
+    min_replicas: int | None = option(
+        None, "fewest engines on the cluster; default: --replicas", parse=int, group="cluster"
+    )
+    max_replicas: int | None = option(
+        None, "most engines on the cluster; default: as many as the fewest", parse=int, group="cluster"
+    )
+    engine_cpus: int | None = option(
+        None,
+        "cores that each engine gets on its node; default: 1 beside a GPU, else all cores of the smallest node",
+        parse=int,
+        group="cluster",
+    )
+    engine_gpus: int | None = option(
+        None, "GPUs that each engine gets; default: 1 if the cluster has any", parse=int, group="cluster"
+    )
+    scale_wait: float = option(
+        1.0,
+        "seconds that a new request would wait, as predicted, from which on engines are added",
+        parse=float,
+        group="cluster",
+    )
+    scale_in_after: float = option(
+        60.0,
+        "seconds for which one engine fewer must have been enough before one is removed",
+        parse=float,
+        group="cluster",
+    )
     api_workers: int = option(1, "front processes: HTTP, tokenizing, detokenizing", parse=int, group="server")
     allowed_hosts: tuple[str, ...] = option(
         (), "host name that a server without keys answers to, beside its own; * for all", group="server"
@@ -89,6 +129,18 @@ class ServeConfig(Options):
         choices=("wait", "refuse"),
         group="server",
     )
+    tool_format: str = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template has it",
+        choices=TOOL_FORMATS,
+        group="server",
+    )
+    reasoning_format: str = option(
+        "auto",
+        "how the model marks its reasoning; auto: as its chat template has it; none: it is part of the answer",
+        choices=REASONING_FORMATS,
+        group="server",
+    )
     otlp_endpoint: str | None = option(
         None,
         "URL of an OpenTelemetry collector; sends a span per request (needs the extra [otel])",
@@ -105,6 +157,7 @@ class ServeConfig(Options):
         self._at_least("api_workers", 1)
         if not 1 <= self.replicas <= MOST_REPLICAS:
             raise BadConfig(f"replicas must be between 1 and {MOST_REPLICAS}, not {self.replicas}")
+        self._check_cluster()
         for name in ("key_max_concurrent", "key_tokens_per_minute"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
@@ -135,6 +188,39 @@ class ServeConfig(Options):
             raise BadConfig("an API key must have at least 8 characters")
         if len(set(keys)) < len(keys) or len({name for name, _ in self.keys()}) < len(keys):
             raise BadConfig("two API keys, or two of their names, are equal; each must be unique")
+
+    def _check_cluster(self) -> None:
+        for name, least in (("min_replicas", 1), ("max_replicas", 1), ("engine_cpus", 1), ("engine_gpus", 0)):
+            if getattr(self, name) is not None:
+                self._at_least(name, least)
+                self._only_with_a_cluster(name)
+        if self.cluster_address is not None:
+            self._only_with_a_cluster("cluster_address")
+            if "://" in self.cluster_address:
+                raise BadConfig(
+                    f"cluster_address is HOST:PORT of the cluster's head, such as 10.0.0.1:6379, not "
+                    f"{self.cluster_address!r}"
+                )
+        if self.most_replicas < self.least_replicas:
+            raise BadConfig(
+                f"max_replicas is {self.most_replicas}, less than the fewest engines, {self.least_replicas}; raise "
+                f"--max-replicas or lower --min-replicas"
+            )
+        if not 0 < self.scale_wait < 1e6 or not 0 <= self.scale_in_after < 1e6:
+            raise BadConfig("scale_wait must be a number of seconds above 0, and scale_in_after 0 or more")
+
+    def _only_with_a_cluster(self, name: str) -> None:
+        if self.cluster is None:
+            raise BadConfig(f"{name} is for engines on a cluster; add --cluster ray, or leave it out")
+
+    @property
+    def least_replicas(self) -> int:
+        """Fewest engines on a cluster."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        return self.least_replicas if self.max_replicas is None else self.max_replicas
 
     @property
     def body_memory(self) -> int:

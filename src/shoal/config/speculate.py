@@ -1,11 +1,13 @@
 """What `--speculate` says: off, drafters by name and in order, or synthetic drafts. Knows names, not drafters."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.errors import BadConfig
 
-DRAFTERS = ("ngram", "suffix", "grammar")
+MODEL = "draft"
+DRAFTERS = ("ngram", "suffix", "grammar", MODEL)
 SYNTHETIC = "synthetic"
 USAGE = f"off, {', '.join(DRAFTERS)}, several joined by + (such as grammar+suffix), or {SYNTHETIC}:P for benchmarks"
 
@@ -20,6 +22,11 @@ class Speculate:
     @property
     def on(self) -> bool:
         return bool(self.drafters) or self.synthetic is not None
+
+    @property
+    def model(self) -> bool:
+        """Whether a draft model is one of them."""
+        return MODEL in self.drafters
 
     @classmethod
     def read(cls, text: str) -> "Speculate":
@@ -41,6 +48,22 @@ class Speculate:
         if len(set(names)) < len(names):
             raise BadConfig(f"speculate {text!r} names a drafter twice; name each once")
         return cls(names)
+
+
+def check_draft(speculate: str, draft: Mapping[str, object], quantization: str) -> None:
+    """Raise BadConfig unless the options draft_… fit what `speculate` says; quantization: of the model."""
+    given = [name for name, value in draft.items() if value is not None]
+    if not Speculate.read(speculate).model:
+        if given:
+            raise BadConfig(
+                f"draft_{given[0]} is for speculate={MODEL} only, and speculate is {speculate}; leave it out, or add "
+                f"{MODEL} to speculate"
+            )
+    elif not any(value not in (None, same) for value, same in zip(draft.values(), ("", 0, quantization), strict=True)):
+        raise BadConfig(
+            f"speculate={MODEL} needs a draft model that is faster than the model: give draft_model, draft_layers, or "
+            "draft_quantization=int8"
+        )
 
 
 def _probability(text: str) -> float:

@@ -62,6 +62,17 @@ class Drafter(Protocol):
         """A request has ended: by itself, or by an abort, an error or a deadline. Forget it."""
 
 
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that computes its drafts in passes of its own, which take a good part of the time of a pass. So it is
+    decided before it is asked whether that pays (sched/modeldrafts.py)."""
+
+    passes: Sequence[tuple[int, int, float]]  # of the last call of `propose`: (positions, KV positions read, seconds)
+
+    def behind(self, request: Request) -> float:
+        """Positions that it has to compute before it can draft for this request: 1 if it has computed all but the last;
+        infinity if it never can."""
+
+
 class NoDrafter:
     """Proposes nothing."""
 

@@ -13,12 +13,23 @@ from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Request
 from shoal.errors import EngineError, Rejected, ShoalError
 
-GRAMMARS = ("json_object", "json", "regex", "choice", "grammar")
+GRAMMARS = ("json_object", "json", "regex", "choice", "grammar", "composed")
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """Most tokens of reasoning, and the texts before and after it. `begun`: the prompt ends inside it."""
+
+    tokens: int
+    opens: str
+    closes: str
+    begun: bool
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """The form of an answer: any JSON object, a JSON schema, a regex, a choice (a JSON list) or a Lark grammar.
+    """The form of an answer: any JSON object, a JSON schema, a regex, a choice (a JSON list), a Lark grammar, or one
+    composed of several (text/tools/compose.py).
 
     >>> GrammarSpec("regex", "[0-9]+").kind
     'regex'
@@ -26,6 +37,7 @@ class GrammarSpec:
 
     kind: str  # one of GRAMMARS
     text: str = ""
+    thinking: ThinkingLimit | None = None  # the reasoning before it is closed after so many tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

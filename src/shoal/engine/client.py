@@ -66,11 +66,11 @@ class ZmqClient:
         name: str,
         restart: RestartPolicy | None = None,
         clock: Clock | None = None,
-        engines: Sequence[EngineAddress] = (),
+        engines: Sequence[EngineAddress] | None = None,
         router: Router | None = None,
     ) -> None:
         """`engines`: by default one, whose socket is in the folder. Others may be added and removed at any time; for
-        that, and with several, a router is given."""
+        that, and with any other number, a router is given."""
         self.folder = folder
         self.name = name
         self.restart = restart or WaitForEngine()
@@ -86,7 +86,7 @@ class ZmqClient:
         self._aborts: dict[EngineLink, list[int]] = {}  # numbers to be sent
         self._tasks: list[asyncio.Task[None]] = []
         self._context: zmq.asyncio.Context | None = None
-        for address in engines or [EngineAddress.in_folder(folder)]:
+        for address in [EngineAddress.in_folder(folder)] if engines is None else engines:
             self.add_engine(address)
 
     # ---- for the front --------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -25,6 +24,8 @@ from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
 from shoal.engine.elsewhere import ServiceElsewhere
+from shoal.engine.listen import Inbox
+from shoal.engine.load import LoadMeter
 from shoal.engine.loop import EngineLoop
 from shoal.engine.reporter import REPORT_S, Reporter
 from shoal.errors import BadGrammar, EngineError, RequestFailed, ShoalError
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 SILENCE_S = 10.0  # a front that has sent nothing for so long is taken for dead
 IDLE_S = 1.0  # longest sleep with nothing to compute
 
-Inbox: TypeAlias = "zmq.Socket[bytes]"
 Outputs: TypeAlias = dict[int, list[int]]  # sample → its output tokens so far
 
 
@@ -110,13 +110,19 @@ class Host:
         make_grammar: MakeGrammar | None = None,
         suspects: Suspected | None = None,
     ) -> None:
-        """`answers`: to questions of fronts, by name. The host itself answers "state". For "metrics" the caller names
-        the function of the observer that counts them."""
+        """`answers`: to questions of fronts, by name. The host itself answers "state" and "load". For "metrics" the
+        caller names the function of the observer that counts them."""
         self.loop = loop
         self.socket = socket
         self.info = info
         self.observers = observers
-        self.answers = {"state": lambda: json.dumps(self.state()).encode(), **(answers or {})}
+        self.reporter = Reporter(loop.scheduler)
+        self.meter = LoadMeter(loop.scheduler, self.reporter)
+        self.answers = {
+            "state": lambda: json.dumps(self.state()).encode(),
+            "load": lambda: json.dumps(self.meter.load()).encode(),
+            **(answers or {}),
+        }
         self.make_grammar = make_grammar
         self.beat: Callable[[], None] = lambda: None  # shows the supervisor that the loop runs
         self._suspects = suspects or Suspected((), False)
@@ -125,7 +131,6 @@ class Host:
         self.owners: dict[str, Owner] = {}  # by request id
         self.queue_s: dict[str, float] = {}  # request id → time it waited in the queue, until it ends
         self._outbox: dict[bytes, wire.Pass] = {}  # the next message to each front
-        self.reporter = Reporter(loop.scheduler)
         self._elsewhere = ServiceElsewhere()
         self._drain_until_s: float | None = None  # it is about to end
         self._told_leaving = False
@@ -183,6 +188,7 @@ class Host:
             observer.take(events)
         self._sort(events)
         self.reporter.note(events)
+        self.meter.take(events)
         self._report()
         self._send_news()
         if self._drain_until_s is not None:
@@ -471,15 +477,3 @@ class Host:
 def named(front: bytes) -> str:
     """The name of a front, for logs; a peer may connect with any bytes as its name."""
     return front.decode(errors="replace")
-
-
-def open_socket(folder: Path) -> Inbox:
-    """The engine's socket, not bound yet: fronts must not connect to an engine that cannot answer."""
-    (folder / wire.ADDRESS).unlink(missing_ok=True)
-    socket: Inbox = zmq.Context.instance().socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error when a front is gone
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a front that reconnects under its name keeps it
-    socket.setsockopt(zmq.SNDHWM, 100_000)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    return socket

@@ -21,7 +21,7 @@ from shoal.core.events import PassEvents
 from shoal.core.plan import StepResult
 from shoal.core.ports import Executor
 from shoal.core.request import Request
-from shoal.errors import EngineError
+from shoal.errors import EngineError, EngineLost
 from shoal.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -31,13 +31,20 @@ class EngineLoop:
     """Drives one scheduler and one executor; call step() until idle."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, depth: int = 2, check: bool = False
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        depth: int = 2,
+        check: bool = False,
+        beside: Sequence[Executor] = (),
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.depth = depth
         self.check = check  # run the integrity check after every pass
+        self._beside = beside  # executors that the scheduler's drafters use, closed with this one
         self._unsampled = False  # the newest pass was begun, but waits for its masks
         self._owed = 0  # passes that were sampled and whose result was not taken
         self._broken: Exception | None = None  # what the executor raised, for the next step to report
@@ -150,8 +157,11 @@ class EngineLoop:
         """The executor raised. The requests of the passes in flight become suspects and are tried again apart from the
         others; only one that breaks a pass alone ends with this error.
 
-        Those passes come back first, so that none of them writes into blocks that were given to others.
+        Those passes come back first, so that none of them writes into blocks that were given to others. An executor
+        that cannot go on takes the engine with it.
         """
+        if isinstance(error, EngineLost):
+            raise error
         log.error("a pass failed", exc_info=error)
         self._broken = None
         try:
@@ -169,4 +179,6 @@ class EngineLoop:
         return self.scheduler.fail(f"{type(error).__name__}: {error}", self.clock.now_s())
 
     def close(self) -> None:
+        for executor in self._beside:
+            executor.close()
         self.executor.close()

@@ -17,9 +17,18 @@ def say_refused(error: ShoalError, folder: Path, start: int) -> None:
     speaks for all."""
     if start == 0:
         try:
-            os.close(os.open(folder / REFUSED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            with open(os.open(folder / REFUSED, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as mark:
+                mark.write(one_line(error))
         except FileExistsError:
             return
         except OSError:
             pass  # twice is better than not at all
     print(f"shoal: {one_line(error)}", file=sys.stderr)
+
+
+def refusal_of(folder: Path) -> str:
+    """The reason that was given at the first start of this folder's engine; "" if there is none."""
+    try:
+        return (folder / REFUSED).read_text()
+    except OSError:
+        return ""

@@ -16,6 +16,7 @@ from shoal.sched.scheduler import Scheduler
 
 REPORT_S = 0.02  # shortest time between two reports
 LOAD_S = 0.2  # longest time without one while requests run
+LOOK_S = 1e-4  # per request, between two looks at all of them, each of which takes a microsecond or two
 SERVICE_S = 0.5  # between two reports of the tenants' service
 UNKNOWN_OUTPUT = 64  # tokens of an answer, until some have been seen
 SEEN = 256  # answers that are remembered
@@ -32,6 +33,8 @@ class Reporter:
         self._cached: dict[Request, int] = {}  # waiting request → blocks of it that are cached
         self._news = False  # requests came or ended since the last report
         self._reported_s = self._served_s = 0.0
+        self._queued, self._counted = 0, dict[bytes, int]()  # work, and the submissions that it includes
+        self._measured_s = float("-inf")
         self._untold = False  # tenants were served since the last report of that
         self._services = 0  # how many reports had one
         self._without_service = True  # the last one was empty, or there was none
@@ -78,8 +81,7 @@ class Reporter:
         added, evicted = map(join_names, self._changes.take())
         everything: bytes | None = None
         service = self._service(now_s)
-        expected = self.expected_output()
-        queued = self.queued_tokens()
+        self._measure(submissions, now_s)
         tables = self.scheduler.tables
         wait_s = tables.admission.pace.wait_s(len(tables.waiting), now_s) if len(tables.waiting) else 0.0
         found = {}
@@ -87,10 +89,10 @@ class Reporter:
             if not has_snapshot and everything is None:
                 everything = join_names(self.scheduler.kv.index.names()) if self.scheduler.kv.keep else b""
             found[front] = EngineReport(
-                queued,
-                expected,
+                self._queued,
+                self.expected_output(),
                 wait_s,
-                submissions.get(front, 0),
+                self._counted.get(front, 0),
                 not has_snapshot,
                 added if has_snapshot else everything or b"",
                 evicted if has_snapshot else b"",
@@ -101,6 +103,12 @@ class Reporter:
         return found
 
     # ---- load -----------------------------------------------------------------------------------------------------
+
+    def _measure(self, submissions: Mapping[bytes, int], now_s: float) -> None:
+        """Add up the queued work, unless it was done so recently that doing it again would hold up the passes."""
+        if now_s - self._measured_s >= LOOK_S * len(self.scheduler.requests):
+            self._measured_s = now_s
+            self._queued, self._counted = self.queued_tokens(), dict(submissions)
 
     def expected_output(self) -> int:
         """Tokens of an answer: the mean of those seen lately."""

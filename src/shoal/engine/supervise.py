@@ -57,6 +57,7 @@ class Child:
     hung: bool = False  # it was killed because it hung
     after_fault: bool = False  # it died of a fault of its own, not of a kill from outside
     given_up: bool = False
+    restarts_its_own: bool = False  # it has engines of its own, and restarts them one by one when asked
     leaving: bool = False  # it was asked to end, and will be started again
     on_hang: Callable[[int], None] = lambda start: None  # told before it is killed because it hangs
     on_given_up: Callable[[], None] = lambda: None  # told when it will not be started again
@@ -164,6 +165,10 @@ class Supervisor:
         child = self._restarting = self._to_restart.popleft()
         if child.process is None:
             return  # given up meanwhile
+        if child.restarts_its_own:
+            child.process.send_signal(signal.SIGUSR1)
+            self._restarting = None
+            return
         child.leaving = True
         child.process.send_signal(signal.SIGUSR1)
         self._kill_at_s = now_s + self.drain_timeout_s + KILL_AFTER_S

@@ -86,7 +86,7 @@ class FinishAt(Message):
 
 
 class Ask(Message):
-    """A question, by its name: metrics or state."""
+    """A question, by its name: metrics, state or load."""
 
     number: int
     what: str

@@ -105,16 +105,20 @@ class GgufFile:
         """The shape that `read` will return."""
         return self._find(hf_name).shape
 
-    def read(self, hf_name: str) -> Floats:
-        """One weight as a fresh float32 array, rows in Hugging Face's rotary order."""
+    def read(self, hf_name: str, index: tuple[slice, ...] = ()) -> Floats:
+        """One weight as a fresh float32 array, rows in Hugging Face's rotary order.
+
+        index: a part of its rows, or all rows and a part of their columns; the rest is not dequantized, but for whole
+        blocks at a part's ends. A part of q or k must consist of whole heads.
+        """
         tensor = self._find(hf_name)
-        values = self._dequantize(tensor)
+        values = self._dequantize_part(tensor, index) if index else self._dequantize(tensor)
         permuted = ARCHITECTURES[self.architecture][2]
         if permuted and ".self_attn.q_proj." in hf_name:
-            return self._unpermute(values, self._integer("attention.head_count"))
+            return self._unpermute(values, tensor, self._integer("attention.head_count"))
         if permuted and ".self_attn.k_proj." in hf_name:
             heads = self._integer("attention.head_count")
-            return self._unpermute(values, self._integer("attention.head_count_kv", heads))
+            return self._unpermute(values, tensor, self._integer("attention.head_count_kv", heads))
         return values
 
     def _known_architecture(self) -> str:
@@ -236,12 +240,34 @@ class GgufFile:
             values[first * elements : last * elements] = to_floats(piece)[0]
         return values.reshape(tensor.shape)
 
-    def _unpermute(self, values: Floats, heads: int) -> Floats:
+    def _dequantize_part(self, tensor: TensorInfo, index: tuple[slice, ...]) -> Floats:
+        """Rows of the tensor, or columns of all its rows; a vector is one row."""
+        start, _, elements, n_bytes = self._span(tensor)
+        shape = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+        rows, columns = (slice(None), *index)[-2:] if len(tensor.shape) == 1 else (*index, slice(None))[:2]
+        first, last, _ = columns.indices(shape[1])
+        if shape[1] % elements:
+            raise BadWeights(
+                f"{self.path}: rows of {tensor.name} are not whole blocks of {elements} values; convert the model again"
+            )
+        blocks = slice(first // elements, -(-last // elements))
+        size = shape[0] * shape[1] // elements * n_bytes
+        raw = np.frombuffer(self._buffer, np.uint8, size, start).reshape(shape[0], -1, n_bytes)[rows, blocks]
+        inside = slice(first - blocks.start * elements, last - blocks.start * elements)
+        values = np.empty((len(raw), last - first), np.float32)
+        to_floats = _dequantizer(tensor, self.path)
+        step = max(1, _CHUNK // max(1, raw.shape[1] * elements))
+        for at in range(0, len(raw), step):
+            piece = np.ascontiguousarray(raw[at : at + step])
+            values[at : at + step] = to_floats(piece.reshape(1, -1)).reshape(len(piece), -1)[:, inside]
+        return values if len(tensor.shape) > 1 else values[0]
+
+    def _unpermute(self, values: Floats, tensor: TensorInfo, heads: int) -> Floats:
         """Undo the interleaving: the file has rows (0, half, 1, half + 1, …) of each head; returns them in order."""
-        rows, rest = values.shape[0], values.shape[1:]
+        rows, rest = tensor.shape[0], values.shape[1:]
         if heads <= 0 or rows % (2 * heads):
             raise BadWeights(f"{self.path}: {rows} rows of q or k do not divide into {heads} heads")
-        pairs = values.reshape(heads, rows // heads // 2, 2, *rest)
+        pairs = values.reshape(-1, rows // heads // 2, 2, *rest)
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 

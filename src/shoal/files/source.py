@@ -61,7 +61,8 @@ def find_model(name: str | None = None) -> ModelFiles:
 
 
 def eos_ids(files: ModelFiles) -> tuple[int, ...]:
-    """Every token id that ends an answer, in ascending order."""
+    """Every token id that ends an answer, in ascending order: those of generation_config.json, or else of the config,
+    as transformers takes them."""
     found: set[int] = set()
     for values, where in ((files.generation, "generation_config.json"), (files.config, "the config")):
         given = values.get("eos_token_id")
@@ -70,7 +71,7 @@ def eos_ids(files: ModelFiles) -> tuple[int, ...]:
             raise ModelError(
                 f"{files.path}: eos_token_id in {where} must be an integer or a list of them, got {shown(given)}"
             )
-        found.update(ids)
+        found = found or set(ids)
     # An id outside the vocabulary is never drawn, and -1 is how some files say "none".
     entries = files.config.get("vocab_size")
     most = MOST_VOCABULARY if entries is None else entries

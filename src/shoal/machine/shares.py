@@ -1,4 +1,4 @@
-"""What each of several engines on one machine gets: a GPU, or a group of CPUs.
+"""What each of several engines on one machine gets: a GPU (or one for each of its ranks), or a group of CPUs.
 
 Owns the division. Which of the two an engine uses is known once it has looked for a usable GPU, so a share names both.
 Knows no torch.
@@ -20,7 +20,7 @@ class MachineShare:
     """The part of one engine among several; travels as JSON."""
 
     of: int  # engines that share the machine
-    gpu: str = ""  # as CUDA_VISIBLE_DEVICES names it; "": there are none
+    gpu: str = ""  # as CUDA_VISIBLE_DEVICES names it, or them; "": there are none
     cpus: tuple[int, ...] = ()  # (): any
     threads: int | None = None  # None: as many as its CPUs allow
 
@@ -33,7 +33,9 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> 
     return [str(number) for number in range(sum(name.isdecimal() for name in found))]
 
 
-def machine_shares(count: int, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[MachineShare]:
+def machine_shares(
+    count: int, environ: Mapping[str, str] = os.environ, root: Path = ROOT, gpus_each: int = 1
+) -> list[MachineShare]:
     """One share for each of so many engines. With more engines than cores, each computes with one thread."""
     gpus = visible_gpus(environ, root)
     allowed, quota = allowed_cpus() or [], cpu_quota(root)
@@ -44,5 +46,5 @@ def machine_shares(count: int, environ: Mapping[str, str] = os.environ, root: Pa
         threads = 1 if shared else None
         if not shared and quota is not None and quota / count < len(cpus):
             threads = max(1, int(quota / count))
-        found.append(MachineShare(count, gpus[number] if number < len(gpus) else "", cpus, threads))
+        found.append(MachineShare(count, ",".join(gpus[number * gpus_each :][:gpus_each]), cpus, threads))
     return found

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.kernels import Batch, Ops
     from shoal.kernels.weights import Parameters
     from shoal.models.layout import Fused
+    from shoal.models.shard import Shard
 
 __all__ = ["MODELS", "Model", "ModelSpec", "RopeSpec", "make_model", "model_class", "spec_from_config"]
 
@@ -29,11 +30,16 @@ class Model(Protocol):
     spec: ModelSpec
     ops: Ops
 
-    def __init__(self, spec: ModelSpec, params: Parameters, ops: Ops) -> None: ...
+    shard: Shard
+
+    def __init__(self, spec: ModelSpec, params: Parameters, ops: Ops, shard: Shard) -> None: ...
 
     @staticmethod
     def layout(spec: ModelSpec) -> Iterable[Fused]:
         """Every parameter, and the Hugging Face tensors that are stacked in it."""
+
+    def shortened(self, layers: int) -> Model:
+        """A model of the first layers only, with the same final norm and head; the weights are the same objects."""
 
     def reserve_positions(self, count: int) -> None:
         """Make the rope tables hold positions 0..count-1, so that no later pass of that length grows them."""
@@ -42,7 +48,7 @@ class Model(Protocol):
         """ids [T] → hidden [T, hidden], before the final norm."""
 
     def scores(self, hidden_rows: Tensor) -> Tensor:
-        """Rows of forward's result → [rows, vocab] in the model's own type."""
+        """Rows of forward's result → [rows, vocab] in the model's own type; whole on rank 0 only."""
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """The same in float32."""
@@ -57,6 +63,9 @@ def model_class(spec: ModelSpec) -> type[Model]:
     return found
 
 
-def make_model(spec: ModelSpec, params: Parameters, ops: Ops) -> Model:
-    """The model over these parameters, computing with these kernels."""
-    return model_class(spec)(spec, params, ops)
+def make_model(spec: ModelSpec, params: Parameters, ops: Ops, shard: Shard | None = None) -> Model:
+    """The model over these parameters, computing with these kernels; with a shard, the part of the model that it names,
+    whose spec is that part's."""
+    from shoal.models.shard import WHOLE  # loads torch
+
+    return model_class(spec)(spec, params, ops, shard or WHOLE)

@@ -16,8 +16,8 @@ from shoal.kernels import Batch, Ops
 from shoal.kernels.weights import Parameters
 from shoal.models.attention import ATTENTIONS, GroupedQueryAttention
 from shoal.models.layout import Fused
-from shoal.models.linear import add_output
 from shoal.models.mlp import MLPS, GatedMlp
+from shoal.models.shard import WHOLE, Shard
 from shoal.models.spec import ModelSpec
 
 
@@ -28,15 +28,17 @@ class Layer:
     attention: GroupedQueryAttention
     mlp: GatedMlp
     eps: float
+    shard: Shard = WHOLE
 
     @classmethod
-    def of(cls, spec: ModelSpec, number: int, name: str, params: Parameters) -> "Layer":
+    def of(cls, spec: ModelSpec, number: int, name: str, params: Parameters, shard: Shard) -> "Layer":
         """The layer whose parameters begin with `name`."""
         attention, mlp = spec.attention(number), spec.mlp(number)
         return cls(
             ATTENTIONS[attention.kind].of(attention, spec.norm_eps, name, params),
             MLPS[mlp.kind].of(mlp, name, params),
             spec.norm_eps,
+            shard,
         )
 
     @staticmethod
@@ -55,9 +57,9 @@ class Layer:
         """residual [T, hidden] → the same after this layer. Writes this pass's keys and values into the cache."""
         x = ops.rms_norm(residual, self.attention.norm, self.eps)
         mixed = self.attention.inner(ops, x, rope, batch, cache)
-        residual = add_output(ops, self.attention.out, mixed, residual)
+        residual = self.shard.add_output(ops, self.attention.out, mixed, residual)
         inner = self.mlp.inner(ops, ops.rms_norm(residual, self.mlp.norm, self.eps))
-        return add_output(ops, self.mlp.out, inner, residual)
+        return self.shard.add_output(ops, self.mlp.out, inner, residual)
 
 
 def run_layers(

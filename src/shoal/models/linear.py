@@ -1,4 +1,4 @@
-"""A projection of a layer, and the one way in which its output joins the residual stream.
+"""A projection of a layer.
 
 Knows ops and parameters by name. Does not know families or what is projected.
 """
@@ -24,12 +24,3 @@ class Linear:
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias)
-
-
-def add_output(ops: Ops, output: Linear, x: Tensor, residual: Tensor) -> Tensor:
-    """The residual stream after an attention or MLP whose last projection is `output`; the one given is used up.
-
-    Every addition to the residual stream happens here. Where a projection's inputs are split over several devices, each
-    computes a part of the sum: this is the place to add up the parts before the residual, which each device has whole.
-    """
-    return ops.linear_add(x, output.weight, output.bias, residual)

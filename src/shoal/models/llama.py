@@ -4,6 +4,8 @@ Owns what stands around the layers: embedding, final norm and lm_head. Does not 
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from shoal.models import layout
 from shoal.models.layer import Layer, run_layers
 from shoal.models.layout import Fused
 from shoal.models.rope import RopeTable
+from shoal.models.shard import WHOLE, Shard
 from shoal.models.spec import ModelSpec
 
 
@@ -24,14 +27,22 @@ class LlamaModel:
     sampled pay for it.
     """
 
-    def __init__(self, spec: ModelSpec, params: Parameters, ops: Ops) -> None:
-        self.spec, self.ops = spec, ops
+    def __init__(self, spec: ModelSpec, params: Parameters, ops: Ops, shard: Shard = WHOLE) -> None:
+        self.spec, self.ops, self.shard = spec, ops, shard
         self.embedding = params.weights["embedding.weight"]
-        self.layers = [Layer.of(spec, number, f"layers.{number}", params) for number in range(spec.layers)]
+        self.layers = [Layer.of(spec, number, f"layers.{number}", params, shard) for number in range(spec.layers)]
         self.norm = params.vectors["norm.weight"]
         self.head = self.embedding if spec.tie_embeddings else params.weights["head.weight"]
         self.rope = RopeTable(spec.rope, spec.head_dim, self.norm.device)
-        self.fused = ops.fused(self.layers)
+        self.fused = shard.fused(lambda: ops.fused(self.layers))
+
+    def shortened(self, layers: int) -> "LlamaModel":
+        """The first layers, with the same final norm and head."""
+        found = copy(self)
+        found.spec = replace(self.spec, layers=layers, windows=self.spec.windows[:layers])
+        found.layers = self.layers[:layers]
+        found.fused = self.shard.fused(lambda: self.ops.fused(found.layers))
+        return found
 
     def reserve_positions(self, count: int) -> None:
         """Make the rope tables hold positions 0..count-1."""
@@ -40,7 +51,7 @@ class LlamaModel:
     def forward(self, ids: Tensor, batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """ids [T] → hidden [T, hidden], before the final norm. Writes this pass's keys and values into kv."""
         rope = self.rope.rows(batch.positions, batch.longest)
-        return self.run_layers(self.ops.embed(ids, self.embedding), rope, batch, kv)
+        return self.run_layers(self.shard.embed(self.ops, ids, self.embedding), rope, batch, kv)
 
     def run_layers(
         self, residual: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]
@@ -51,7 +62,8 @@ class LlamaModel:
 
     def scores(self, hidden_rows: Tensor) -> Tensor:
         """Final norm and lm_head: rows of forward's result → [rows, vocab] in the model's type."""
-        return self.ops.linear(self.ops.rms_norm(hidden_rows, self.norm, self.spec.norm_eps), self.head, None)
+        scores = self.ops.linear(self.ops.rms_norm(hidden_rows, self.norm, self.spec.norm_eps), self.head, None)
+        return self.shard.scores(scores, self.spec.vocab_size)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """The same in float32."""

@@ -1,36 +1,14 @@
 """The parser stage: splits a sample's text into content, reasoning and tool calls.
 
 Owns the interface and the plain parser, for which all text is content. A model family's own format is another class
-with this interface. Knows no tokens and no API: the detokenizer stands before it, a dialect behind it.
+with this interface (text/tools). Knows no tokens and no API: the detokenizer stands before it, a dialect behind it.
 """
 
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
+from shoal.text.parts import Parsed, ParsedParts, ToolCall
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool call, or the next piece of its arguments. `id` and `name` come with its first piece."""
-
-    index: int  # among the calls of one sample
-    arguments: str  # JSON text
-    id: str = ""
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedParts:
-    """What some text consists of."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.tool_calls)
-
-
-Parsed: TypeAlias = str | ParsedParts  # a str is content and nothing else: plain text makes no object per token
+__all__ = ["Parsed", "ParsedParts", "Parser", "PlainParser", "ToolCall", "calls_of", "content_of", "reasoning_of"]
 
 
 def content_of(parsed: Parsed) -> str:
@@ -40,6 +18,14 @@ def content_of(parsed: Parsed) -> str:
     ('hello', 'hello')
     """
     return parsed if isinstance(parsed, str) else parsed.content
+
+
+def reasoning_of(parsed: Parsed) -> str:
+    return "" if isinstance(parsed, str) else parsed.reasoning
+
+
+def calls_of(parsed: Parsed) -> tuple[ToolCall, ...]:
+    return () if isinstance(parsed, str) else parsed.tool_calls
 
 
 class Parser(Protocol):

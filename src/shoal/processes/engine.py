@@ -1,8 +1,8 @@
 """The engine's own process: `python -m shoal.processes.engine`, config in as JSON on standard input, never a pickle.
 
-Builds the engine, opens its socket in its home, a private folder, and serves fronts until SIGTERM. SIGUSR1 has it end
-as soon as the fronts have moved their jobs to other engines. Exit code 2 means that the config cannot be served; the
-reason is on standard error. main() and serve() are for other engine programs, too.
+Builds the engine, opens its socket (in its home, a private folder, or on TCP with CURVE) and serves fronts until
+SIGTERM. SIGUSR1 has it end as soon as the fronts have moved their jobs to other engines. Exit code 2 means that the
+config cannot be served; the reason is on standard error. main() and serve() are for other engine programs, too.
 """
 
 import json
@@ -12,16 +12,18 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shoal.config.engine import EngineConfig
 from shoal.core.ports import Executor
-from shoal.engine import blackbox, wire
-from shoal.engine.host import Host, Inbox, InboxClock, Suspected, open_socket
+from shoal.engine import blackbox
+from shoal.engine.host import Host, InboxClock, Suspected
+from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
-from shoal.errors import ShoalError
+from shoal.errors import EngineLost, ShoalError
 from shoal.machine.shares import VISIBLE, MachineShare
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
@@ -40,6 +42,8 @@ def main(run: Callable[[Mapping[str, Any]], None]) -> int:
     set_up_logs(config["log_level"], config["log_format"])
     try:
         run(config)
+    except EngineLost as error:
+        end_engine(config, error)
     except ShoalError as error:
         say_refused(error, Path(config["folder"]), config.get("epoch", 0))
         return USERS_MISTAKE
@@ -53,18 +57,33 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+def end_engine(config: Mapping[str, Any], error: EngineLost) -> None:
+    """End this process at once, from any thread: a pass may wait forever for the rank that was lost.
+
+    A rank that was killed from outside is as if this process was: no request is blamed for it.
+    """
+    log.error("the engine ends: %s", error)
+    if not error.fault:
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    blackbox.mark_fault(home_of(config), config["epoch"])
+    leave(1)
+
+
 def run(config: Mapping[str, Any]) -> None:
     home = home_of(config)
-    socket = open_socket(home)
+    listening = listening_of(config, home)
     suspects = Suspected(*blackbox.read(home)) if config.get("after_fault") else None
     box = blackbox.BlackBox(home)
     blackbox.mark_faults(home, config["epoch"])
-    host = make_host(config, socket, suspects)
+    host = make_host(config, listening.socket, suspects)
     host.loop.on_begin = box.note
     host.loop.executor = wrapped(host.loop.executor, os.environ)
     host.beat = Heartbeat(config["ready_fd"], host.loop.clock)
     try:
-        serve(host, config)
+        serve(host, config, listening)
+    except EngineLost:
+        raise
     except Exception:
         blackbox.mark_fault(home, config["epoch"])
         raise
@@ -75,11 +94,11 @@ def home_of(config: Mapping[str, Any]) -> Path:
     return Path(config.get("home") or config["folder"])
 
 
-def serve(host: Host, config: Mapping[str, Any]) -> None:
-    """Answer fronts until SIGTERM comes. The address is config["listen"], by default a file in the engine's home."""
+def serve(host: Host, config: Mapping[str, Any], listening: Listening) -> None:
+    """Answer fronts until SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda number, frame: host.stop())
     signal.signal(signal.SIGUSR1, lambda number, frame: host.drain(config.get("drain_timeout", 0.0)))
-    host.socket.bind(config.get("listen") or f"ipc://{home_of(config) / wire.ADDRESS}")
+    listening.bind().write(home_of(config))
     info = host.info
     log.info(
         "engine ready: %s on %s, context %d, KV cache of %d tokens",
@@ -90,7 +109,7 @@ def serve(host: Host, config: Mapping[str, Any]) -> None:
         host.run()
     finally:
         host.loop.close()
-        host.socket.close(linger=0)
+        listening.close()
 
 
 def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | None = None) -> Host:
@@ -113,7 +132,8 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         spare_folder=folder / "kernels",  # the next engine finds it there
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
     )
-    drafters = built.loop.scheduler.policies.drafts.drafter.names
+    built.ranks.on_lost = partial(end_engine, config)
+    drafters = built.loop.scheduler.policies.drafts.names
     metrics = EngineMetrics(policies_of(built.config), drafters)
     return Host(
         built.loop,

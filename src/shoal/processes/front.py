@@ -19,7 +19,9 @@ from typing import Any
 
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.client import ZmqClient
+from shoal.engine.curve import KeyPair
 from shoal.engine.link import EngineAddress
+from shoal.engine.members import Follower
 from shoal.engine.refusal import say_refused
 from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
 from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
@@ -103,7 +105,7 @@ async def run(config: Mapping[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # what exists now stays: going through it again and again would hold up the event loop
     gc.set_threshold(*GC_THRESHOLDS)
-    async with others.open(), template_worker(front):
+    async with others.open(), template_worker(front), followed_members(client, config):
         await answer(front, serve, config, client)
     await client.close()
     await limiter.close()
@@ -123,6 +125,20 @@ async def template_worker(front: Front) -> AsyncIterator[None]:
         yield
     finally:
         await worker.close()
+
+
+@asynccontextmanager
+async def followed_members(client: ZmqClient, config: Mapping[str, Any]) -> AsyncIterator[None]:
+    """Have the client's engines be those of the members file, if there is a cluster that writes one."""
+    if not config.get("client_keys"):
+        yield
+        return
+    follower = Follower(client, Path(config["folder"]), KeyPair.from_json(config["client_keys"]))
+    following = asyncio.create_task(follower.run(), name="members file")
+    try:
+        yield
+    finally:
+        following.cancel()
 
 
 async def answer(front: Front, serve: ServeConfig, config: Mapping[str, Any], client: ZmqClient) -> None:
@@ -184,8 +200,10 @@ def restart_engines() -> None:
 
 
 def make_client(config: Mapping[str, Any], serve: ServeConfig) -> ZmqClient:
-    """Of the one engine, or of all engines of config["engines"]."""
+    """Of the one engine, of all engines of config["engines"], or of those of the members file."""
     folder, policy = Path(config["folder"]), restart_policy(config, serve)
+    if config.get("client_keys"):  # engines on other machines come and go
+        return ZmqClient(folder, config["name"], policy, engines=(), router=Router(serve.routing))
     homes = [Path(home) for home in config.get("engines", ())]
     if len(homes) < 2:
         return ZmqClient(folder, config["name"], policy)
@@ -212,6 +230,8 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
         allowed_hosts=serve.allowed_hosts,
         allowed_origins=serve.allowed_origins,
         log_prompts=serve.log_prompts,
+        tool_format=serve.tool_format,
+        reasoning_format=serve.reasoning_format,
         seed=config["seed"],
     )
 

@@ -52,7 +52,7 @@ class LongestPrefix:
     """The longest prefix, weighed against load."""
 
     uses_names = True
-    MISS = 2.0  # cost of a missing token, in tokens of load
+    MISS = 3.0  # cost of a missing token, in tokens of load
 
     def choose(self, work: Work, engines: Sequence[RoutedEngine]) -> RoutedEngine:
         def cost(one: RoutedEngine) -> float:

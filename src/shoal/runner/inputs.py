@@ -3,6 +3,7 @@
 Owns every row's block table and last token; a plan holds only their changes. Knows no model and no sampling.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,8 +30,16 @@ class RowTables:
     """Block table and last token of every row."""
 
     def __init__(
-        self, rows: int, blocks_per_row: int, block_size: int, scratch: int, device: torch.device | str
+        self,
+        rows: int,
+        blocks_per_row: int,
+        block_size: int,
+        scratch: int,
+        device: torch.device | str,
+        agreed: Callable[[Tensor], Tensor] = lambda ids: ids,
     ) -> None:
+        """agreed: the ids of the rank that samples, from this one's."""
+        self._agreed = agreed
         self.block_size = block_size
         self.scratch = scratch  # the block that padding writes to
         self.device = torch.device(device)
@@ -108,6 +117,7 @@ class RowTables:
         if late.size:
             ids = ids.clone()
             ids[self._put(late)] = self.last_token[self._put(rows[late])]
+            ids = self._agreed(ids)
         return ids
 
     def _put(self, array: Ints) -> Tensor:

@@ -5,9 +5,11 @@ Does not know layers' arithmetic, schedules or KV blocks.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +24,8 @@ from shoal.files.reading import has_file, read_json
 from shoal.kernels.weights import DenseWeight, Parameters, Weight, quantize
 from shoal.machine.cpus import count_cpus
 from shoal.models import ModelSpec, model_class
-from shoal.models.layout import Place, places, shapes
+from shoal.models.layout import Cut, Place, places, shapes
+from shoal.models.shard import WHOLE, Shard
 
 log = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
@@ -42,8 +45,8 @@ class WeightReader(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, without reading it."""
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, in host memory."""
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """One tensor, in host memory; with a cut, that part of it alone."""
 
 
 class SafetensorsReader:
@@ -62,11 +65,12 @@ class SafetensorsReader:
         """The shape of one tensor, as its file's header says."""
         return tuple(self._opened(self._file_of[name]).get_slice(name).get_shape())
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, mapped from its file."""
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
+        """One tensor, mapped from its file; of a part no more is read."""
         file_name = self._file_of[name]
         try:
-            tensor: Tensor = self._opened(file_name).get_tensor(name)
+            file = self._opened(file_name)
+            tensor: Tensor = file.get_tensor(name) if cut is None else file.get_slice(name)[cut.index]
         except (SafetensorError, OSError, RuntimeError, TypeError) as error:  # the last two: a type torch has not
             raise BadWeights(f"cannot read {name} from {self.folder / file_name}: {error}; {_AGAIN}") from error
         return tensor
@@ -124,8 +128,8 @@ class ArrayFile(Protocol):
     def shape(self, name: str, /) -> tuple[int, ...]:
         """The shape of one tensor."""
 
-    def read(self, name: str, /) -> "np.ndarray[Any, Any]":
-        """One tensor."""
+    def read(self, name: str, index: tuple[slice, ...] = (), /) -> "np.ndarray[Any, Any]":
+        """One tensor, or the part that the index names."""
 
 
 class ArrayReader:
@@ -142,34 +146,42 @@ class ArrayReader:
         """The shape of one tensor."""
         return self.file.shape(name)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, cut: Cut | None = None) -> Tensor:
         """One tensor; a read-only array is copied, as torch has no read-only tensors."""
-        array = np.ascontiguousarray(self.file.read(name))
+        array = np.ascontiguousarray(self.file.read(name, () if cut is None else cut.index))
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def load_weights(
-    reader: WeightReader, spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, progress: bool = False
+    reader: WeightReader,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    progress: bool = False,
+    shard: Shard = WHOLE,
 ) -> Parameters:
-    """Allocate every fused parameter once and copy each tensor, cast, into its rows.
+    """Allocate every fused parameter once and copy each tensor, cast, into its rows: of each what the shard holds of
+    the whole model.
 
     Names and shapes are compared with the files first, so that a wrong config cannot make it allocate more than fits
     what the files hold.
     """
-    layout = list(model_class(spec).layout(spec))
-    place_of = places(layout)
+    layout, cut = list(model_class(spec).layout(spec)), partial(shard.cut, spec)
+    place_of = places(layout, cut)
     _check_names(set(reader.names()), place_of, spec)
     _check_shapes(reader, place_of)
-    tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes(layout)}
+    tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes(layout, cut)}
 
     def load(item: tuple[str, Place]) -> str:
         """Copy one tensor to its place; returns what is wrong with it, or nothing."""
         name, place = item
-        tensor = reader.read(name)
+        tensor = reader.read(name, None if shard is WHOLE else place.cut)
         if not tensor.is_floating_point():
             return f"{name} holds {tensor.dtype}, floating point is needed"
         with torch.inference_mode():  # a mode of each thread, and the parameters may have been made in it
-            tensors[place.parameter][place.first : place.first + place.rows].copy_(tensor)
+            target, held = tensors[place.parameter][place.first : place.first + place.rows], place.cut.count
+            target.narrow(place.cut.axis, 0, held).copy_(tensor)
+            target.narrow(place.cut.axis, held, place.cut.room - held).zero_()
         return ""
 
     with ThreadPoolExecutor(min(8, count_cpus()), thread_name_prefix="weights") as pool:
@@ -192,21 +204,23 @@ def untied_if_both(reader: WeightReader, spec: ModelSpec) -> ModelSpec:
     return replace(spec, tie_embeddings=False)
 
 
-def dummy_weights(spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, seed: int = 0) -> Parameters:
+def dummy_weights(
+    spec: ModelSpec, dtype: torch.dtype, device: str | torch.device, seed: int = 0, shard: Shard = WHOLE
+) -> Parameters:
     """Random weights of the right shapes, for measuring speed without a download.
 
     Normal with variance 1 / inputs, so that values and logits stay near 1; norms are 1. Large parameters repeat one
-    pool of numbers, because drawing billions of them would take minutes.
+    pool of numbers, because drawing billions of them would take minutes. Every shard has its part of the same model.
     """
     pool_size = 4_000_037  # prime, so that rows of one matrix do not coincide
     source = torch.Generator().manual_seed(seed)
     pool = torch.randn(pool_size, generator=source).to(device=device, dtype=dtype)
-    tensors = {}
-    for index, (name, shape) in enumerate(shapes(model_class(spec).layout(spec))):
+    layout, cut, tensors = list(model_class(spec).layout(spec)), partial(shard.cut, spec), {}
+    for index, (name, shape) in enumerate(shapes(layout, cut)):
         tensor = torch.ones(shape, dtype=dtype, device=device)
         if not name.endswith("norm.weight"):
-            scale = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
-            _fill(tensor.view(-1), pool.roll(index * 7919)).mul_(scale)
+            parts = [(whole, cut(source, whole)) for source, whole in layout[index][1]]
+            _fill_parts(tensor, parts, pool.roll(index * 7919))
         tensors[name] = tensor
     return _parameters(tensors)
 
@@ -267,11 +281,31 @@ def _shape(shape: Iterable[int]) -> str:
     return "x".join(str(size) for size in shape)
 
 
-def _fill(flat: Tensor, pool: Tensor) -> Tensor:
-    for first in range(0, len(flat), len(pool)):
-        part = flat[first : first + len(pool)]
-        part.copy_(pool[: len(part)])
-    return flat
+def _fill_parts(tensor: Tensor, parts: Sequence[tuple[tuple[int, ...], Cut]], pool: Tensor) -> None:
+    """Fill a parameter with its parts of the whole one, whose values are those of the pool, again and again."""
+    row, before = 0, 0  # in this parameter; values of the whole one before the part
+    for shape, cut in parts:
+        width, rows = math.prod(shape[1:]), cut.local(shape)[0]
+        target = tensor[row : row + rows].view(rows, -1)
+        if cut.axis == 0:
+            target, first = target[: cut.count], before + cut.first * width
+            tensor[row + cut.count : row + rows] = 0
+            _fill(target.view(-1), first, pool)
+        else:
+            for number, line in enumerate(target):
+                _fill(line, before + number * width + cut.first, pool)
+        target.mul_(0.02 if len(shape) == 1 else shape[-1] ** -0.5)
+        row, before = row + rows, before + math.prod(shape)
+
+
+def _fill(flat: Tensor, first: int, pool: Tensor) -> None:
+    """Values number `first` and following."""
+    at = 0
+    while at < len(flat):
+        begin = (first + at) % len(pool)
+        count = min(len(flat) - at, len(pool) - begin)
+        flat[at : at + count].copy_(pool[begin : begin + count])
+        at += count
 
 
 _AGAIN = "download the model again"

@@ -48,7 +48,7 @@ class Runner:
         self.model = model
         self.kv = kv
         blocks_per_row = -(-max_model_len // kv.block_size)
-        self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device)
+        self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device, model.shard.agreed)
         self.sampler = Sampler(rows, model.spec.vocab_size, device, model.ops)
         self.copier = Copier(kv)
         self.rule = rule or EqualTokens()
@@ -122,14 +122,16 @@ class Runner:
             for at in range(start, last, LOGITS_AT_ONCE):
                 until = min(at + LOGITS_AT_ONCE, last)
                 offset = starts[index] - start
-                logits = self.model.logits(hidden[offset + at : offset + until])
-                targets = torch.tensor(prompt[at + 1 : until + 1], device=hidden.device)
-                values += logprobs_of(logits, targets, top)
+                values += self.prompt_values(hidden[offset + at : offset + until], prompt[at + 1 : until + 1], top)
             if values:
                 found.append((index, start + 1, tuple(values)))
             if start + count >= len(prompt):
                 del self._prompts[row]
         return tuple(found)
+
+    def prompt_values(self, states: Tensor, targets: Sequence[int], top: int) -> list[Logprobs]:
+        """Logprobs of these tokens, each given the hidden state before it."""
+        return logprobs_of(self.model.logits(states), torch.tensor(targets, device=states.device), top)
 
 
 def scored_states(hidden: Tensor, scored: Ints) -> Tensor:

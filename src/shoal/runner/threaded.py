@@ -16,17 +16,23 @@ from shoal.runner.runner import ForwardState, Runner
 
 
 class ThreadedExecutor:
-    """One worker thread around one runner. It calls `on_start` when it starts and `before_pass` before each pass."""
+    """One worker thread around one runner. It calls `on_start` when it starts and `before_pass` before each pass.
+
+    `worker`: the thread, if there is one already; `shared`: it is another executor's, which closes it.
+    """
 
     def __init__(
         self,
         runner: Runner,
         on_start: Callable[[], None] = lambda: None,
         before_pass: Callable[[], None] = lambda: None,
+        worker: ThreadPoolExecutor | None = None,
+        shared: bool = False,
     ) -> None:
         self.runner = runner
         self._before_pass = before_pass
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner", initializer=on_start)
+        self._shared = shared
+        self._worker = worker or ThreadPoolExecutor(1, thread_name_prefix="shoal-runner", initializer=on_start)
         self._forwards: deque[tuple[StepPlan, Future[tuple[float, ForwardState | None]]]] = deque()
         self._results: deque[Future[StepResult]] = deque()
 
@@ -56,5 +62,6 @@ class ThreadedExecutor:
         return self._results.popleft().result()
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        if not self._shared:
+            self._worker.shutdown(wait=True, cancel_futures=True)
         self.runner.copier.close()

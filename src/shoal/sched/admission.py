@@ -25,6 +25,12 @@ class Limits:
     max_num_batched_tokens: int  # positions in one pass
     vocab_size: int
 
+    @property
+    def rows(self) -> int:
+        """Rows of the runner's tables: twice as many as requests, so that a row which a late pass still reads delays
+        no request."""
+        return 2 * self.max_num_seqs
+
 
 @dataclass(frozen=True)
 class Rules:

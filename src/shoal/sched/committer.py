@@ -199,7 +199,7 @@ class Committer:
         return False
 
     def _learn(self, flight: Flight, result: StepResult) -> None:
-        read = int(flight.plan.starts.sum() + flight.plan.counts.sum())
+        read = sum(flight.ends)
         computed = flight.events.computed_tokens
         prompts = computed - flight.drafted > len(flight.requests)
         self._tables.policies.steps.learn(computed + result.padded, read, result.busy_s, prompts)
@@ -258,10 +258,10 @@ class Committer:
 
 def check_result(plan: StepPlan, result: StepResult) -> None:
     """Raise EngineError if this is not the result of this plan."""
-    drawing = plan.draws > 0
+    drawing = np.flatnonzero(plan.draws)
     if (
         result.step != plan.step
-        or not np.array_equal(result.rows, plan.rows[drawing])
-        or not np.array_equal(result.generations, plan.generations[drawing])
+        or result.rows.tobytes() != plan.rows[drawing].tobytes()
+        or result.generations.tobytes() != plan.generations[drawing].tobytes()
     ):
         raise EngineError(f"asked for pass {plan.step}, the executor answered {result.step} or other rows")

@@ -17,6 +17,7 @@ class DraftPolicy(Protocol):
 
     on: bool
     drafter: Drafter
+    names: Sequence[str]  # of all drafters
 
     def started(self, request: Request) -> None:
         """It got a row."""
@@ -39,8 +40,8 @@ class DraftPolicy(Protocol):
         """A pass has come back: how many draft tokens of each request were accepted, how many tokens all requests got,
         how long the device took (0: that is not known); and whether requests are still running."""
 
-    def rehearsed(self, positions: int, seconds: float) -> None:
-        """Before there were requests, a pass of so many positions took so long."""
+    def rehearsed(self, positions: int, seconds: float, of_draft: bool = False) -> None:
+        """Before there were requests, a pass of so many positions, of the model or of its draft model, took so long."""
 
     def counts(self, request: Request) -> tuple[int, int]:
         """Its draft tokens that were verified so far, and of those accepted."""
@@ -54,6 +55,7 @@ class NoDrafts:
 
     on = False
     drafter: Drafter = NoDrafter()
+    names: Sequence[str] = ()
 
     def started(self, request: Request) -> None:
         pass
@@ -75,7 +77,7 @@ class NoDrafts:
     ) -> None:
         pass
 
-    def rehearsed(self, positions: int, seconds: float) -> None:
+    def rehearsed(self, positions: int, seconds: float, of_draft: bool = False) -> None:
         pass
 
     def counts(self, request: Request) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Make: a scheduler from a config. No torch, so the simulator and the benchmarks can use it alone."""
 
 from shoal.config.engine import EngineConfig
-from shoal.core.drafts import Drafter
+from shoal.core.drafts import Drafter, ModelDrafter
 from shoal.core.names import pick
 from shoal.errors import EngineError
 from shoal.kv.manager import KVManager
@@ -12,6 +12,7 @@ from shoal.sched.drafts import DraftPolicy, NoDrafts
 from shoal.sched.lanes import Headroom, Lanes
 from shoal.sched.layout import LAYOUT
 from shoal.sched.memory import MEMORY
+from shoal.sched.modeldrafts import ModelDrafts
 from shoal.sched.ordering import ORDER
 from shoal.sched.policies import Policies
 from shoal.sched.preempt import PREEMPT
@@ -42,16 +43,24 @@ def make_policies(setup: Setup, drafts: DraftPolicy | None = None) -> Policies:
 
 
 def make_scheduler(
-    config: EngineConfig, limits: Limits, blocks: int, host: int = 0, drafter: Drafter | None = None
+    config: EngineConfig,
+    limits: Limits,
+    blocks: int,
+    host: int = 0,
+    drafter: Drafter | None = None,
+    model: ModelDrafter | None = None,
 ) -> Scheduler:
     """A scheduler over so many KV blocks on the device and in host memory. drafter: made by the caller, since this room
-    knows none; it is needed where the config speculates."""
+    knows none; it is needed where the config speculates. model: a draft model, where it names one."""
     if config.speculation.on and drafter is None:
         raise EngineError(f"speculate {config.speculate} needs a drafter, and none was made")
+    if config.speculation.model and model is None:
+        raise EngineError(f"speculate {config.speculate} needs a draft model, and none was made")
     rules = Rules(config.max_queue, config.max_wait, config.max_preemptions)
     kv = KVManager(blocks, config.block_size, config.prefix_caching, host)
     setup = Setup(config, config.read_tiers())
     drafts = None
     if drafter is not None and config.speculation.on:
-        drafts = Speculation(drafter, setup.steps, limits.vocab_size, config.draft_tokens)
+        models = None if model is None else ModelDrafts(model)
+        drafts = Speculation(drafter, setup.steps, limits.vocab_size, config.draft_tokens, models)
     return Scheduler(limits, kv, make_policies(setup, drafts), rules)

@@ -11,6 +11,8 @@ Draft tokens that are not verified are compared with what the request generates 
 nothing: a draft never changes a draw. So a request whose text becomes predictable again is found. Asking costs the
 host time; requests for which it gains less than it costs are asked for in turns, within a small share of each pass.
 
+A draft model is asked last, for requests that have no other draft, and only where its own passes pay (modeldrafts.py).
+
 With two passes in flight a draft would continue tokens that the host does not know. So the pass with drafts is planned
 when none is in flight (`waits`), if it is expected to be worth the time that the device then waits for the host.
 
@@ -25,6 +27,7 @@ from shoal.core.request import Request
 from shoal.sched.acceptance import Acceptance, Predictable, agreeing
 from shoal.sched.decodetime import DecodeTimes, Gap
 from shoal.sched.flight import Flight
+from shoal.sched.modeldrafts import NoModelDrafts
 from shoal.sched.pass_builder import PassBuilder
 from shoal.sched.steptime import StepModel
 
@@ -62,8 +65,12 @@ class Speculation:
 
     on = True
 
-    def __init__(self, drafter: Drafter, steps: StepModel, vocab_size: int, most: int) -> None:
+    def __init__(
+        self, drafter: Drafter, steps: StepModel, vocab_size: int, most: int, models: NoModelDrafts | None = None
+    ) -> None:
         self.drafter = drafter
+        self.models = models or NoModelDrafts()
+        self.names: Sequence[str] = (*drafter.names, *self.models.names)
         self.most = most  # draft tokens of one row and pass
         self.times = DecodeTimes(steps)
         self.plain, self.ahead, self.drafted = Gap(), Gap(), Gap()
@@ -97,6 +104,7 @@ class Speculation:
     def ended(self, request: Request, by_itself: bool) -> None:
         self._rows.pop(request, None)
         self.drafter.ended(request, by_itself)
+        self.models.ended(request, by_itself)
 
     # ---- a pass is planned ----------------------------------------------------------------------------------------
 
@@ -109,14 +117,23 @@ class Speculation:
         if self._waited_for is not None:  # in vain: the pass planned since had no room for drafts
             self._waited_for = None
             self._forecasts.clear()
+            self.models.in_vain()
         rows, positions = len(newest.requests), newest.events.computed_tokens
-        if not self._forecasts or not rows:
+        if not rows or not (self._forecasts or self.models.names):
             return False
-        gained = self._trust * sum(row.forecast for row in self._forecasts.values())
-        if not PassCosts(self, rows, positions, positions > rows).pays(len(self._forecasts) + int(gained), gained):
+        costs, pays = PassCosts(self, rows, positions, positions > rows), False
+        if self._forecasts:
+            gained = self._trust * sum(row.forecast for row in self._forecasts.values())
+            pays = costs.pays(len(self._forecasts) + int(gained), gained)
+        if not pays and not self.models.worth_waiting(self._running(newest), costs, self.most):
             return False
         self._waited_for = newest
         return True
+
+    def _running(self, flight: Flight) -> list[Request]:
+        """Its requests that still run, and go on after it."""
+        running = (request for request in flight.requests if request in self._eager or request in self._turns)
+        return [request for request in running if request.end - request.planned > 1] if self.models.names else []
 
     def choose(self, batch: PassBuilder, flights: Sequence[Flight], room: int) -> Mapping[Request, Draft]:
         positions = sum(batch.takes.values()) if batch.prompts else len(batch.takes)
@@ -125,11 +142,13 @@ class Speculation:
             if costs.can_pay(self.most, room):
                 self._look_ahead(batch, costs, room)
             return {}
-        self._waited_for = None
+        waited, self._waited_for = self._waited_for is not None, None
         expected, self._forecasts = self._forecasts, {}
         taken = self._take(batch, costs, room, expected) if costs.can_pay(self.most, room) else {}
         if expected and not taken:
             self._trust -= NEWEST * self._trust  # a pass in flight was waited for, and for nothing
+        if waited and not taken and not self.models.spent_s:
+            self.models.in_vain()
         return taken
 
     def _take(
@@ -138,16 +157,36 @@ class Speculation:
         """Ask for drafts, and take the best of them."""
         asked = self._asked(batch, costs, room, expected)
         drafts = self.drafter.propose(asked) if asked else {}
+        computed = self._compute(batch, costs, room, drafts) if self.models.names else {}
+        drafts = {**drafts, **computed}
         offers = [(request, draft, self._chances(request, draft)) for request, draft in drafts.items()]
         taken = best_drafts(offers, costs, room) if offers else {}
-        for request in asked:
+        for request in {**asked, **dict.fromkeys(computed)}:
             if request not in taken:
                 row = self._rows[request]
                 row.unverified = drafts.get(request)
                 row.at = len(request.tokens) + (request.pending if self.drafter.ahead else 0)
                 row.forecast = 0.0
-                self._gained(request, row, 0.0, costs.token_s)
+                if request in asked:
+                    self._gained(request, row, 0.0, costs.token_s)
         return taken
+
+    def _compute(
+        self, batch: PassBuilder, costs: "PassCosts", room: int, drafts: Mapping[Request, Draft]
+    ) -> Mapping[Request, Draft]:
+        """Drafts of the draft model, if it pays, for requests that have no other."""
+        candidates: dict[Request, int] = {}
+        for request in batch.takes:
+            most = self._usable(request, batch) if request not in drafts else 0
+            if most > 0:
+                candidates[request] = min(most, self.most)
+                self._compare(request, self._rows[request])
+        wanted = self.models.choose(candidates, costs, room)
+        if not wanted:
+            return {}
+        found = self.models.propose(wanted)
+        costs.spend(self.models.spent_s)
+        return found
 
     def _look_ahead(self, batch: PassBuilder, costs: "PassCosts", room: int) -> None:
         """Note what drafts would gain if the passes in flight were waited for. None can be taken now."""
@@ -177,17 +216,18 @@ class Speculation:
             row = self._rows[request]
             row.seen = len(request.tokens)
             self._compare(request, row)
-            if blind:
-                most = request.end - len(request.tokens)
-            elif batch.takes.get(request) != 1 or request in batch.starting or request.need() != 1:
-                continue  # not in this pass, or it computes its prompt
-            elif request.grammar is not None and request.pending:
-                continue  # its grammar does not know where it is
-            else:
-                most = request.end - request.planned - 1
+            most = request.end - len(request.tokens) if blind else self._usable(request, batch)
             if most > 0:
                 asked[request] = min(most, self.most, room)
         return asked
+
+    def _usable(self, request: Request, batch: PassBuilder) -> int:
+        """How many draft tokens it can use in this pass."""
+        if batch.takes.get(request) != 1 or request in batch.starting or request.need() != 1:
+            return 0  # not in this pass, or it computes its prompt
+        if request.grammar is not None and request.pending:
+            return 0  # its grammar does not know where it is
+        return request.end - request.planned - 1
 
     def _due(self, costs: "PassCosts") -> list[Request]:
         """The requests whose turn it is."""
@@ -210,7 +250,9 @@ class Speculation:
         draft, row.unverified = row.unverified, None
         if draft is not None and not self.drafter.by_chance:
             came = request.tokens[row.at : row.at + len(draft.tokens)]
-            self.acceptance.learn(draft, agreeing(draft.tokens, came), row.own, len(came))
+            right = agreeing(draft.tokens, came)
+            self.acceptance.learn(draft, right, row.own, len(came))
+            self.models.learn(request, draft, right, len(came))
 
     def _chances(self, request: Request, draft: Draft) -> list[float]:
         """Of the tokens that the request can have: a draft ends before an end token, and where a grammar forbids it."""
@@ -231,17 +273,18 @@ class Speculation:
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
     ) -> None:
         rows, positions = len(flight.requests), flight.events.computed_tokens
-        self._read = int(flight.plan.starts.sum()) + positions
+        self._read = sum(flight.ends)
         before_s, self._committed_s = self._committed_s, now_s if more else None
         self._trust = min(1.0, self._trust + TRUST_BACK)
         if rows and positions - flight.drafted == rows:  # no prompts
             took_s = now_s - (before_s if before_s is not None else flight.events.planned_s)
-            if flight.drafts and self.times.known:
+            if (flight.drafts or self.models.spent_s) and self.times.known:
                 flight.events.saved_s = tokens / rows * PassCosts(self, rows, rows, False).base_s - took_s
             if busy_s > 0:
                 self.times.learn(positions, self._read, busy_s)
                 gap = self.drafted if flight.drafts else self.ahead if flight.ahead else self.plain
-                gap.learn(took_s - busy_s)
+                gap.learn(took_s - busy_s - self.models.spent_s)
+        self.models.committed()
         if flight.drafts:
             self._verified(flight, accepted, PassCosts(self, rows, rows, False).token_s)
 
@@ -259,8 +302,11 @@ class Speculation:
             if row is None:
                 continue  # … with this pass
             self.acceptance.learn(draft, right, row.own)
+            self.models.learn(request, draft, right, len(draft.tokens))
             row.proposed += len(draft.tokens)
             row.accepted += right
+            if draft.drafters[0][0] in self.models.names:
+                continue  # what the other drafters gain is another matter
             expected += row.forecast
             came += right
             row.forecast = (row.forecast + right) / 2 if row.forecast else float(right)
@@ -283,8 +329,11 @@ class Speculation:
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
-    def rehearsed(self, positions: int, seconds: float) -> None:
-        self.times.rehearse(positions, seconds)
+    def rehearsed(self, positions: int, seconds: float, of_draft: bool = False) -> None:
+        if of_draft:
+            self.models.rehearsed(positions, seconds)
+        else:
+            self.times.rehearse(positions, seconds)
 
     def seconds(self, positions: int, prompts: bool) -> float:
         """How long the device takes for a pass."""
@@ -320,23 +369,29 @@ class Speculation:
 class PassCosts:
     """What a pass costs and yields, without drafts and with so many."""
 
-    __slots__ = ("_gap_s", "_of", "base_s", "positions", "prompts", "rows", "token_s")
+    __slots__ = ("_gap_s", "_of", "base_s", "known", "positions", "prompts", "rows", "token_s")
 
     def __init__(self, of: Speculation, rows: int, positions: int, prompts: bool) -> None:
         self._of = of
         self._gap_s = of.gap_s
         self.rows, self.positions, self.prompts = max(1, rows), positions, prompts
         self.base_s = of.seconds(positions, prompts) + of.least_gap_s  # without drafts
-        self.token_s = self.base_s / self.rows if of.times.known else 1.0
+        self.known = of.times.known
+        self.token_s = self.base_s / self.rows if self.known else 1.0
 
     @property
     def position_s(self) -> float:
         """What one more position adds."""
         return self._of.seconds(self.positions + 1, self.prompts) - self._of.seconds(self.positions, self.prompts)
 
-    def rate(self, tokens: int, gained: float) -> float:
-        """Tokens per second with so many draft tokens, which gain so many; 1 without any."""
-        with_s = self._of.seconds(self.positions + tokens, self.prompts) + self._gap_s
+    def spend(self, seconds: float) -> None:
+        """The drafts took so long to compute, whether they are used or not."""
+        self.base_s += seconds
+        self._gap_s += seconds
+
+    def rate(self, tokens: int, gained: float, more_s: float = 0.0) -> float:
+        """Tokens per second with so many draft tokens, which gain so many and take `more_s` to compute; 1 without."""
+        with_s = self._of.seconds(self.positions + tokens, self.prompts) + self._gap_s + more_s
         return (self.rows + gained) * self.base_s / (self.rows * with_s)
 
     def pays(self, tokens: int, gained: float) -> bool:

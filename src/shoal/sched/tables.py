@@ -45,8 +45,7 @@ class SharedTables:
         self.deadlines = Deadlines(rules.max_wait_s)
         self.suspects = Suspects()
         self.groups = policies.batching.groups()
-        # twice as many rows as slots, so that a row which a late pass still reads delays no request
-        self.rows = RowTable(2 * limits.max_num_seqs)
+        self.rows = RowTable(limits.rows)
         self.requests: dict[str, Request] = {}  # all that have not ended
         self.waiting = policies.order.queue()
         self.running: dict[Request, None] = {}

@@ -20,12 +20,14 @@ from shoal.errors import Draining, EngineDown
 from shoal.keys.ledger_client import Limiter, NoLimiter
 from shoal.obs.spans import NoSpans, Spans, Walk
 from shoal.server.answer_memory import AnswerMemory
-from shoal.server.auth import BASIC, BEARER, Keys
+from shoal.server.auth import BASIC, BEARER, Keys, sent_key
 from shoal.server.body_memory import BodyMemory
 from shoal.server.debug import Debug
 from shoal.server.dialects.base import Dialect
 from shoal.server.dialects.chat import Chat
 from shoal.server.dialects.completions import Completions
+from shoal.server.dialects.messages import Messages
+from shoal.server.dialects.ollama import OllamaChat, OllamaGenerate
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
 from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
@@ -34,6 +36,7 @@ from shoal.server.info_routes import InfoRoutes
 from shoal.server.jobs import Call, CollectSink
 from shoal.server.limits import KeyGate
 from shoal.server.logprobs import TokenNames
+from shoal.server.ollama_routes import OllamaRoutes
 from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.settings import ServerSettings
@@ -45,7 +48,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 GONE = 499  # for the log: the client disconnected before the answer
-DIALECTS = (Completions, Chat)  # the APIs that are served
+DIALECTS = (Completions, Chat, Messages, OllamaChat, OllamaGenerate)  # the APIs that are served
 SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
@@ -53,17 +56,25 @@ class Endpoint:
     """One path: its handler for each method. Any other method is a 405."""
 
     def __init__(
-        self, front: "Front", route: str, open: bool = False, offers: bytes = BEARER, **handlers: Handler
+        self,
+        front: "Front",
+        route: str,
+        open: bool = False,
+        offers: bytes = BEARER,
+        errors: Callable[[HttpError], bytes] = HttpError.body,
+        **handlers: Handler,
     ) -> None:
         self.front = front
         self.route = route
         self.open = open  # requires no key
         self.offers = offers  # the authentication scheme named in a 401
+        self.errors = errors  # how its API writes them
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
+        exchange.error_body = self.errors
         if not self.open:
             self.front.identify(exchange, self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
@@ -127,9 +138,21 @@ class Front:
             _ = tokenizer.pieces  # built now, not during the first answer
 
     def _routes(self) -> Router:
-        info, debug = InfoRoutes(self), Debug(self)
+        info, debug, ollama = InfoRoutes(self), Debug(self), OllamaRoutes(self)
         paths: list[tuple[str, str, dict[str, Any]]] = [
-            *((one.path, one.path, {"POST": partial(self._generate, dialect=one)}) for one in self.dialects),
+            *(
+                (one.path, one.path, {"POST": partial(self._generate, dialect=one), "errors": one.error})
+                for one in self.dialects
+            ),
+            (
+                "/v1/messages/count_tokens",
+                "/v1/messages/count_tokens",
+                {"POST": info.count_tokens, "errors": Messages.error},
+            ),
+            ("/api/tags", "/api/tags", {"GET": ollama.tags, "errors": OllamaChat.error}),
+            ("/api/ps", "/api/ps", {"GET": ollama.tags, "errors": OllamaChat.error}),
+            ("/api/show", "/api/show", {"POST": ollama.show, "errors": OllamaChat.error}),
+            ("/api/version", "/api/version", {"GET": ollama.version, "errors": OllamaChat.error}),
             ("/v1/models", "/v1/models", {"GET": info.models}),
             ("/v1/models/{model:path}", "/v1/models/{model}", {"GET": info.model}),
             ("/tokenize", "/tokenize", {"POST": info.tokenize}),
@@ -186,7 +209,7 @@ class Front:
 
     def identify(self, exchange: Exchange, offers: bytes = BEARER) -> None:
         """Find the key of a request. Without keys anyone may ask, but not a page of another site (see hosts.py)."""
-        exchange.key = self.keys.find(exchange.headers.get(b"authorization"), offers)
+        exchange.key = self.keys.find(sent_key(exchange.headers), offers)
         if exchange.key is None:
             self.hosts.check(exchange.headers.get(b"host"))
 
@@ -263,7 +286,7 @@ class Front:
             await exchange.start(
                 200,
                 [
-                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"content-type", f"{dialect.operation.stream_kind}; charset=utf-8".encode()),
                     (b"cache-control", b"no-cache"),
                     (b"x-accel-buffering", b"no"),  # nginx would buffer events
                     *warning(call.prepared),

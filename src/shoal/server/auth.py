@@ -7,6 +7,7 @@ Owns the comparison of keys; knows only their hashes. Knows no routes. A key's l
 import base64
 import hashlib
 import hmac
+from collections.abc import Mapping
 
 from shoal.keys.api_key import ApiKey, KeySource, digest_of, no_keys
 from shoal.server.errors import HttpError
@@ -48,6 +49,16 @@ class Keys:
         if found is None:
             raise _unauthorized(f"unknown API key; {_HOW}", offers)
         return found
+
+
+def sent_key(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The Authorization header, or Anthropic's own as one.
+
+    >>> sent_key({b"x-api-key": b"sk-12345678"})
+    b'Bearer sk-12345678'
+    """
+    own = headers.get(b"x-api-key")
+    return headers.get(b"authorization") or (None if own is None else b"Bearer " + own)
 
 
 def _key_in(header: bytes) -> bytes | None:

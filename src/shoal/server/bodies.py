@@ -19,18 +19,45 @@ from shoal.server.workers import PYTHON, off_loop
 # Fields of OpenAI's and similar APIs that are refused, and why. A null is accepted for all of them.
 REFUSED: dict[str, str] = {
     "suffix": "is not supported: text cannot be inserted before a suffix; remove it",
-    "tools": "is not supported yet; remove it",
-    "tool_choice": "is not supported yet; remove it or set it to 'none'",
-    "functions": "is not supported (nor is its successor tools); remove it",
-    "function_call": "is not supported (nor is its successor tool_choice); remove it",
     "audio": "is not supported: answers are text only; remove it",
     "modalities": "may only be ['text']; remove it",
     "chat_template": "cannot be set per request; start the server with --chat-template",
 }
+# … where the body does not have them
+ELSEWHERE = dict.fromkeys(
+    ("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"),
+    "belongs to chats; send it to /v1/chat/completions, or remove it",
+)
 # Accepted with any value and without effect; the answer's X-Shoal-Warning header names those that were sent.
 IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "verbosity", "request_id", "rid",
 )  # fmt: skip
+# Fields of OpenAI's, vLLM's and SGLang's APIs that have no meaning here but their default; clients send that, too.
+DEFAULT_ONLY: dict[str, Any] = {
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "spaces_between_special_tokens": True,
+    "return_tokens_as_token_ids": False,
+    "return_hidden_states": False,
+    "no_stop_trim": False,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "skip_reading_prefix_cache": False,
+    "bad_words": [],
+    "logits_processors": [],
+    **dict.fromkeys(
+        (
+            *("documents", "mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens", "prompt_logprobs"),
+            *("allowed_token_ids", "logprob_token_ids", "kv_transfer_params", "vllm_xargs", "prompt_embeds"),
+            *("web_search_options", "prediction", "lora_path", "session_params", "custom_logit_processor", "ebnf"),
+            *("regex", "stop_regex", "repetition_detection"),
+        )
+    ),
+}
+NULL_ONLY = {name: "is not supported; remove it" for name, default in DEFAULT_ONLY.items() if default is None}
 MOST_BIASES = 1024
 MOST_STOP_IDS = 256
 MOST_SALT = 256  # characters
@@ -76,9 +103,11 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """include_usage: one more chunk at the end, with the usage."""
+    """include_usage: one more chunk at the end, with the usage; continuous_usage_stats: in every chunk, too."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # without effect: nothing is added to hide the length of pieces
 
 
 class ModelBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -124,13 +153,39 @@ else:
     )
 
 
-class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
+def _default_only(default: Any) -> Any:
+    """A field that may only be null or its default."""
+    if default is None:
+        return Annotated[None, Meta(description="Only null.")]
+    kind = list[Any] if isinstance(default, list) else type(default)
+    return Annotated[kind, Meta(description="Only the default.", extra_json_schema={"enum": [default]})] | None
+
+
+if TYPE_CHECKING:
+
+    class TolerantBody(SamplingBody, kw_only=True):
+        """The fields of DEFAULT_ONLY."""
+else:
+    TolerantBody = msgspec.defstruct(
+        "TolerantBody",
+        [(name, _default_only(default), None) for name, default in DEFAULT_ONLY.items()],
+        bases=(SamplingBody,),
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class GenerationBody(TolerantBody, forbid_unknown_fields=True, kw_only=True):
     """The fields that all generation requests share. None always means: the default."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None  # older names of the fields of structured_outputs
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | None = None
+    guided_grammar: str | None = None
     timeout: Annotated[float, Meta(gt=0, le=1e6)] | None = None  # seconds, from arrival to the last token
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower goes first
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MOST_SALT)] | None = None
@@ -143,7 +198,10 @@ class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
     service_tier: Ignored = UNSET
     safety_identifier: Ignored = UNSET
     prompt_cache_key: Ignored = UNSET
-    parallel_tool_calls: Ignored = UNSET
+    prompt_cache_retention: Ignored = UNSET
+    verbosity: Ignored = UNSET
+    request_id: Ignored = UNSET
+    rid: Ignored = UNSET
 
     def job_fields(self) -> dict[str, Any]:
         """The fields of a Job that are taken from the body alone."""
@@ -154,39 +212,54 @@ class GenerationBody(SamplingBody, forbid_unknown_fields=True, kw_only=True):
         return [name for name in IGNORED if getattr(self, name) is not UNSET]
 
 
-class TextPart(Struct, forbid_unknown_fields=True):
-    """A part of a message; only text is supported."""
+class TextPart(Struct):
+    """A part of a message; only text is supported. Other fields of it, such as cache_control, have no effect."""
 
     type: Literal["text"]
     text: str
+    # what a text part cannot carry must not be lost in silence
+    image_url: Nothing = None
+    input_audio: Nothing = None
+    video_url: Nothing = None
+    file: Nothing = None
 
 
-class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message. The model's chat template decides which roles may follow each other."""
+class ChatMessage(Struct, kw_only=True):
+    """One message. The model's chat template decides which roles there are, and which may follow each other. Fields
+    that are not listed have no effect: clients send back all that an answer had."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None  # of an earlier answer; rendered by the template
     tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None  # the older form of tool_calls
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its newer name
     # fields of an earlier answer that clients send back; not passed to the template
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    function_call: None = None
 
     def plain(self) -> dict[str, Any]:
         """As text/template.py expects it."""
         content: Any = self.content
         if isinstance(content, list):
             content = [{"type": part.type, "text": part.text} for part in content]
-        elif content is None and self.role == "assistant" and not self.tool_calls:
+        calls = self.tool_calls
+        if self.function_call is not None and not calls:
+            calls = [{"type": "function", "function": self.function_call}]
+        if content is None and self.role == "assistant" and not calls:
             content = ""
-        message: dict[str, Any] = {"role": self.role, "content": content}
-        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        role = "tool" if self.role == "function" else self.role
+        message: dict[str, Any] = {"role": role, "content": content}
+        for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
+        if self.reasoning is not None:
+            message.setdefault("reasoning_content", self.reasoning)
+        if calls:
+            message["tool_calls"] = list(calls)
         return message
 
 
@@ -228,7 +301,8 @@ def _read(kind: type[Body], body: bytes) -> Body:
             _check_size(kind, body)
         read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise bad_body(error, REFUSED) from None
+        elsewhere = {name: why for name, why in ELSEWHERE.items() if name not in kind.__struct_fields__}
+        raise bad_body(error, REFUSED | NULL_ONLY | elsewhere) from None
     return read
 
 

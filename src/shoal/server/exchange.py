@@ -48,6 +48,7 @@ class Exchange:
         self.id = valid_id(self.headers.get(b"x-request-id")) or self.uid
         self.route = "unknown"
         self.key: ApiKey | None = None  # the API key it came with; None where no keys are required
+        self.error_body: Callable[[HttpError], bytes] = HttpError.body  # as its API writes errors
         self.status = 0  # 0: no answer has begun
         self.began_s = time.monotonic()
         self.facts: dict[str, Any] = {}  # for the log
@@ -114,7 +115,7 @@ class Exchange:
         await self.reply(status, msgspec.json.encode(value), headers=headers)
 
     async def reply_error(self, error: HttpError) -> None:
-        await self.reply(error.status, error.body(), headers=error.headers)
+        await self.reply(error.status, self.error_body(error), headers=error.headers)
 
     # ---- afterwards -------------------------------------------------------------------------------------------------
 

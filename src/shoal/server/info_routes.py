@@ -11,8 +11,10 @@ import msgspec
 from shoal.obs.engines import join_engines
 from shoal.server import openapi
 from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList, TokenizeAnswer, Version
-from shoal.server.bodies import DetokenizeRequest, TokenizeRequest, read
+from shoal.server.bodies import SMALL_BODY, DetokenizeRequest, TokenizeRequest, read
+from shoal.server.chat_body import chat_prompt
 from shoal.server.debug import ask_engines
+from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, chat_of
 from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
@@ -66,13 +68,29 @@ class InfoRoutes:
         try:
             if body.messages is not None:
                 opens = body.add_generation_prompt is not False
-                ids = await preparer.chat_ids(body.messages, opens, body.chat_template_kwargs, most)
+                ids = (await preparer.chat_prompt(body.messages, opens, body.chat_template_kwargs, most)).ids
             else:
                 ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False, most)
             used = len(ids)
         finally:
             reservation.settle(used)
         await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        data = await exchange.json_body()
+        body = await read(CountTokensRequest, data)
+        preparer = self.front.preparer
+        preparer.check_model(body.model)
+        request = await off_loop(len(data), lambda: chat_of(body), PYTHON, SMALL_BODY)
+        most = max(MOST_TOKENIZED, self._max_model_len() or 0)
+        reservation = await self.front.gate.reserve_text(exchange.key, len(data))
+        used = 0
+        try:
+            prompt = await chat_prompt(preparer, request, len(data), most)
+            used = len(prompt.ids)
+        finally:
+            reservation.settle(used)
+        await exchange.reply_json(CountTokensAnswer(used))
 
     async def detokenize(self, exchange: Exchange) -> None:
         body = await read(DetokenizeRequest, await exchange.json_body())

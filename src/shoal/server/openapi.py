@@ -11,8 +11,11 @@ import msgspec
 from shoal.core.params import PARAMS
 from shoal.server import answers
 from shoal.server.bodies import DetokenizeRequest, TokenizeRequest
-from shoal.server.dialects.base import Dialect, Operation
+from shoal.server.dialects.base import SSE, Dialect, Operation
+from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, MessagesError
+from shoal.server.dialects.ollama import OllamaError
 from shoal.server.errors import ErrorBody
+from shoal.server.ollama_routes import OllamaShow, OllamaShowRequest, OllamaTags, OllamaVersion
 from shoal.server.settings import ServerSettings
 
 Json = dict[str, Any]
@@ -51,6 +54,13 @@ def describe(settings: ServerSettings, dialects: Sequence[Dialect]) -> Json:
             DetokenizeRequest,
             *(one.answer for one in operations.values()),
             *(one.chunk for one in operations.values()),
+            *(one.error for one in operations.values()),
+            CountTokensRequest,
+            CountTokensAnswer,
+            OllamaShowRequest,
+            OllamaShow,
+            OllamaTags,
+            OllamaVersion,
             *INFO_ANSWERS,
             ErrorBody,
         ],
@@ -81,7 +91,7 @@ ABOUT = (
 def _tighten_body(properties: Json, operation: Operation) -> None:
     properties |= operation.overrides
     for name, param in PARAMS.items():
-        if param.kind == "biases":
+        if param.kind == "biases" and name in properties:
             properties[name]["anyOf"][0] |= {  # JSON has only strings for keys; these are token ids
                 "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
                 "additionalProperties": {"type": "number", "minimum": param.low, "maximum": param.high},
@@ -143,12 +153,31 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
             429,
             503,
         ),
+        "/v1/messages/count_tokens": _post(
+            "Tokens of a prompt, as Anthropic counts them",
+            CountTokensRequest,
+            CountTokensAnswer,
+            {"model": settings.model, "messages": [{"role": "user", "content": "Hi"}]},
+            429,
+            503,
+            error=MessagesError,
+        ),
         "/detokenize": _post(
             "The text of token ids",
             DetokenizeRequest,
             answers.DetokenizeAnswer,
             {"model": settings.model, "tokens": [1, 2, 3]},
         ),
+        "/api/tags": _get("The model's names, for Ollama's clients", OllamaTags, error=OllamaError),
+        "/api/ps": _get("The same", OllamaTags, error=OllamaError),
+        "/api/show": _post(
+            "What a model can do",
+            OllamaShowRequest,
+            OllamaShow,
+            {"model": settings.model},
+            error=OllamaError,
+        ),
+        "/api/version": _get("A version for Ollama's clients", OllamaVersion, error=OllamaError),
         "/health": _health(),
         "/version": _get("The server's version", answers.Version),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
@@ -160,12 +189,12 @@ def _ref(kind: type) -> Json:
     return {"$ref": PLACE.format(name=kind.__name__)}
 
 
-def _errors(*statuses: int) -> Json:
+def _errors(*statuses: int, error: type[msgspec.Struct] = ErrorBody) -> Json:
     found: Json = {}
     for status in sorted({*statuses, *ALWAYS}):
         found[str(status)] = {
             "description": ERRORS[status],
-            "content": {"application/json": {"schema": _ref(ErrorBody)}},
+            "content": {"application/json": {"schema": _ref(error)}},
         }
         if status in (429, 503):
             found[str(status)]["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}}
@@ -175,16 +204,21 @@ def _errors(*statuses: int) -> Json:
 def _generation(operation: Operation, settings: ServerSettings) -> Json:
     """A path that generates: it can stream, and it can be refused for load."""
     example = {"model": settings.model, **operation.example}
-    path = _post(operation.summary, operation.request, operation.answer, example, 403, 429, 503)
+    request, answer, error = operation.request, operation.answer, operation.error
+    path = _post(operation.summary, request, answer, example, 403, 429, 503, error=error)
     good, chunk = path["post"]["responses"]["200"], operation.chunk.__name__
-    good["description"] += "; with stream, one event per token, then `data: [DONE]`"
-    about = f"Events `data: {{…}}` with a {chunk} each; an error after the start is also sent as an event."
-    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    good["content"]["text/event-stream"] = {"schema": {**event, "description": about}}  # of each event
+    good["description"] += f"; with stream, one event per token, {operation.ends_with}"
+    about = f"A {chunk} each; an error after the start is also sent as one."
+    event: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    if operation.stream_kind != SSE:
+        event = {}
+    good["content"][operation.stream_kind] = {"schema": {**event, "description": about}}  # of each event
     return path
 
 
-def _post(summary: str, request: type, answer: type, example: Json, *errors: int) -> Json:
+def _post(
+    summary: str, request: type, answer: type, example: Json, *errors: int, error: type[msgspec.Struct] = ErrorBody
+) -> Json:
     good = {
         "description": "The answer",
         "content": {"application/json": {"schema": _ref(answer)}},
@@ -198,16 +232,25 @@ def _post(summary: str, request: type, answer: type, example: Json, *errors: int
                 "required": True,
                 "content": {"application/json": {"schema": _ref(request), "example": example}},
             },
-            "responses": {"200": good, **_errors(*OF_BODIES, *errors)},
+            "responses": {"200": good, **_errors(*OF_BODIES, *errors, error=error)},
         }
     }
 
 
 def _get(
-    summary: str, answer: type | None, *errors: int, kind: str = "application/json", open: bool = False, **more: Any
+    summary: str,
+    answer: type | None,
+    *errors: int,
+    kind: str = "application/json",
+    open: bool = False,
+    error: type[msgspec.Struct] = ErrorBody,
+    **more: Any,
 ) -> Json:
     schema: Json = _ref(answer) if answer is not None else {"type": "string"} if kind != "application/json" else {}
-    responses = {"200": {"description": "The answer", "content": {kind: {"schema": schema}}}, **_errors(*errors)}
+    responses = {
+        "200": {"description": "The answer", "content": {kind: {"schema": schema}}},
+        **_errors(*errors, error=error),
+    }
     found: Json = {"summary": summary, "responses": responses, **more}
     if open:
         found["security"] = []

@@ -5,9 +5,11 @@ blocked. Knows no HTTP beyond its errors, and no engine beyond EngineInfo.
 """
 
 import asyncio
+import json
 import random
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
@@ -15,19 +17,35 @@ from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
 from shoal.output.parser import Parser, PlainParser
+from shoal.server.answer_form import AnswerForm, form_of
 from shoal.server.answer_size import check_logprobs
 from shoal.server.auth import salt_of
 from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
-from shoal.server.rules import check_depth, check_priority, grammar_of, include_usage, tier_ignored, tier_of
+from shoal.server.history import plain_messages, size_of
+from shoal.server.rules import (
+    check_defaults,
+    check_depth,
+    check_priority,
+    continuous_usage,
+    include_usage,
+    tier_ignored,
+    tier_of,
+)
 from shoal.server.settings import ServerSettings
 from shoal.server.templates import Templates, TemplatesHere
+from shoal.server.tool_choice import NO_TOOLS, ToolRequest
 from shoal.server.workers import PYTHON, off_loop
 from shoal.text.detok import prepare_stops
 from shoal.text.length import LeastTokens
+from shoal.text.reasoning import reasoning_for
 from shoal.text.tokenizer import Tokenizer
+from shoal.text.tools.formats import format_for
+from shoal.text.tools.prompt import with_tools
 
+PROMPT_END = 200  # characters at the end of a prompt, in which reasoning may have been opened
 EXACT = 2**16  # characters; of so many the exact number of tokens is told, and not only that they are too many
+BLAME_S = 4.0  # for finding the one of several schemas that cannot be used
 CALL = 32  # characters whose tokenizing takes as long as a call of the tokenizer
 NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
@@ -51,11 +69,13 @@ class PreparedRequest:
     model: str
     stream: bool
     include_usage: bool = False
+    continuous_usage: bool = False  # in every event
     top: int | None = None  # alternatives to show for each token; None: no logprobs at all
     echo: list[str] | None = None  # the text of each prompt, where it is repeated before the answer
     token_ids: bool = False  # show token ids
     warnings: list[str]  # fields that have no effect
     make_parser: Callable[[], Parser] = PlainParser
+    tools: ToolRequest = NO_TOOLS
 
     @property
     def shows_tokens(self) -> bool:
@@ -65,6 +85,14 @@ class PreparedRequest:
     @property
     def skip_special(self) -> bool:
         return self.jobs[0].params.skip_special_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a chat: its ids, and the end of its text."""
+
+    ids: list[int]
+    end: str
 
 
 class Preparer:
@@ -83,6 +111,9 @@ class Preparer:
         self.tokenizer = tokenizer
         self.least = None if tokenizer is None else LeastTokens(tokenizer)
         self.grammars = grammars
+        template = tokenizer.renderer.plain.source if tokenizer is not None and tokenizer.has_chat_template else None
+        self.tool_format = format_for(template, settings.tool_format)
+        self.reasoning = reasoning_for(template, settings.reasoning_format)
         self.templates: Templates | None = None  # set where they are rendered in another process
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
@@ -115,13 +146,14 @@ class Preparer:
             raise PromptTooLong(f"prompt has {len(ids)} tokens; the limit is {most}; shorten it")
         return ids
 
-    async def chat_ids(
+    async def chat_prompt(
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,
         most: int | None = None,
-    ) -> list[int]:
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> ChatPrompt:
         tokenizer = self.need_tokenizer("messages")
         given = dict(variables or {})
         for name in given:
@@ -130,9 +162,11 @@ class Preparer:
                     "chat_template_kwargs", f"chat_template_kwargs cannot set {shorten(name)!r}; the server sets it"
                 )
         check_depth(given, "chat_template_kwargs")
-        for number, message in enumerate(messages):
-            check_depth(message.tool_calls or [], f"messages[{number}].tool_calls")
-        plain = [message.plain() for message in messages]
+        plain = await off_loop(size_of(messages), lambda: plain_messages(messages), PYTHON)
+        if not self.tool_format.in_template:
+            plain = with_tools(plain, tools)
+        elif tools:
+            given["tools"] = tools
         try:
             templates = self.templates or TemplatesHere(tokenizer.renderer)
             rendered = await templates.render(plain, add_generation_prompt, given)
@@ -143,7 +177,7 @@ class Preparer:
             self.check_length(rendered.text, "messages", most)
             return tokenizer.encode_rendered(rendered)
 
-        return await off_loop(len(rendered.text), encode)
+        return ChatPrompt(await off_loop(len(rendered.text), encode), tokenizer.end_of(rendered, PROMPT_END))
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -164,29 +198,37 @@ class Preparer:
         keep: int,
         top: int | None,
         echo: list[str] | None = None,
+        form: AnswerForm | None = None,
     ) -> PreparedRequest:
         """The last step: jobs for the encoded prompts, and how they are to be answered."""
+        form = form or form_of(body, NO_TOOLS, self.tool_format, self.tokenizer)
         info, lengths = self.info(), [len(prompt) for prompt in prompts]
         context = None if info is None else info.max_model_len
         check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream))
         check_priority(body, key)
         await off_loop(sum(map(len, params.stop)), lambda: prepare_stops(tuple(params.stop)), PYTHON)
-        grammar = await self._grammar(body, params)
+        await self._check_grammar(form, params)
+        if form.shows_special:
+            params = replace(params, skip_special_tokens=False)
         return PreparedRequest(
-            jobs=self._jobs(body, id, key, prompts, params, grammar),
+            jobs=self._jobs(body, id, key, prompts, params, form.grammar),
             keep=keep,
             model=model,
             stream=bool(body.stream),
             include_usage=include_usage(body),
+            continuous_usage=continuous_usage(body),
             top=top,
             echo=echo,
             token_ids=self.tokenizer is None if body.return_token_ids is None else body.return_token_ids,
-            warnings=body.ignored() + tier_ignored(body, key),
+            warnings=body.ignored() + tier_ignored(body, key) + form.tools.warnings + [*form.ignored],
+            make_parser=form.make_parser,
+            tools=form.tools,
         )
 
     def params(self, body: GenerationBody, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}
         params = SamplingParams(**given, **more).resolved(self.defaults)
+        check_defaults(body)
         if params.stop and self.tokenizer is None:
             raise BadField("stop", f"stop strings cannot be found: {NO_TOKENIZER}; use stop_token_ids")
         if body.stream_options is not None and not body.stream:
@@ -260,10 +302,11 @@ class Preparer:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    async def _grammar(self, body: GenerationBody, params: SamplingParams) -> GrammarSpec | None:
-        spec, param = grammar_of(body)
+    async def _check_grammar(self, form: AnswerForm, params: SamplingParams) -> None:
+        """Compile it in a thread, within limits."""
+        spec, param = form.grammar, form.param
         if spec is None:
-            return None
+            return
         for name in ("ignore_eos", "min_tokens"):
             if getattr(params, name):
                 raise BadField(
@@ -276,12 +319,11 @@ class Preparer:
         self._grammars_waiting += 1
         try:
             async with self._grammar_slots:
-                await asyncio.to_thread(self.grammars.check, spec)
+                await asyncio.to_thread(compile_grammar, self.grammars, form)
         except BadGrammar as error:
             raise BadField(param, str(error)) from error
         finally:
             self._grammars_waiting -= 1
-        return spec
 
     def _jobs(
         self,
@@ -312,6 +354,24 @@ class Preparer:
             )
             for number, prompt in enumerate(prompts)
         ]
+
+
+def compile_grammar(grammars: GrammarChecker, form: AnswerForm) -> None:
+    """Raises a BadField that names the tool whose schema is to blame, where there is one."""
+    assert form.grammar is not None
+    try:
+        grammars.check(form.grammar)
+    except BadGrammar:
+        until_s = time.monotonic() + BLAME_S
+        for tool in form.tools.use.tools if form.tools.use else ():
+            if time.monotonic() > until_s:
+                break
+            try:
+                grammars.check(GrammarSpec("json", json.dumps(tool.parameters)))
+            except BadGrammar as error:
+                place = form.tools.places[tool.name]
+                raise BadField(place, f"{place} of {tool.name!r}: {error}") from error
+        raise
 
 
 def no_model(name: str, settings: ServerSettings) -> HttpError:

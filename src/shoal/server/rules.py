@@ -9,11 +9,25 @@ import msgspec
 
 from shoal.core.job import GrammarSpec
 from shoal.keys.api_key import ApiKey
-from shoal.server.bodies import GenerationBody
+from shoal.server.bodies import DEFAULT_ONLY, GenerationBody, StructuredOutputs
 from shoal.server.errors import BadField, HttpError
 
 NESTED = (dict, list)
 MOST_DEPTH = 64  # of free-form values: schemas, tool calls, template variables
+
+
+def check_defaults(body: GenerationBody) -> None:
+    """Refuse what is known from other servers and has no meaning here, unless it is the default."""
+    for name, default in DEFAULT_ONLY.items():
+        value = getattr(body, name)
+        if value is not None and value != default:
+            raise BadField(
+                name, f"{name} is not supported; remove it, or set it to {msgspec.json.encode(default).decode()}"
+            )
+
+
+def continuous_usage(body: GenerationBody) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
 
 
 def include_usage(body: GenerationBody) -> bool:
@@ -22,7 +36,12 @@ def include_usage(body: GenerationBody) -> bool:
 
 def grammar_of(body: GenerationBody) -> tuple[GrammarSpec | None, str]:
     """(the constraint on the answer, the field it came from)."""
-    format, outputs = body.response_format, body.structured_outputs
+    format, outputs, prefix = body.response_format, body.structured_outputs, "structured_outputs."
+    older = {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+    if any(value is not None for value in older.values()):
+        if outputs is not None:
+            raise BadField("structured_outputs", "structured_outputs and guided_… say the same; give one of them")
+        outputs, prefix = StructuredOutputs(**older), "guided_"
     by_format: GrammarSpec | None = None
     if format is not None:
         if (format.json_schema is not None) != (format.type == "json_schema"):
@@ -40,7 +59,7 @@ def grammar_of(body: GenerationBody) -> tuple[GrammarSpec | None, str]:
     given = [name for name in ("json", "regex", "choice", "grammar") if getattr(outputs, name) is not None]
     if len(given) != 1:
         raise BadField("structured_outputs", "structured_outputs needs exactly one of json, regex, choice and grammar")
-    param, value = f"structured_outputs.{given[0]}", getattr(outputs, given[0])
+    param, value = f"{prefix}{given[0]}", getattr(outputs, given[0])
     return GrammarSpec(given[0], value if isinstance(value, str) else _json(value, param)), param
 
 

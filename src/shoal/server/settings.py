@@ -45,6 +45,8 @@ class ServerSettings:
     default_chat_max_tokens: int | None = None
     log_prompts: bool = False
     seed: int | None = None  # makes the seeds of requests without one repeatable
+    tool_format: str = "auto"  # how the model writes tool calls: a name of text/tools/formats.py; auto: by its template
+    reasoning_format: str = "auto"  # the marks around reasoning: a name of text/reasoning.py; auto: by its template
     grammar_threads: int = 2  # schemas compiled at the same time
     max_waiting_grammars: int = 64  # … and how many may wait
     version: str = own_version()

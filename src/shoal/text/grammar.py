@@ -12,24 +12,25 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 
 from shoal.core.job import GrammarSpec
 from shoal.core.names import pick
 from shoal.errors import BadGrammar, GrammarTimeout, QueueFull, UnknownName
 from shoal.files.source import ModelFiles, eos_ids
+from shoal.text.matcher import Matcher, shortened
+from shoal.text.thinking import ThinkingMatcher
 from shoal.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-TokenBits = npt.NDArray[np.uint32]
-
 MAX_TEXT_BYTES = 64 * 1024  # of a schema, regex, choice or grammar
+MAX_COMPOSED_BYTES = 512 * 1024  # of one that is made of the schemas of many tools
 COMPILE_LIMIT_S = 2.0  # of the compiler's own CPU time, from the grammar's text to its first few masks
 COMPILE_WALL_LIMIT_S = 60.0  # … and of wall time, for a compiler that gets no CPU time
 LOOK_S = 0.05  # how often the compiler's time is looked at
@@ -45,7 +46,6 @@ STEP_FUEL = 100_000  # … and for one mask; half the default
 MAX_GRAMMAR_SIZE = 100_000  # symbols in all productions; a fifth of the default
 # Whitespace between the parts of JSON is up to the model, within a limit: small models can loop in it.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-ERROR_CHARACTERS = 400  # of llguidance's own message
 
 WHAT = {
     "json_object": "JSON object",
@@ -53,100 +53,15 @@ WHAT = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "Lark grammar",
+    "composed": "grammar of tools and answer",
 }
 HINTS = {  # pattern in llguidance's message → what to change
+    r"oneOf": "its branches overlap: tell them apart by a required property with a const, or use anyOf",
     r"[Uu]nimplemented": "remove these keywords, they are not supported",
     r"[Uu]nsatisfiable|NoExtension": "no text can satisfy it; change it",
     r"look-around|backreference": "rewrite it without look-around and backreferences",
     r"too (many|large|deep|complex)|limit|max is|fuel": "make it smaller or simpler",
 }
-
-
-class Matcher:
-    """Where one sample stands in its grammar; the engine's Grammar port.
-
-    End tokens are allowed where the grammar may end, and only there. `ended` is set as soon as nothing else can follow,
-    so that no further pass is needed for an end token.
-    """
-
-    __slots__ = ("_ends", "_matcher", "ended", "error")
-
-    def __init__(self, matcher: "LLMatcher", ends: TokenBits) -> None:
-        self._matcher = matcher
-        self._ends = ends  # the bits of the end tokens
-        self.ended = False
-        self.error = ""
-
-    def accept(self, token: int) -> bool:
-        """The sample's next token. False: it was not allowed, and the sample cannot continue."""
-        matcher = self._matcher
-        if self.error:
-            pass
-        elif self.ended:
-            self.error = "" if self._is_end(token) else f"token {token} came after the end of the grammar"
-        elif self._is_end(token):
-            self.ended = matcher.is_accepting()
-            self.error = "" if self.ended else f"end token {token} came in the middle of the grammar"
-        elif matcher.consume_token(token) and not matcher.is_error():
-            self.ended = matcher.is_stopped()
-        else:
-            self.error = f"token {token} does not follow the grammar: {shortened(matcher.get_error())}"
-        return not self.error
-
-    def fill(self, mask: TokenBits) -> None:
-        """Set the bit of every token that may come next, clear all others."""
-        if self.error or self.ended:
-            mask[:] = 0 if self.error else self._ends
-            return
-        assert mask.flags.c_contiguous, "llguidance writes to contiguous memory"
-        try:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        except Exception as error:
-            self.error = f"the grammar could not be followed: {shortened(str(error))}"
-        if self._matcher.is_error():  # llguidance then allows an end token, but the answer would be incomplete
-            self.error = f"the grammar is too complex to follow: {shortened(self._matcher.get_error())}"
-        if self.error:
-            mask[:] = 0
-        elif (mask & self._ends).any() and not self._matcher.is_accepting():
-            mask &= ~self._ends  # llguidance uses a special token where a grammar contains its text literally
-            if not mask.any():
-                self.error = "the grammar asks for the text of an end token; write it without that text"
-
-    def forced(self) -> list[int]:
-        """The tokens that come next where there is no choice, as they are usually spelled. Bytes whose token depends on
-        what follows them are left out."""
-        if self.error or self.ended:
-            return []
-        try:
-            return self._matcher.compute_ff_tokens()
-        except Exception:  # a mask will tell what is wrong
-            return []
-
-    def allows(self, tokens: Sequence[int]) -> int:
-        """How many of these, from the first, may come next, one after the other; no end tokens."""
-        if self.error or self.ended:
-            return 0
-        ends = next((place for place, token in enumerate(tokens) if self._is_end(token)), len(tokens))
-        try:
-            return self._matcher.validate_tokens(list(tokens[:ends])) if ends else 0
-        except Exception:  # a mask will tell what is wrong
-            return 0
-
-    def fill_ahead(self, lines: TokenBits, tokens: Sequence[int]) -> None:
-        """Line i as fill() would set it after the first i of these tokens. On a copy: an error beyond the first line is
-        that of tokens which may never come."""
-        self.fill(lines[0])
-        if self.error:
-            lines[1:] = 0
-            return
-        ahead = Matcher(self._matcher.deep_copy(), self._ends)
-        ahead.ended = self.ended
-        for token, line in zip(tokens, lines[1:], strict=True):
-            ahead.accept(token)
-            ahead.fill(line)
-
-    def _is_end(self, token: int) -> bool:
-        return bool(self._ends[token // 32] >> np.uint32(token % 32) & np.uint32(1))
 
 
 class Grammars:
@@ -179,6 +94,7 @@ class Grammars:
 
         Raises GrammarTimeout or QueueFull where that could not be found out in time.
         """
+        spec = replace(spec, thinking=None)  # which changes nothing about the grammar
         if self._known(spec) is not None:
             return
         check_text(spec)
@@ -193,11 +109,15 @@ class Grammars:
 
     def make(self, spec: GrammarSpec, output: Sequence[int] = ()) -> Matcher:
         """A matcher for one sample whose output so far is `output`. Raises BadGrammar as check() does."""
+        limit, spec = spec.thinking, replace(spec, thinking=None)
         compiled = self._known(spec)
         if compiled is None:
             check_text(spec)
             compiled = self._compiled(spec)
         matcher = Matcher(compiled.deep_copy(), self._ends)
+        if limit is not None:
+            closing = self.tokenizer.encode(f"\n{limit.closes}", add_special=False)
+            matcher = ThinkingMatcher(compiled.deep_copy(), self._ends, limit, closing, self.tokenizer.bytes_of)
         for token in output:
             matcher.accept(token)
         return matcher
@@ -393,8 +313,9 @@ def check_text(spec: GrammarSpec) -> None:
         size = len(spec.text.encode())
     except UnicodeEncodeError as error:
         raise bad(spec, f"it is not valid Unicode: {error.reason}") from error
-    if size > MAX_TEXT_BYTES:
-        raise BadGrammar(f"the {WHAT[spec.kind]} has {size} bytes, the limit is {MAX_TEXT_BYTES}; make it smaller")
+    most = MAX_COMPOSED_BYTES if spec.kind == "composed" else MAX_TEXT_BYTES
+    if size > most:
+        raise BadGrammar(f"the {WHAT[spec.kind]} has {size} bytes, the limit is {most}; make it smaller")
     if spec.kind == "choice":
         choices_of(spec)
     if spec.kind == "json" and not isinstance(read_json(spec), dict):
@@ -420,7 +341,7 @@ def source_of(spec: GrammarSpec) -> str:
     if spec.kind == "choice":  # one terminal, which may have far more alternatives than a rule
         quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices_of(spec))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(quoted)}")
-    return LLMatcher.grammar_from_lark(spec.text)
+    return spec.text if spec.kind == "composed" else LLMatcher.grammar_from_lark(spec.text)
 
 
 def choices_of(spec: GrammarSpec) -> list[str]:
@@ -438,13 +359,3 @@ def choices_of(spec: GrammarSpec) -> list[str]:
 def bad(spec: GrammarSpec, why: str) -> BadGrammar:
     hint = next((hint for words, hint in HINTS.items() if re.search(words, why)), "correct it")
     return BadGrammar(f"the {WHAT[spec.kind]} cannot be used: {shortened(why)}; {hint}")
-
-
-def shortened(message: str) -> str:
-    """llguidance's message without its trimmings, on one mask.
-
-    >>> shortened("lexer error: too many states\\n<non-verbose/>")
-    'lexer error: too many states'
-    """
-    words = " ".join(message.replace("<non-verbose/>", "").split())
-    return words if len(words) <= ERROR_CHARACTERS else words[:ERROR_CHARACTERS] + " …"

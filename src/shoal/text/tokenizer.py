@@ -70,6 +70,16 @@ class Tokenizer:
         """What single ids stand for, for the detokenizer."""
         return Pieces(self.backend)
 
+    @cached_property
+    def marks(self) -> dict[str, int]:
+        """The added tokens that a grammar never matches as text (llguidance's rule), and their ids."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return {
+            token.content: id
+            for id, token in added
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
+
     @property
     def has_chat_template(self) -> bool:
         return self._renderer is not None
@@ -103,6 +113,12 @@ class Tokenizer:
         rest = ids if self.bos_id is None else _without_first(ids, self.bos_id)
         return ids[: min(1, len(ids) - len(rest))] + rest
 
+    def end_of(self, rendered: Rendered, characters: int) -> str:
+        """The end of a rendered chat, with special tokens as the template writes them."""
+        if not rendered.hidden or self.names is None:
+            return rendered.text[-characters:]
+        return self.names.reveal(rendered.text[-characters:])[0]
+
     def warm(self) -> None:
         """Make now what the first message with the text of a special token would need."""
         if self.names is not None and self.has_chat_template:
@@ -125,6 +141,12 @@ class Tokenizer:
             if reason is None or isinstance(error, TypeError | OverflowError):
                 raise
             raise RequestFailed(f"the model's tokenizer failed to decode {len(ids)} tokens: {reason}") from error
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token, as far as they do not depend on those around it."""
+        if self.pieces.is_byte_level:
+            return self.pieces.bytes_of(token_id)
+        return self.decode([token_id], skip_special=False).encode()
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_vars: Any) -> str:
         """The prompt text that the chat template makes of the messages, with special tokens as it writes them."""

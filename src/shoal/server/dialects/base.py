@@ -19,9 +19,11 @@ from shoal.core.request import Logprobs
 from shoal.keys.api_key import ApiKey
 from shoal.output.parser import Parsed
 from shoal.output.sample import Sample
-from shoal.server.errors import HttpError
+from shoal.server.errors import ErrorBody, HttpError
 from shoal.server.jobs import Call
 from shoal.server.prepare import PreparedRequest
+
+SSE = "text/event-stream"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class Operation:
     chunk: type[msgspec.Struct]
     example: Mapping[str, Any]  # a body without its model
     overrides: Mapping[str, Any]  # fields of the request whose schema the types cannot express
+    error: type[msgspec.Struct] = ErrorBody
+    stream_kind: str = SSE  # the content type of a streamed answer
+    ends_with: str = "then `data: [DONE]`"  # how a stream ends
 
 
 class ChoiceWriter(Protocol):
@@ -78,3 +83,6 @@ class Dialect(Protocol):
         """The JSON of the answer to a call that is over, in pieces of a few milliseconds of work. Used in a thread."""
 
     def stream(self, call: Call, id: str, created: int) -> StreamWriter: ...
+
+    def error(self, error: HttpError) -> bytes:
+        """The body of an answer that is an error."""

@@ -1,19 +1,19 @@
 """OpenAI's /v1/chat/completions: messages in, one assistant message per sample out.
 
-Owns the body's fields, the answer's fields and the chunks of a stream. Knows the Preparer and a Call; no HTTP.
+Owns the answer's fields and the chunks of a stream; the body's are in chat_body.py. Knows a Call; no HTTP.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
-from shoal.core.params import MAX_LOGPROBS
 from shoal.core.request import Logprobs
 from shoal.keys.api_key import ApiKey
-from shoal.output.parser import Parsed, content_of
+from shoal.output.parser import Parsed, ToolCall, calls_of, content_of, reasoning_of
 from shoal.output.sample import Sample
-from shoal.server.bodies import MOST_MESSAGES, ChatMessage, GenerationBody, Nothing, limits, read
+from shoal.server.bodies import read
+from shoal.server.chat_body import ChatRequest, prepare_chat
 from shoal.server.dialects.base import Operation
 from shoal.server.dialects.common import (
     ChunkFrame,
@@ -27,64 +27,43 @@ from shoal.server.dialects.common import (
     shown_ids,
     usage_of,
 )
-from shoal.server.errors import BadField
+from shoal.server.errors import HttpError
 from shoal.server.jobs import Call
 from shoal.server.logprobs import ChatLogprobs, TokenNames, chat_logprobs, chat_pieces
 from shoal.server.prepare import PreparedRequest, Preparer
+from shoal.text.parts import joined
 
 ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
 
 
-# ---- the body
-
-
-class ChatRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/chat/completions"""
-
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Annotated[int, limits("max_tokens")] | None = None  # the newer name of max_tokens
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, limits("logprobs")] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # variables for the chat template, such as enable_thinking
-    tools: Annotated[list[Any], Meta(max_length=0, description="Refused by name unless empty.")] | None = None
-    tool_choice: Literal["none"] | None = None
-    functions: Nothing = None
-    function_call: Nothing = None
-    audio: Nothing = None
-    modalities: list[Literal["text"]] | None = None
-    chat_template: Nothing = None
-
-
-def top_logprobs_of(body: ChatRequest) -> int | None:
-    """How many alternatives to show for each token; None: no logprobs at all."""
-    if body.top_logprobs is not None and not body.logprobs:
-        raise BadField("top_logprobs", "top_logprobs requires logprobs to be true")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise BadField("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {body.top_logprobs}")
-    return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def max_tokens_of(body: ChatRequest) -> int | None:
-    """The limit, under its newer or its older name."""
-    new, old = body.max_completion_tokens, body.max_tokens
-    if new is not None and new < 1:
-        raise BadField("max_completion_tokens", f"max_completion_tokens must be at least 1, not {new}")
-    if new is not None and old is not None and new != old:
-        raise BadField(
-            "max_completion_tokens", f"max_completion_tokens is {new} but max_tokens is {old}; give one of them"
-        )
-    return old if new is None else new
-
-
 # ---- the answer
+
+
+class CalledFunction(Struct):
+    """The function that is called. `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class CallOfTool(Struct):
+    """A tool call. Its result comes back in a message of the role `tool` with its id."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class AnswerMessage(Struct):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[CallOfTool] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET  # the older form, for a body with `functions`
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same under its newer name
 
 
 class ChatChoice(Struct):
@@ -110,11 +89,31 @@ class ChatAnswer(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    """The next piece of a function's arguments; its name comes with the first."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CallDelta(Struct):
+    """The next piece of a tool call; its id and type come with the first."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
 class Delta(Struct):
     """The next piece of the assistant's message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -162,20 +161,8 @@ class Chat:
         self.names = names
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
-        request, preparer = await read(ChatRequest, body), self.preparer
-        model = preparer.check_model(request.model)
-        top = top_logprobs_of(request)
-        limit = max_tokens_of(request)
-        params = preparer.params(
-            request,
-            n=1 if request.n is None else request.n,
-            max_tokens=limit if limit is not None else preparer.settings.default_chat_max_tokens,
-            logprobs=top,
-        )
-        preparer.check_count(1, params.n, "n")
-        ids = await preparer.chat_ids(request.messages, True, request.chat_template_kwargs)
-        preparer.check_ids(ids, "messages")
-        return await preparer.request(request, id, key, [ids], params, model=model, keep=params.n, top=top)
+        request = await read(ChatRequest, body)
+        return await prepare_chat(self.preparer, request, len(body), id, key)
 
     def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
         prepared = call.prepared
@@ -184,11 +171,12 @@ class Chat:
         return answer_pieces(answer, (self._choice(prepared, sample) for sample in call.outputs.samples[0]))
 
     def _choice(self, prepared: PreparedRequest, sample: Sample) -> Iterator[bytes]:
+        parsed = sample.parsed
         choice = ChatChoice(
             sample.index,
-            AnswerMessage("assistant", content_of(sample.parsed)),
+            message_of(parsed, prepared.tools.legacy),
             None,
-            reason_of(sample),
+            finish_reason(sample, bool(calls_of(parsed)), prepared),
             sample.stop_reason,
             shown_ids(prepared, sample.tokens),
         )
@@ -197,6 +185,49 @@ class Chat:
 
     def stream(self, call: Call, id: str, created: int) -> "ChatChunkStream":
         return ChatChunkStream(call, self.names, id, created)
+
+    def error(self, error: HttpError) -> bytes:
+        return error.body()
+
+
+def finish_reason(sample: Sample, called: bool, prepared: PreparedRequest) -> FinishReason:
+    """As OpenAI has it: a call that was not left to the model ends as `stop`. An incomplete one is no tool call."""
+    reason, tools = reason_of(sample), prepared.tools
+    if not called or tools.named or reason != "stop" or sample.stop_reason is not None:
+        return reason
+    return "function_call" if tools.legacy else "tool_calls"
+
+
+def message_of(parsed: Parsed, legacy: bool) -> AnswerMessage:
+    calls, reasoning = calls_of(parsed), reasoning_of(parsed) or UNSET
+    message = AnswerMessage("assistant", content_of(parsed) or (None if calls or reasoning else ""))
+    message.reasoning = message.reasoning_content = reasoning
+    functions = [CalledFunction(call.name, call.arguments) for call in calls]
+    if functions and legacy:
+        message.function_call = functions[0]
+    elif functions:
+        message.tool_calls = [CallOfTool(call.id, "function", one) for call, one in zip(calls, functions, strict=True)]
+    return message
+
+
+def delta_of(parsed: Parsed, legacy: bool) -> Delta:
+    content, calls, reasoning = content_of(parsed), calls_of(parsed), reasoning_of(parsed) or UNSET
+    delta = Delta(content=content or UNSET, reasoning_content=reasoning, reasoning=reasoning)
+    if calls and legacy:
+        delta.function_call = function_delta(calls[0])
+    elif calls:
+        delta.tool_calls = [call_delta(call) for call in calls]
+    return delta
+
+
+def call_delta(call: ToolCall) -> CallDelta:
+    if call.name:
+        return CallDelta(call.index, call.id, "function", function_delta(call))
+    return CallDelta(call.index, function=function_delta(call))
+
+
+def function_delta(call: ToolCall) -> FunctionDelta:
+    return FunctionDelta(call.name or UNSET, call.arguments)
 
 
 class ChatChunkStream(ChunkStream):
@@ -215,27 +246,33 @@ class ChatChunkStream(ChunkStream):
 class ChatChunks(ChunkFrame):
     """The events of one sample."""
 
-    __slots__ = ("names", "prepared", "shows_prompt_ids")
+    __slots__ = ("called", "names", "prepared", "shows_prompt_ids")
 
     def __init__(self, stream: ChatChunkStream, sample: Sample) -> None:
         super().__init__(stream, sample, b'"delta":{"content":', b"}")
         self.names = stream.names
         self.prepared = stream.call.prepared
         self.shows_prompt_ids = self.prepared.token_ids and sample.index == 0  # the others have the same prompt
+        self.called = False  # a tool call has begun
 
     def opening(self) -> bytes:
         prepared = self.prepared
         ids = b',"prompt_token_ids":%b' % encode(prepared.jobs[0].prompt) if self.shows_prompt_ids else b""
-        return self.start(ids) + ROLE + self.closing
+        return self.start(ids) + ROLE + self.stream.close()
+
+    def field(self, parsed: Parsed) -> bytes:
+        if isinstance(parsed, str):
+            return super().field(parsed)
+        self.called |= bool(parsed.tool_calls)
+        return b'"delta":%b' % encode(delta_of(joined([parsed]), self.prepared.tools.legacy))
 
     def full_delta(self, parsed: Parsed, tokens: list[int], logprobs: Sequence[Logprobs]) -> bytes:
         top, shown = self.prepared.top, b"null"
         if top is not None and logprobs:
             shown = encode(chat_logprobs(self.names, logprobs, top))
         ids = b',"token_ids":%b' % encode(tokens) if self.prepared.token_ids else b""
-        return self.full(content_of(parsed), shown, ids)
+        return self.full(parsed, shown, ids)
 
     def end(self, parsed: Parsed) -> bytes:
-        text = content_of(parsed)
-        field = self.before + encode(text) + self.after if text else b'"delta":{}'
-        return self.last(field, self.prepared.token_ids)
+        field = self.field(parsed) if parsed else b'"delta":{}'
+        return self.last(field, self.prepared.token_ids, finish_reason(self.sample, self.called, self.prepared))

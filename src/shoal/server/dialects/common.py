@@ -22,7 +22,7 @@ DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 FinishReason = Annotated[
-    Literal["stop", "length", "timeout", "abort"],
+    Literal["stop", "length", "tool_calls", "function_call", "timeout", "abort"],
     Meta(description="timeout: its `timeout` passed, and the answer is incomplete; abort: the server stopped it."),
 ]
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "timeout": "timeout"}
@@ -87,7 +87,12 @@ class ChunkStream:
         self.envelope = b'data: {"id":%b,"object":"%b","created":%d,"model":%b' % (
             encode(id), kind.encode(), created, encode(call.prepared.model),
         )  # fmt: skip
+        self.continuous = call.prepared.continuous_usage
         self.closing = b'],"usage":null}\n\n' if call.prepared.include_usage else b"]}\n\n"
+
+    def close(self) -> bytes:
+        """The end of a chunk: with the usage so far where that was asked for."""
+        return b'],"usage":%b}\n\n' % encode(usage_of(self.call)) if self.continuous else self.closing
 
     def last(self, error: HttpError | None) -> bytes:
         """An error or the usage, then [DONE]."""
@@ -101,12 +106,12 @@ class ChunkStream:
 class ChunkFrame:
     """The chunks of one sample; `before` and `after` stand directly around the text."""
 
-    __slots__ = ("after", "before", "closing", "envelope", "head", "sample", "tail")
+    __slots__ = ("after", "before", "envelope", "head", "sample", "stream", "tail")
 
     def __init__(self, stream: ChunkStream, sample: Sample, before: bytes, after: bytes) -> None:
         self.sample = sample
         self.envelope = stream.envelope
-        self.closing = stream.closing
+        self.stream = stream
         self.before, self.after = before, after
         self.head = self.start() + before
         self.tail = after + b',"logprobs":null,"finish_reason":null}' + stream.closing
@@ -116,17 +121,24 @@ class ChunkFrame:
         return b'%b%b,"choices":[{"index":%d,' % (self.envelope, more, self.sample.index)
 
     def delta(self, parsed: Parsed) -> bytes:
-        return self.head + encode(parsed if isinstance(parsed, str) else parsed.content) + self.tail
+        if isinstance(parsed, str) and not self.stream.continuous:
+            return self.head + encode(parsed) + self.tail
+        return self.full(parsed)
 
-    def full(self, text: str, logprobs: bytes = b"null", more: bytes = b"") -> bytes:
+    def field(self, parsed: Parsed) -> bytes:
+        """The choice's first own field, with what was added."""
+        return self.before + encode(parsed if isinstance(parsed, str) else parsed.content) + self.after
+
+    def full(self, parsed: Parsed, logprobs: bytes = b"null", more: bytes = b"") -> bytes:
         """A chunk with more than text; `more` are fields of the choice."""
-        return b'%b%b%b,"logprobs":%b,"finish_reason":null%b}%b' % (
-            self.head, encode(text), self.after, logprobs, more, self.closing,
+        return b'%b%b,"logprobs":%b,"finish_reason":null%b}%b' % (
+            self.start(), self.field(parsed), logprobs, more, self.stream.close(),
         )  # fmt: skip
 
-    def last(self, text_field: bytes, token_ids: bool) -> bytes:
+    def last(self, text_field: bytes, token_ids: bool, reason: FinishReason | None = None) -> bytes:
         """The chunk that says why the sample ended."""
         sample, ids = self.sample, b',"token_ids":[]' if token_ids else b""
+        why = (reason or reason_of(sample)).encode()
         return b'%b%b,"logprobs":null,"finish_reason":"%b","stop_reason":%b%b}%b' % (
-            self.start(), text_field, reason_of(sample).encode(), encode(sample.stop_reason), ids, self.closing,
+            self.start(), text_field, why, encode(sample.stop_reason), ids, self.stream.close(),
         )  # fmt: skip

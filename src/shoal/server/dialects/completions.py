@@ -27,7 +27,7 @@ from shoal.server.dialects.common import (
     shown_ids,
     usage_of,
 )
-from shoal.server.errors import BadField
+from shoal.server.errors import BadField, HttpError
 from shoal.server.jobs import Call
 from shoal.server.logprobs import (
     LegacyLogprobs,
@@ -216,6 +216,9 @@ class Completions:
     def stream(self, call: Call, id: str, created: int) -> "CompletionChunkStream":
         return CompletionChunkStream(call, self.names, id, created)
 
+    def error(self, error: HttpError) -> bytes:
+        return error.body()
+
 
 def best_of(samples: list[Sample], keep: int) -> list[Sample]:
     """The samples that are shown: all, or the likeliest per token, the best first."""
@@ -280,7 +283,7 @@ class CompletionChunks(ChunkFrame):
             shown = encode(completion_logprobs(self.names, tokens, logprobs, top, self.offset, skip))
             self.offset += sum(self.names.length_of(token, skip) for token in tokens)
         ids = b',"token_ids":%b' % encode(tokens) if self.prepared.token_ids else b""
-        return self.full(content_of(parsed), shown, ids)
+        return self.full(parsed, shown, ids)
 
     def end(self, parsed: Parsed) -> bytes:
-        return self.last(self.before + encode(content_of(parsed)) + self.after, self.prepared.token_ids)
+        return self.last(self.field(parsed), self.prepared.token_ids)

@@ -1,0 +1,79 @@
+"""The JSON schema of a tool's arguments, as the grammar needs it.
+
+Owns which keywords are left out of a schema that is not strict: no grammar can hold text to them. Knows no tokens.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.errors import BadGrammar
+
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# Keywords that the grammar's compiler does not know, and that only narrow what fits.
+UNCHECKED = frozenset(
+    {
+        *("uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "not", "if", "then", "else"),
+        *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems"),
+        *("contentEncoding", "contentMediaType", "contentSchema"),
+    }
+)
+KNOWN_FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+    }
+)
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas under any names
+VALUES = ("enum", "const", "default", "examples", "example")  # values, which are no schemas
+COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties", "unevaluatedProperties")
+SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}  # as json.dumps has them
+
+
+def prepared(schema: Mapping[str, Any] | None, strict: bool) -> tuple[dict[str, Any], list[str]]:
+    """(the schema that the arguments are held to, the keywords it was relieved of).
+
+    Arguments are an object. Where a schema names properties and is silent about others, others are not allowed: a
+    function rarely takes them. Raises BadGrammar for a schema that is not one of objects.
+
+    >>> prepared({"properties": {"x": {"type": "array", "uniqueItems": True}}}, strict=False)[1]
+    ['uniqueItems']
+    """
+    given = dict(schema or NO_PARAMETERS)
+    kind = given.setdefault("type", "object")
+    if kind != "object":
+        raise BadGrammar(f"arguments are an object, not {str(kind)[:40]!r}; set its type to 'object'")
+    properties, required = given.get("properties", {}), given.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list) or not all(map(is_text, required)):
+        raise BadGrammar("properties is an object of schemas, and required a list of their names; correct them")
+    if "properties" not in given and not any(key in given for key in COMBINING):
+        given["properties"] = {}
+    if not any(key in given for key in COMBINING):
+        given["additionalProperties"] = False
+    dropped: list[str] = []
+    if not strict:
+        given = _relieved(given, dropped)
+    return given, sorted(set(dropped))
+
+
+def is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _relieved(schema: Any, dropped: list[str]) -> Any:
+    """Without the keywords that cannot be checked."""
+    if isinstance(schema, list):
+        return [_relieved(one, dropped) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in UNCHECKED:
+            dropped.append(key)
+        elif key == "format" and isinstance(value, str) and value not in KNOWN_FORMATS:
+            dropped.append(f"format {value[:40]}")
+        elif key in VALUES:
+            kept[key] = value
+        elif key in NAMED and isinstance(value, Mapping):
+            kept[key] = {name: _relieved(one, dropped) for name, one in value.items()}
+        else:
+            kept[key] = _relieved(value, dropped)
+    return kept

@@ -1,0 +1,60 @@
+"""A server whose engine has two ranks: a dead or hung rank is a dead engine, and every stream goes on."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.story_server.servers import RESTARTS, SMALL, Server, command_of, family_of, running
+from tests.story_server.test_crash import all_answers, asks
+
+FLAGS = ("--tensor-parallel-size", "2", "--max-num-seqs", "12", "--max-model-len", "1024")
+
+
+@pytest.fixture(scope="module")
+def split(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("parallel"), tiny_model, *SMALL, *FLAGS) as server:
+        yield server
+
+
+def rank_pids(server: Server) -> list[int]:
+    return [pid for pid in family_of(server.process.pid) if "shoal.processes.rank" in command_of(pid)]
+
+
+def end_one(server: Server, pid: int, number: int) -> None:
+    """Returns when another engine answers."""
+    before, ranks = server.engine_pids(), rank_pids(server)
+    os.kill(pid, number)
+    server.wait_for("another engine", lambda: server.engine_pids() not in ([], before))
+    server.wait_for("/health to say 200 again", lambda: server.health() == 200)
+    server.wait_for("the end of the old ranks", lambda: not any(map(command_of, ranks)))
+    server.family |= family_of(server.process.pid)
+
+
+def test_streams_survive_the_death_of_a_rank_and_of_rank_0(split: Server) -> None:
+    wanted = asks(8, 60)
+    undisturbed = asyncio.run(all_answers(split, wanted, lambda: None))
+    assert {status for status, _ in undisturbed} == {200}
+    assert all(len(tokens) == ask["max_tokens"] for (_, tokens), ask in zip(undisturbed, wanted, strict=True))
+    before = split.metrics()[RESTARTS]
+    (rank,) = rank_pids(split)
+    disturbed = asyncio.run(all_answers(split, wanted, lambda: end_one(split, rank, signal.SIGKILL)))
+    assert disturbed == undisturbed
+    assert f"the engine ends: rank 1 (process {rank}) was killed by SIGKILL" in split.log()
+    (engine,) = split.engine_pids()
+    assert asyncio.run(all_answers(split, wanted, lambda: end_one(split, engine, signal.SIGKILL))) == undisturbed
+    assert split.metrics()[RESTARTS] == before + 2
+    split.wait_until_idle()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_a_dead_engine(split: Server) -> None:
+    (rank,) = rank_pids(split)
+    wanted = asks(4, 40)
+    undisturbed = asyncio.run(all_answers(split, wanted, lambda: None))
+    os.kill(rank, signal.SIGSTOP)
+    assert asyncio.run(all_answers(split, wanted, lambda: None)) == undisturbed
+    assert f"rank 1 (process {rank}) has given no sign of life" in split.log()
