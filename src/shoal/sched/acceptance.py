@@ -12,7 +12,7 @@ from shoal.core.drafts import Draft
 LEVELS = 20  # of confidence
 STRENGTH = 8.0  # tokens that a drafter's own estimate counts for
 MEMORY = 400  # tokens of one level that are remembered, about
-OWN_STRENGTH = 3.0  # tokens that "as predictable as others" counts for
+OWN_STRENGTH = 5.0  # tokens that "as predictable as others" counts for
 OWN_MEMORY = 0.95  # what is left of a request's past after one token
 SUREST = 0.98
 LEAST = 0.02  # a chance below this is none

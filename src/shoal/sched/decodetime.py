@@ -23,7 +23,7 @@ from shoal.sched.steptime import LONGEST_S, StepModel
 
 FADE = 0.04  # what the newest pass counts in the mean of its size, at least
 FOLLOW = 0.2  # how much of a change of pace is followed with one pass
-WILD = 3.0  # a pass that took more times what was expected than this counts as so many times that
+WILD = 1.5  # a pass that took more times what was expected than this counts as so many times that
 TRUSTED = 25  # passes that one size counts for, at most
 FORGET = 1024  # passes
 SMOOTH = 0.005  # by which share a size may change before the curve is made again
@@ -125,16 +125,20 @@ class DecodeTimes:
         if above == len(curve):
             at, seconds = curve[-1]
             seconds *= self._pace
-            return seconds + self._slope(seconds) * (positions - at)
+            return seconds + self._slope(seconds, at) * (positions - at)
         if above == 0:
             at, seconds = curve[0]
             seconds *= self._pace
-            return max(seconds - self._slope(seconds) * (at - positions), 0.2 * seconds)
+            return max(seconds - self._slope(seconds, at) * (at - positions), 0.2 * seconds)
         (low, less), (high, more) = curve[above - 1], curve[above]
         return (less + (positions - low) / (high - low) * (more - less)) * self._pace
 
-    def _slope(self, nearest_s: float) -> float:
-        return self._steps.coefficients[1] if self._steps.known else UNKNOWN * nearest_s
+    def _slope(self, nearest_s: float, at: float) -> float:
+        """What one more position adds to a pass of so many. While little is known: next to nothing for one, which reads
+        the weights anyway; for several, as if all of them but the first cost as much."""
+        if self._steps.known:
+            return self._steps.coefficients[1]
+        return nearest_s * max(UNKNOWN, (at - 1) / at**2)
 
     def _read_s(self, kv_read: int) -> float:
         """What reading so many KV positions adds."""

@@ -31,7 +31,7 @@ from shoal.sched.modeldrafts import NoModelDrafts
 from shoal.sched.pass_builder import PassBuilder
 from shoal.sched.steptime import StepModel
 
-MARGIN = 0.02  # by which a pass must be better with drafts than without
+MARGIN = 0.05  # by which a pass must be better with drafts than without
 SHARE = 0.005  # of a pass: what asking in turns may cost
 ASK_S = 1e-5  # of one request, besides what the drafter takes
 EAGER = 2.0  # a request is asked for in every pass if that gains so many times what it costs
