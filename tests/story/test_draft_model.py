@@ -211,7 +211,7 @@ def smol_tokens() -> Tokens:
 
 def smol_requests() -> list[tuple[Any, SamplingParams]]:
     return [
-        (QUESTION, SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True, top_p=0.95))
+        (QUESTION, SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True, top_p=0.95))
         for temperature in (0.0, 0.7, 1.0)
     ]
 
@@ -223,7 +223,12 @@ def smol_requests() -> list[tuple[Any, SamplingParams]]:
 def test_smollm2_drafts_for_itself(draft: dict[str, Any], least: float, smol_tokens: Tokens) -> None:
     with LLM(dtype="float32", kv_memory="128MiB", max_model_len=256, speculate="draft", draft_tokens=4, **draft) as llm:
         always_asked(llm)
-        tokens, counts = generate(llm, smol_requests())
+        tokens: Tokens = {}
+        counts: Counter[str] = Counter()
+        for at, asked in enumerate(smol_requests()):  # one at a time: beside others, few drafts are verified
+            answers, found = generate(llm, [asked])
+            tokens[at, 0] = answers[0, 0]
+            counts += found
     assert tokens == smol_tokens
     assert counts["proposed"] > 40
     assert counts["accepted"] > least * counts["proposed"], counts  # by chance: one in 49,152

@@ -119,7 +119,7 @@ class PrivateFolder:
 
 def check_socket_paths(folder: str) -> None:
     """Raise BadConfig if the sockets of a server would have longer paths below this folder than the system allows."""
-    path = os.path.join(folder, "shoal-12345678", "engine-99", "engine.ipc")  # no socket's path is longer
+    path = os.path.join(folder, "shoal-12345678", "e999", "engine.ipc")  # no socket's path is longer
     limit = 107 if sys.platform == "linux" else 103  # bytes of sockaddr_un.sun_path, less the NUL at its end
     if len(os.fsencode(path)) > limit:
         raise BadConfig(
@@ -191,7 +191,7 @@ def make_children(
     from shoal.engine.curve import KeyPair
     from shoal.engine.supervise import Child
 
-    homes = [folder / f"engine-{number}" for number in range(serve.replicas)] if serve.replicas > 1 else [folder]
+    homes = [folder / f"e{number}" for number in range(serve.replicas)] if serve.replicas > 1 else [folder]
     client_keys = None if serve.cluster is None else KeyPair.fresh().as_json()
     shared = {
         "log_level": serve.log_level,
