@@ -31,11 +31,12 @@ def checkpoint_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
     >>> checkpoint_format({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
     CheckpointFormat(kind='fp8', block=(128, 128), group=0, zeros_from=0)
     """
-    given = config.get("quantization_config") or config.get("compression_config")
+    key = "quantization_config" if config.get("quantization_config") else "compression_config"
+    given = config.get(key)
     if not given:
         return None
     if not isinstance(given, Mapping):
-        raise _refused(shown(given), "")
+        raise _refused(f"{shown(given)} ({key})", "")
     method = given.get("quant_method")
     if method in ("awq", "gptq"):
         return _packed(given, str(method))
@@ -45,7 +46,7 @@ def checkpoint_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
         return CheckpointFormat("fp8")
     if method == "compressed-tensors":
         return _compressed(given)
-    raise _refused(shown(method), "")
+    raise _refused(f"{shown(method)} ({key})", "")
 
 
 def _packed(given: Mapping[str, Any], method: str) -> CheckpointFormat:
