@@ -76,6 +76,8 @@ class RayHolder:
             raise ConnectionError(str(error).partition("\n")[0]) from error
 
     def release(self) -> None:
+        if self._asked is not None:
+            self._asked.cancel()  # the answer, or the error, of an actor that nobody waits for
         with contextlib.suppress(RayError, ValueError):
             if self._answered:
                 ray.wait([self._actor.close.remote()], timeout=CLOSE_S)
