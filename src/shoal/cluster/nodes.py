@@ -77,7 +77,7 @@ class RayHolder:
 
     def release(self) -> None:
         if self._asked is not None:
-            self._asked.cancel()  # the answer, or the error, of an actor that nobody waits for
+            self._asked.cancel()  # its answer, or error, is not needed any more
         with contextlib.suppress(RayError, ValueError):
             if self._answered:
                 ray.wait([self._actor.close.remote()], timeout=CLOSE_S)
