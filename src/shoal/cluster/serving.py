@@ -1,4 +1,4 @@
-"""The Ray Serve application `shoal.cluster:app`, for those who deploy with `serve run`.
+"""The Ray Serve application `shoal.cluster:app`, for deployments with `serve run`.
 
 One replica of one deployment runs `shoal serve --cluster ray` as a child process on its node and passes HTTP through to
 it, bytes as they come. Its options are arguments of the application, by the names of Shoal's flags. Owns the child

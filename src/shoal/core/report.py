@@ -1,4 +1,4 @@
-"""What an engine tells those who choose among several engines: its load, and changes of its prefix cache.
+"""What an engine tells routers: its load, and changes of its prefix cache.
 
 Owns the record, and how the names of blocks are joined in it. Knows nothing of how it travels, of routing or of
 scheduling.
@@ -28,7 +28,7 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """One of a server's engines, for those who watch them."""
+    """One of a server's engines, as its status shows it."""
 
     number: int
     up: bool

@@ -1,4 +1,4 @@
-"""How loaded an engine is, for those who decide how many engines there should be.
+"""How loaded an engine is, for the autoscaler.
 
 Owns the rate: positions computed per second of computing, in which the past fades. Reads the scheduler's tables and
 the records of passes. Knows no clock, no sockets and no other engines.
