@@ -132,6 +132,20 @@ class Server:
     def engine_pids(self) -> list[int]:
         return [pid for pid in family_of(self.process.pid) if "shoal.processes.engine" in command_of(pid)]
 
+    def end_engine(self, pid: int, number: int = signal.SIGKILL) -> None:
+        """Signals a process of the engine, as from outside; returns when the next engine answers.
+
+        A front may not have noticed yet that the old one is gone, and says 200: so it must have seen the new one.
+        """
+        before = self.metrics()[RESTARTS]
+        os.kill(pid, number)
+        self.wait_for("another engine", lambda: self.metrics()[RESTARTS] > before)
+        self.wait_for("/health to say 200 again", lambda: self.health() == 200)
+
+    def kill_engine(self) -> None:
+        (pid,) = self.engine_pids()
+        self.end_engine(pid)
+
     def resident_bytes(self) -> int:
         return sum(resident_bytes(pid) for pid in family_of(self.process.pid))
 

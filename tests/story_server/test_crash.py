@@ -71,14 +71,6 @@ async def all_answers(server: Server, wanted: list[Ask], meanwhile: Callable[[],
         return await asyncio.gather(*asked)
 
 
-def kill_engine(server: Server) -> None:
-    """As from outside; returns when another engine answers."""
-    (pid,) = server.engine_pids()
-    os.kill(pid, signal.SIGKILL)
-    server.wait_for("another engine", lambda: server.engine_pids() not in ([], [pid]))
-    server.wait_for("/health to say 200 again", lambda: server.health() == 200)
-
-
 @pytest.fixture(scope="module")
 def steady(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that is killed a lot. --threads 1 and float32: the same tokens whatever the batch."""
@@ -96,8 +88,8 @@ def test_64_streams_survive_three_kills(steady: Server) -> None:
 
     def kills() -> None:
         for _ in range(3):
-            time.sleep(chance.uniform(0.3, 1.5))
-            kill_engine(steady)
+            time.sleep(chance.uniform(0.1, 0.6))
+            steady.kill_engine()
 
     before = steady.metrics()[RESTARTS]
     disturbed = asyncio.run(all_answers(steady, wanted, kills))
@@ -119,7 +111,7 @@ def speaking(server: Server) -> int:
 
 def kill_when(server: Server, what: str, holds: Callable[[], bool]) -> None:
     server.wait_for(what, holds)
-    kill_engine(server)
+    server.kill_engine()
 
 
 def test_requests_that_come_during_a_restart_wait_and_are_answered(steady: Server) -> None:

@@ -26,10 +26,8 @@ def rank_pids(server: Server) -> list[int]:
 
 def end_one(server: Server, pid: int, number: int) -> None:
     """Returns when another engine answers."""
-    before, ranks = server.engine_pids(), rank_pids(server)
-    os.kill(pid, number)
-    server.wait_for("another engine", lambda: server.engine_pids() not in ([], before))
-    server.wait_for("/health to say 200 again", lambda: server.health() == 200)
+    ranks = rank_pids(server)
+    server.end_engine(pid, number)
     server.wait_for("the end of the old ranks", lambda: not any(map(command_of, ranks)))
     server.family |= family_of(server.process.pid)
 

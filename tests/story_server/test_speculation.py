@@ -17,7 +17,7 @@ from shoal.kernels.cpu import NativeOps
 from tests.drafting import untimed_env
 from tests.story_server.asks import ASKED, STORY
 from tests.story_server.servers import RESTARTS, RUNNING, SMALL, WAITING, Server, running
-from tests.story_server.test_crash import Ask, all_answers, asks, kill_engine
+from tests.story_server.test_crash import Ask, all_answers, asks
 from tests.story_server.test_structured import LARK, SWITCH
 
 pytestmark = pytest.mark.skipif(
@@ -114,7 +114,7 @@ def test_streams_with_drafts_survive_kills(tiny: Server, drafting: Server) -> No
         for _ in range(2):
             drafting.wait_for("drafts, or the end of all answers", drafted_or_idle)
             time.sleep(chance.uniform(0.0, 0.5))
-            kill_engine(drafting)
+            drafting.kill_engine()
 
     before = drafting.metrics()[RESTARTS]
     disturbed = asyncio.run(all_answers(drafting, wanted, kills))
