@@ -42,6 +42,7 @@ from shoal.text.length import LeastTokens
 from shoal.text.reasoning import reasoning_for
 from shoal.text.tokenizer import Tokenizer
 from shoal.text.tools.formats import format_for
+from shoal.text.tools.harmony import Harmony, channel_messages
 from shoal.text.tools.prompt import with_tools
 
 PROMPT_END = 200  # characters at the end of a prompt, in which reasoning may have been opened
@@ -167,6 +168,8 @@ class Preparer:
                 )
         check_depth(given, "chat_template_kwargs")
         plain = await off_loop(size_of(messages), lambda: plain_messages(messages), PYTHON)
+        if isinstance(self.tool_format, Harmony):
+            plain = channel_messages(plain)
         if not self.tool_format.in_template:
             plain = with_tools(plain, tools)
         elif tools:
