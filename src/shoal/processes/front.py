@@ -39,6 +39,7 @@ from shoal.routing.router import Router
 from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
+from shoal.server.response_store import NoStore, ResponseStore, SqliteStore
 from shoal.server.settings import ServerSettings
 from shoal.server.templates import TemplateWorker
 from shoal.text.grammar import grammars_of
@@ -46,6 +47,7 @@ from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
 
 SWITCH_S = 0.001  # how long a busy thread may keep the event loop's from running
+STORE = "responses.sqlite"
 GC_THRESHOLDS = (20_000, 50, 100)  # far apart: a full collection takes tens of milliseconds with many requests
 log = logging.getLogger("shoal.processes.front")
 
@@ -99,6 +101,7 @@ async def run(config: Mapping[str, Any]) -> None:
         FrontMetrics(lasting_name(config)),
         spans,
         limiter,
+        store := open_store(config, serve),
     )
     if config.get("supervised"):
         front.restart_engines = restart_engines
@@ -110,6 +113,7 @@ async def run(config: Mapping[str, Any]) -> None:
         await answer(front, serve, config, client)
     await client.close()
     await limiter.close()
+    await store.close()
     await asyncio.to_thread(spans.close)
 
 
@@ -235,6 +239,14 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
         reasoning_format=serve.reasoning_format,
         seed=config["seed"],
     )
+
+
+def open_store(config: Mapping[str, Any], serve: ServeConfig) -> ResponseStore:
+    """The store of responses: the operator's file, or one in the folder that all processes of the server share."""
+    if not serve.response_store_size:
+        return NoStore()
+    path = Path(serve.response_store or Path(config["folder"]) / STORE)
+    return SqliteStore(path, serve.response_store_size, serve.response_store_age)
 
 
 def lasting_name(config: Mapping[str, Any]) -> str:
