@@ -126,6 +126,11 @@ class ServeConfig(Options):
         parse=float,
         group="server",
     )
+    spare_engine: bool = option(
+        True,
+        "keep a process that has the program loaded, so that an engine restarts sooner; about 200 MB",
+        group="server",
+    )
     restart_policy: str = option(
         "wait",
         "while the engine is restarted, new requests wait for it or are refused with 503",

@@ -24,7 +24,7 @@ from shoal.engine.link import EngineAddress
 from shoal.engine.members import Follower
 from shoal.engine.refusal import say_refused
 from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
-from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
+from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, name_process, say_ready
 from shoal.errors import ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.keys.api_key import no_keys
@@ -54,6 +54,7 @@ log = logging.getLogger("shoal.processes.front")
 
 def main() -> int:
     die_with_parent()
+    name_process("shoal-front")
     for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor handles both
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
