@@ -112,7 +112,7 @@ class XmlArguments:
     """Turns the elements of one call into a JSON object, piece by piece. `plain`: which of them are texts.
 
     >>> XmlArguments(frozenset({"a"})).feed('<parameter=a>\\nx "y"\\n</parameter>\\n</function>\\n')
-    ('{"a": "x \\\\"y\\\\""}', 46)
+    ('{"a": "x \\\\"y\\\\""}', 44)
     """
 
     __slots__ = ("_begun", "_held", "_is_plain", "_names", "_plain")
