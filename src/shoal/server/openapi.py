@@ -220,8 +220,7 @@ def _stored_responses(settings: ServerSettings) -> Json:
     found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id])
     gone = _get("Delete it", DeletedResponse, 404, 503, parameters=[id])["get"]
     items = _get("The items of its input", InputItemList, 400, 404, 503, parameters=[id, *options])
-    cancel = _get("Refused: a response that can be found has ended", None, 400, 404, 503, parameters=[id])["get"]
-    del cancel["responses"]["200"]
+    cancel = _get("Cancel it, if it is made in the background", ResponseAnswer, 400, 404, 503, parameters=[id])["get"]
     return {
         "/v1/responses/{id}": {**found, "delete": gone},
         "/v1/responses/{id}/input_items": items,
