@@ -13,7 +13,7 @@ from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Request
 from shoal.errors import EngineError, Rejected, ShoalError
 
-GRAMMARS = ("json_object", "json", "regex", "choice", "grammar", "composed")
+GRAMMARS = ("json_object", "json", "regex", "choice", "grammar", "structural_tag", "composed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class ThinkingLimit:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """The form of an answer: any JSON object, a JSON schema, a regex, a choice (a JSON list), a Lark grammar, or one
-    composed of several (text/tools/compose.py).
+    """The form of an answer: any JSON object, a JSON schema, a regex, a choice (a JSON list), a grammar in Lark or
+    GBNF, a structural tag (which becomes the next), or one composed of several (text/tools/compose.py).
 
     >>> GrammarSpec("regex", "[0-9]+").kind
     'regex'
