@@ -125,7 +125,7 @@ TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "<
         ({"structured_outputs": {"structural_tag": {"format": TAG}}}, "composed", "<a>"),
         ({"structured_outputs": {"json_object": True}}, "json_object", ""),
         ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}}, "json", '"whitespace_pattern":" ?"'),
-        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, "json", '"whitespace_flexible":false'),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, "json", '"item_separator":", "'),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
             "json", '"additionalProperties":false',

@@ -11,6 +11,7 @@ from shoal import errors
 from shoal.core.grammar import Grammar
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Request
+from shoal.core.token_rules import TokenRules
 from shoal.errors import EngineError, Rejected, ShoalError
 
 GRAMMARS = ("json_object", "json", "regex", "choice", "grammar", "structural_tag", "composed")
@@ -59,6 +60,7 @@ class Job:
     timeout_s: float | None = None  # from its arrival to its last token
     waited_s: float = 0.0  # between its arrival and this submission, while there was no engine or an earlier one
     grammar: GrammarSpec | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the tokens of params.bad_words
 
 
 def requests_of(
@@ -92,10 +94,19 @@ def requests_of(
             tier=job.tier,
             timeout_s=job.timeout_s,
             waited_s=job.waited_s,
-            grammar=grammars[sample] if grammars else None,
+            grammar=ruled(job, grammars[sample] if grammars else None, output),
         )
         for sample, output in outputs.items()
     ]
+
+
+def ruled(job: Job, grammar: Grammar | None, output: Sequence[int]) -> Grammar | None:
+    """What a sample with this output may draw: its grammar, within the rules of its parameters."""
+    allowed, least = job.params.allowed_token_ids, job.params.min_tokens
+    if allowed is None and not job.bad_words:
+        return grammar
+    ends = tuple(job.stop_ids)
+    return TokenRules(grammar, allowed=allowed, bad=job.bad_words, ends=ends, least=least, output=output)
 
 
 @dataclass(frozen=True, slots=True)

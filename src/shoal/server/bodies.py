@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from shoal.core.params import MAX_STOPS, PARAMS
+from shoal.core.params import PARAMS
 from shoal.server.errors import HttpError, bad_body
 from shoal.server.field_names import known_at
 from shoal.server.json_size import MOST_DIGITS, MOST_IDS, MOST_VALUES, field_at, measure
@@ -19,7 +19,7 @@ from shoal.server.known_fields import DEFAULT_ONLY, ELSEWHERE, IGNORED, NULL_ONL
 from shoal.server.workers import PYTHON, off_loop
 
 MOST_BIASES = 1024
-MOST_STOP_IDS = 256
+MOST_STOP_IDS = PARAMS["stop_token_ids"].most
 MOST_SALT = 256  # characters
 MOST_MESSAGES = 4096
 SMALL_BODY = 16 * 2**10  # bytes; read on the event loop
@@ -32,6 +32,7 @@ def _hint(**schema: Any) -> Meta:
 
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Nothing = Annotated[None, Meta(description="Refused by name.")]
 # skipped, not decoded
 Ignored = Annotated[msgspec.Raw | UnsetType, Meta(description="Ignored; the answer's X-Shoal-Warning header names it.")]
@@ -110,8 +111,8 @@ def _type_of(name: str) -> Any:
         "number": Annotated[float, limits(name)],
         "integer": Annotated[int, limits(name)],
         "biases": Annotated[dict[TokenId, float], Meta(max_length=MOST_BIASES)],
-        "strings": str | Annotated[list[str], _hint(maxItems=MAX_STOPS)],
-        "token_ids": Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)],
+        "strings": str | Annotated[list[str], _hint(maxItems=PARAMS[name].most)],
+        "token_ids": Annotated[list[TokenId], Meta(max_length=PARAMS[name].most)],
     }
     return kinds[PARAMS[name].kind] | None
 
@@ -123,6 +124,7 @@ if TYPE_CHECKING:
 
         n: int | None = None
         max_tokens: int | None = None
+        logprob_token_ids: list[int] | None = None
 else:
     SamplingBody = msgspec.defstruct(
         "SamplingBody",
@@ -177,6 +179,14 @@ class GenerationBody(TolerantBody, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MOST_SALT)] | None = None
     tier: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs, tokens are written as token_id:5
+    prompt_logprobs: Annotated[int, limits("prompt_logprobs")] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are left out; left by default
+    add_special_tokens: bool | None = None  # of a prompt that is a text; true by default
+    no_stop_trim: bool | None = None  # SGLang's name of include_stop_str_in_output
+    request_id: RequestId | None = None  # in the answer, its header and the log; X-Request-Id takes precedence there
+    rid: RequestId | None = None  # SGLang's name of it
     json_schema: dict[str, Any] | str | None = None  # SGLang's names of the fields of structured_outputs
     regex: str | None = None
     ebnf: str | None = None  # GBNF

@@ -47,6 +47,11 @@ def tier_ignored(body: GenerationBody, key: ApiKey | None) -> list[str]:
     return ["tier"] if key is not None and body.tier is not None and body.tier != key.tier else []
 
 
+def priority_ignored(body: GenerationBody, used: bool) -> list[str]:
+    """["priority"] where the order of the engine's queue does not look at it."""
+    return ["priority (the server's --order does not use it)"] if body.priority and not used else []
+
+
 def check_priority(body: GenerationBody, key: ApiKey | None) -> None:
     """Refuse a priority that the key may not set. A server without keys takes any."""
     if body.priority and key is not None and not key.may_set_priority:
