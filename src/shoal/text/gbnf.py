@@ -47,7 +47,7 @@ def lark_of(text: str) -> str:
     start: ROOT
     ROOT: "a" /[0-9]/+
     """
-    rules = Parser(text).rules()
+    rules = GbnfReader(text).rules()
     reached, recursive = used(rules)
     if not recursive:
         names = {name: f"T{number}" if name != ROOT else "ROOT" for number, name in enumerate(rules)}
@@ -76,7 +76,7 @@ class Rule:
     body: list[list[Item]]
 
 
-class Parser:
+class GbnfReader:
     """Reads the rules of one grammar, token by token."""
 
     def __init__(self, text: str) -> None:
