@@ -11,11 +11,12 @@ from shoal.core.job import GrammarSpec, ThinkingLimit
 from shoal.errors import BadGrammar
 from shoal.output.parser import Parser, PlainParser
 from shoal.server.bodies import GenerationBody
+from shoal.server.constraint import grammar_of
 from shoal.server.errors import BadField
-from shoal.server.rules import grammar_of
 from shoal.server.tool_choice import NO_TOOLS, ToolRequest
 from shoal.text.grammar import check_text, source_of
 from shoal.text.reasoning import ReasoningParser, Thought
+from shoal.text.structural import structural
 from shoal.text.tokenizer import Tokenizer
 from shoal.text.tools.calls import ToolUse
 from shoal.text.tools.compose import composed
@@ -58,6 +59,8 @@ def form_of(
     spec, param = grammar_of(body)
     if tokenizer is None:
         return AnswerForm(spec, param, tools=tools)
+    if spec is not None and spec.kind == "structural_tag":
+        spec = tagged(spec, param, tokenizer)
     use, thought = tools.use, reasoning.thought
     limited = thought is not None and reasoning.budget is not None
     if use is not None:
@@ -80,6 +83,15 @@ def form_of(
         tools=tools,
         ignored=() if limited or reasoning.budget is None else ("thinking_token_budget",),
     )
+
+
+def tagged(spec: GrammarSpec, param: str, tokenizer: Tokenizer) -> GrammarSpec:
+    """The grammar of a structural tag."""
+    try:
+        check_text(spec)
+        return structural(spec.text, tokenizer.marks, tokenizer.pieces.special_ids)
+    except BadGrammar as error:
+        raise BadField(param, str(error)) from error
 
 
 def compose(
