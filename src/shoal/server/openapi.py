@@ -124,6 +124,11 @@ def _tighten(schemas: Json) -> None:
         {"required": ["type"], "properties": {"type": {"enum": ["reasoning"]}}},
         {"required": ["id"], "properties": {"type": {"enum": ["item_reference", None]}, "id": {"type": "string"}}},
     ]  # fmt: skip
+    for name in ("ResponsesRequest", "InputTokensRequest"):
+        schemas[name]["anyOf"] = [
+            {"required": ["input"], "properties": {"input": texts}},
+            {"required": ["previous_response_id"], "properties": {"previous_response_id": text}},
+        ]
     schemas["ContentPart"]["anyOf"] = [
         {"required": ["text"], "properties": {"text": {"type": "string"}}},
         {"required": ["refusal"], "properties": {"type": {"enum": ["refusal"]}, "refusal": {"type": "string"}}},
