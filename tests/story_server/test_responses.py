@@ -116,6 +116,14 @@ def test_a_call_and_its_result(client: OpenAI) -> None:
     assert json.loads(streamed.arguments)["city"] in ("Paris", "Rome")
 
 
+def test_a_real_model_remembers(smol_client: OpenAI, smol_name: str) -> None:
+    asked: dict[str, Any] = {"model": smol_name, "temperature": 0, "max_output_tokens": 30}
+    first = smol_client.responses.create(input="My name is Ada.", instructions="Answer in one sentence.", **asked)
+    assert first.output_text
+    then = smol_client.responses.create(input="What is my name?", previous_response_id=first.id, **asked)
+    assert "Ada" in then.output_text
+
+
 def test_tokens_are_counted(client: OpenAI) -> None:
     made = client.responses.create(model="tiny", input="Hi there", max_output_tokens=1)
     counted = client.responses.input_tokens.count(model="tiny", input="Hi there")
@@ -193,7 +201,8 @@ def test_agents_use_tools(server: Server) -> None:
     asyncio.run(work())
 
 
-def test_a_store_is_an_option(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_store_outlives_its_server(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "kept.sqlite"
     flags = (*SMALL, "--response-store", str(file), "--response-store-size", "2MiB", "--response-store-age", "3600")
     ids: list[str] = []
