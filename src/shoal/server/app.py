@@ -62,6 +62,7 @@ class Endpoint:
         open: bool = False,
         offers: bytes = BEARER,
         errors: Callable[[HttpError], bytes] = HttpError.body,
+        any_kind: bool = False,
         **handlers: Handler,
     ) -> None:
         self.front = front
@@ -69,12 +70,13 @@ class Endpoint:
         self.open = open  # requires no key
         self.offers = offers  # the authentication scheme named in a 401
         self.errors = errors  # how its API writes them
+        self.any_kind = any_kind  # of body, where it is not a page that sends it
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
-        exchange.error_body = self.errors
+        exchange.error_body, exchange.any_kind = self.errors, self.any_kind
         if not self.open:
             self.front.identify(exchange, self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
@@ -166,7 +168,11 @@ class Front:
         ]
         page = {"GET": info.page, "offers": BASIC}  # the only way for a browser to send a key
         paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in info.pages]
-        routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
+        ollama_prefix = "/api/"  # its users send JSON undeclared: the examples in its docs do
+        routes = [
+            Route(path, Endpoint(self, name, any_kind=path.startswith(ollama_prefix), **how))
+            for path, name, how in paths
+        ]
         return Router(routes, redirect_slashes=False, default=self._not_found)
 
     # ---- every request ----------------------------------------------------------------------------------------------
