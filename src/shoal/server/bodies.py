@@ -307,7 +307,7 @@ def _read(kind: type[Body], body: bytes) -> Body:
         read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         elsewhere = {name: why for name, why in ELSEWHERE.items() if name not in kind.__struct_fields__}
-        raise bad_body(error, REFUSED | NULL_ONLY | elsewhere) from None
+        raise bad_body(error, REFUSED | NULL_ONLY | elsewhere | getattr(kind, "refused", {})) from None
     return read
 
 
