@@ -17,6 +17,7 @@ PYTHON = {
     "langchain_agent.py": ("langchain", "langchain_openai"),
     "litellm_providers.py": ("litellm",),
     "ollama_sdk.py": ("ollama",),
+    "openai_agents.py": ("agents", "openai"),
     "pydantic_ai_agent.py": ("pydantic_ai", "openai"),
 }
 
@@ -32,8 +33,6 @@ def test_openai_js(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("api", ["chat", "default"])
 def test_vercel_ai(server: Server, tmp_path: Path, api: str) -> None:
-    if api == "default" and server.post("/v1/responses", {}).status_code == 404:
-        pytest.skip("the default of this provider is /v1/responses, which is not served yet")
     run_node("vercel_ai.mjs", ("ai", "@ai-sdk/openai", "zod"), tmp_path, server.url, "tiny", api)
 
 

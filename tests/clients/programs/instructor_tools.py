@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import instructor
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 url, model = sys.argv[1:]
 server: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
@@ -16,6 +16,8 @@ common |= {"max_tokens": 2000}
 
 class Owner(BaseModel):
     """Who has it."""
+
+    model_config = ConfigDict(extra="forbid")  # else a random model adds fields without end
 
     name: Annotated[str, Field(max_length=5)]
     age: Annotated[int, Field(ge=0, le=99)]

@@ -1,8 +1,8 @@
-// openai-node: chats, streams, runTools with results, parse, strict tools, errors.
+// openai-node: chats, streams, runTools with results, parse, strict tools, responses, errors.
 
 import assert from "node:assert/strict";
 import OpenAI from "openai";
-import { zodFunction, zodResponseFormat } from "openai/helpers/zod";
+import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
 const [url, model] = process.argv.slice(2);
@@ -57,6 +57,35 @@ const strict = await client.chat.completions.parse({
   tool_choice: "required", parallel_tool_calls: false,
 });
 Fish.parse(strict.choices[0].message.tool_calls[0].function.parsed_arguments);
+
+// responses: whole, continued, streamed, with a tool and its result, parsed
+const input = "The quick brown fox";
+const first = await client.responses.create({ model, input, max_output_tokens: 16 });
+assert.equal(first.object, "response");
+const next = await client.responses.create({
+  model, input: "And then?", previous_response_id: first.id, max_output_tokens: 16,
+});
+assert.ok(next.usage.input_tokens > first.usage.input_tokens);
+assert.equal((await client.responses.retrieve(first.id)).id, first.id);
+const events = client.responses.stream({ model, input, max_output_tokens: 16 });
+let output = "";
+events.on("response.output_text.delta", (event) => { output += event.delta; });
+assert.equal((await events.finalResponse()).output_text, output);
+const { name, description, parameters } = weather.function;
+const asked = await client.responses.create({
+  model, input, tools: [{ type: "function", name, description, parameters }], tool_choice: "required",
+  parallel_tool_calls: false, max_output_tokens: 500,
+});
+const [call] = asked.output.filter((item) => item.type === "function_call");
+assert.ok(["Paris", "Rome"].includes(JSON.parse(call.arguments).city));
+await client.responses.create({
+  model, previous_response_id: asked.id, max_output_tokens: 16,
+  input: [{ type: "function_call_output", call_id: call.call_id, output: "Sunny" }],
+});
+const shaped = await client.responses.parse({
+  model, input, max_output_tokens: 500, text: { format: zodTextFormat(Fish, "fish") },
+});
+Fish.parse(shaped.output_parsed);
 
 // errors have the client's own types
 await assert.rejects(client.chat.completions.create({ model: "none", messages }), OpenAI.NotFoundError);
