@@ -19,9 +19,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from shoal.server.bodies import IGNORED
 from shoal.server.dialects.chat import ChatAnswer, ChatChunk, ChatRequest
 from shoal.server.dialects.completions import CompletionAnswer, CompletionChunk, CompletionRequest
+from shoal.server.known_fields import IGNORED
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import ask, chat, complete, events, front
 

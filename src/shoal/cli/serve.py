@@ -212,6 +212,7 @@ def make_children(
             "salt_secret": salt_secret,
             "model": engine.model,
             "seed": engine.seed,
+            "uses_priority": engine.order == "priority",
             "chat_template": engine.chat_template,
             "special_tokens_in_messages": engine.special_tokens_in_messages,
             "max_queue": engine.max_queue,

@@ -238,6 +238,7 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
         tool_format=serve.tool_format,
         reasoning_format=serve.reasoning_format,
         seed=config["seed"],
+        uses_priority=config.get("uses_priority", True),
     )
 
 

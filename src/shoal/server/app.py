@@ -256,6 +256,7 @@ class Front:
             prepared = await dialect.prepare(body, exchange.uid, exchange.key)
             del body
             exchange.release_body()
+            exchange.rename(prepared.request_id)
             reservation = await self.gate.reserve_jobs(exchange.key, prepared.jobs)
             await asyncio.sleep(0)  # preparing many jobs has taken a while, and so does what follows
             if watcher.gone:  # from here to on_disconnect nothing is awaited
@@ -288,13 +289,13 @@ class Front:
             if call.error is not None:
                 raise call.error
             await call.prepared.at_end(call.outputs)
-            pieces = dialect.whole(call, dialect.id_prefix + exchange.uid, int(time.time()))
+            pieces = dialect.whole(call, dialect.id_prefix + exchange.name, int(time.time()))
             await send_whole(exchange, call, pieces, warning(call.prepared))
         finally:
             self.answer_memory.close(call)
 
     async def _stream(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
-        writer = dialect.stream(call, dialect.id_prefix + exchange.uid, int(time.time()))
+        writer = dialect.stream(call, dialect.id_prefix + exchange.name, int(time.time()))
         stream = EventStream(call, writer, self.settings.max_unsent_bytes)
         stream.transport = (exchange.scope.get("extensions") or {}).get(TRANSPORT)
         await call.submit(stream.sinks)

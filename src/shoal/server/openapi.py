@@ -129,14 +129,25 @@ def _tighten(schemas: Json) -> None:
         {"required": ["refusal"], "properties": {"type": {"enum": ["refusal"]}, "refusal": {"type": "string"}}},
     ]
     shapes = {"json": ["object", "string"], "regex": "string", "choice": "array", "grammar": "string"}
+    shapes |= {"json_object": "boolean", "structural_tag": ["object", "string"]}
     schemas["StructuredOutputs"]["anyOf"] = _exactly_one(**shapes)
     schemas["ResponseFormat"]["anyOf"] = [
-        {"properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": {"type": "null"}}},
-        {
-            "required": ["json_schema"],
-            "properties": {"type": {"enum": ["json_schema"]}, "json_schema": {"type": "object"}},
-        },
+        _format("text"),
+        _format("json_object"),
+        _format("json_schema", json_schema="object"),
+        _format("structural_tag", format="object"),
+        _format("structural_tag", structures="array", triggers="array"),
     ]
+
+
+def _format(kind: str, **types: str) -> Json:
+    """A response_format that has these fields and no other."""
+    others = ("json_schema", "schema", "format", "structures", "triggers", "at_least_one")
+    nulls: Json = {name: {"type": "null"} for name in others}
+    return {
+        "required": [*types],
+        "properties": {**nulls, "type": {"enum": [kind]}, **{name: {"type": one} for name, one in types.items()}},
+    }
 
 
 def _exactly_one(**types: Any) -> list[Json]:
