@@ -39,7 +39,8 @@ OPERATIONS = [
     ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"), ("/tokenize", "POST"), ("/detokenize", "POST"),
     ("/v1/models", "GET"), ("/v1/models/{model}", "GET"), ("/health", "GET"), ("/version", "GET"), ("/metrics", "GET"),
-    ("/openapi.json", "GET"),
+    ("/openapi.json", "GET"), ("/v1/chat/completions/batch", "POST"), ("/ping", "GET"), ("/ping", "POST"),
+    ("/load", "GET"), ("/server_info", "GET"), ("/tokenizer_info", "GET"), ("/reset_prefix_cache", "POST"),
 ]  # fmt: skip
 
 
@@ -149,4 +150,5 @@ def test_generated_requests_get_answers_that_are_described(schema: Any, path: st
 
     statuses: set[int] = set()
     work()
-    assert 200 in statuses or path == "/v1/models/{model}", "some of it must have been served"
+    refused = {"/v1/models/{model}": 404, "/reset_prefix_cache": 403}.get(path)  # no such model; not from this machine
+    assert {200, refused} & statuses, "some of it must have been served"

@@ -32,6 +32,7 @@ class TokenizeAnswer(Struct):
     count: int
     max_model_len: int | None
     tokens: list[int]
+    token_strs: list[str] | None = None  # as the vocabulary writes them, where asked for
 
 
 class DetokenizeAnswer(Struct):

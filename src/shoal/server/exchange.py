@@ -26,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
 MOST_ID = 128  # characters of an X-Request-Id
-POLLED = ("/health", "/metrics", "/debug/requests")  # polled every few seconds by monitoring
+POLLED = ("/health", "/ping", "/load", "/metrics", "/debug/requests")  # polled every few seconds by monitoring
 
 
 class Exchange:

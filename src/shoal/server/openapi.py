@@ -10,13 +10,14 @@ import msgspec
 
 from shoal.core.params import PARAMS
 from shoal.server import answers
-from shoal.server.bodies import DetokenizeRequest, TokenizeRequest
 from shoal.server.dialects.base import SSE, Dialect, Operation
 from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, MessagesError
 from shoal.server.dialects.ollama import OllamaError
 from shoal.server.errors import ErrorBody
 from shoal.server.ollama_routes import OllamaShow, OllamaShowRequest, OllamaTags, OllamaVersion
+from shoal.server.server_routes import CacheReset, Load, ServerInfo, TokenizerInfo
 from shoal.server.settings import ServerSettings
+from shoal.server.token_bodies import DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
 PLACE = "#/components/schemas/{name}"
@@ -40,7 +41,7 @@ ALWAYS = (401, 405, 421, 431, 500)
 OF_BODIES = (400, 404, 408, 413, 415, 503)
 INFO_ANSWERS = (
     answers.ModelList, answers.ModelCard, answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Health,
-    answers.Version,
+    answers.Version, Load, ServerInfo, TokenizerInfo, CacheReset,
 )  # fmt: skip
 
 
@@ -190,7 +191,12 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
         ),
         "/api/version": _get("A version for Ollama's clients", OllamaVersion, error=OllamaError),
         "/health": _health(),
+        "/ping": {**_health(), "post": {**_health()["get"], "operationId": "ping"}},
         "/version": _get("The server's version", answers.Version),
+        "/load": _get("Requests that run or wait", Load),
+        "/server_info": _get("What is served", ServerInfo),
+        "/tokenizer_info": _get("The tokenizer and its chat template", TokenizerInfo, 400),
+        "/reset_prefix_cache": _reset(),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
         "/openapi.json": _get("This document", None),
     }
@@ -266,6 +272,11 @@ def _get(
     if open:
         found["security"] = []
     return {"get": found}
+
+
+def _reset() -> Json:
+    path = _get("Forget cached prefixes, for operators", CacheReset, 403, 408, 413, 415)
+    return {"post": path["get"]}
 
 
 def _health() -> Json:
