@@ -271,7 +271,8 @@ def _read(kind: type[Body], body: bytes) -> Body:
         read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         elsewhere = {name: why for name, why in ELSEWHERE.items() if name not in kind.__struct_fields__}
-        raise bad_body(error, REFUSED | NULL_ONLY | elsewhere, lambda path: known_at(kind, path)) from None
+        refused = REFUSED | NULL_ONLY | elsewhere | getattr(kind, "refused", {})
+        raise bad_body(error, refused, lambda path: known_at(kind, path)) from None
     return read
 
 

@@ -145,7 +145,7 @@ def _param(error: ShoalError) -> str | None:
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _NAMED = re.compile(r"Object (?P<how>contains unknown|missing required) field `(?P<name>[^`]*)`")
-_PART_TYPE = re.compile(r"messages\[\d+\]\.content\[\d+\]\.type")
+_PART_TYPE = re.compile(r"(messages|input)\[\d+\]\.(content|output)\[\d+\]\.type")
 
 
 def bad_body(
@@ -173,7 +173,7 @@ def bad_body(
     if named:
         hint = did_you_mean(named["name"], known(place))
         return HttpError(400, f"{param} is not a known field{hint}", param=param, code="unknown_field")
-    hint = "; only parts of type 'text' are supported" if _PART_TYPE.fullmatch(param) else ""
+    hint = "; only parts of text are supported" if _PART_TYPE.fullmatch(param) else ""
     return HttpError(400, f"{param or 'the body'}: {shorten(what)}{hint}", param=param or None, code="bad_value")
 
 

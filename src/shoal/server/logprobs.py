@@ -241,9 +241,17 @@ def _run_offsets(names: TokenNames, runs: Sequence[TokenRun], top: int, skip_spe
 
 def chat_pieces(names: TokenNames, known: LogprobList, top: int) -> Iterator[bytes]:
     """The JSON of ChatLogprobs."""
-    yield b'{"content":['
-    yield from _items([_token(names, one, top) for one in known[begin:end]] for begin, end in _cuts(len(known), top))
-    yield b'],"refusal":null}'
+    yield b'{"content":'
+    yield from token_pieces(names, known, top)
+    yield b',"refusal":null}'
+
+
+def token_pieces(names: TokenNames, known: LogprobList, top: int, first: int = 0) -> Iterator[bytes]:
+    """The JSON of a list of TokenLogprob, from the token numbered `first` on."""
+    yield b"["
+    cuts = ((first + begin, first + end) for begin, end in _cuts(len(known) - first, top))
+    yield from _items([_token(names, one, top) for one in known[begin:end]] for begin, end in cuts)
+    yield b"]"
 
 
 def prompt_pieces(names: TokenNames, known: LogprobList, top: int) -> Iterator[bytes]:

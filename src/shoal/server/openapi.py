@@ -15,6 +15,10 @@ from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest
 from shoal.server.dialects.ollama import OllamaError
 from shoal.server.errors import ErrorBody
 from shoal.server.ollama_routes import OllamaShow, OllamaShowRequest, OllamaTags, OllamaVersion
+from shoal.server.response_items import ROLES
+from shoal.server.response_record import ResponseAnswer
+from shoal.server.response_routes import DeletedResponse, InputItemList, InputTokensAnswer
+from shoal.server.responses_body import InputTokensRequest
 from shoal.server.server_routes import CacheReset, Load, ServerInfo, TokenizerInfo
 from shoal.server.settings import ServerSettings
 from shoal.server.token_bodies import DetokenizeRequest, TokenizeRequest
@@ -58,6 +62,10 @@ def describe(settings: ServerSettings, dialects: Sequence[Dialect]) -> Json:
             *(one.error for one in operations.values()),
             CountTokensRequest,
             CountTokensAnswer,
+            InputTokensRequest,
+            InputTokensAnswer,
+            DeletedResponse,
+            InputItemList,
             OllamaShowRequest,
             OllamaShow,
             OllamaTags,
@@ -106,6 +114,21 @@ def _tighten(schemas: Json) -> None:
         {"properties": {"role": {"enum": ["assistant"]}}},
     ]
     schemas["TokenizeRequest"]["anyOf"] = _exactly_one(prompt="string", messages="array")
+    text, texts = {"type": "string"}, {"type": ["string", "array"]}
+    schemas["InputItem"]["anyOf"] = [
+        {"required": ["role", "content"], "properties": {
+            "type": {"enum": ["message", None]}, "role": {"enum": list(ROLES)}, "content": texts}},
+        {"required": ["type", "call_id", "name", "arguments"], "properties": {
+            "type": {"enum": ["function_call"]}, "call_id": text, "name": text, "arguments": text}},
+        {"required": ["type", "call_id", "output"], "properties": {
+            "type": {"enum": ["function_call_output"]}, "call_id": text, "output": texts}},
+        {"required": ["type"], "properties": {"type": {"enum": ["reasoning"]}}},
+        {"required": ["id"], "properties": {"type": {"enum": ["item_reference", None]}, "id": {"type": "string"}}},
+    ]  # fmt: skip
+    schemas["ContentPart"]["anyOf"] = [
+        {"required": ["text"], "properties": {"text": {"type": "string"}}},
+        {"required": ["refusal"], "properties": {"type": {"enum": ["refusal"]}, "refusal": {"type": "string"}}},
+    ]
     shapes = {"json": ["object", "string"], "regex": "string", "choice": "array", "grammar": "string"}
     shapes |= {"json_object": "boolean", "structural_tag": ["object", "string"]}
     schemas["StructuredOutputs"]["anyOf"] = _exactly_one(**shapes)
@@ -142,6 +165,7 @@ def _exactly_one(**types: Any) -> list[Json]:
 def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Json:
     return {
         **{path: _generation(one, settings) for path, one in operations.items()},
+        **_stored_responses(settings),
         "/v1/models": _get("The model's names", answers.ModelList),
         "/v1/models/{model}": _get(
             "One of them",
@@ -190,6 +214,13 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
             error=OllamaError,
         ),
         "/api/version": _get("A version for Ollama's clients", OllamaVersion, error=OllamaError),
+        **_of_the_server(),
+    }
+
+
+def _of_the_server() -> Json:
+    """What operators and their programs ask."""
+    return {
         "/health": _health(),
         "/ping": {**_health(), "post": {**_health()["get"], "operationId": "ping"}},
         "/version": _get("The server's version", answers.Version),
@@ -199,6 +230,34 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
         "/reset_prefix_cache": _reset(),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
         "/openapi.json": _get("This document", None),
+    }
+
+
+def _stored_responses(settings: ServerSettings) -> Json:
+    """The paths of what /v1/responses has stored."""
+    id: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    options: list[Json] = [
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+    ]
+    found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id])
+    gone = _get("Delete it", DeletedResponse, 404, 503, parameters=[id])["get"]
+    items = _get("The items of its input", InputItemList, 400, 404, 503, parameters=[id, *options])
+    cancel = _get("Refused: a response that can be found has ended", None, 400, 404, 503, parameters=[id])["get"]
+    del cancel["responses"]["200"]
+    return {
+        "/v1/responses/{id}": {**found, "delete": gone},
+        "/v1/responses/{id}/input_items": items,
+        "/v1/responses/{id}/cancel": {"post": cancel},
+        "/v1/responses/input_tokens": _post(
+            "Tokens of an input",
+            InputTokensRequest,
+            InputTokensAnswer,
+            {"model": settings.model, "input": "Say hello."},
+            429,
+            503,
+        ),
     }
 
 

@@ -16,6 +16,7 @@ from shoal.core.job import EngineInfo, GrammarSpec, Job
 from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
+from shoal.output.outputs import Outputs
 from shoal.output.parser import Parser, PlainParser
 from shoal.server.answer_form import AnswerForm, form_of
 from shoal.server.answer_size import check_logprobs
@@ -95,6 +96,9 @@ class PreparedRequest:
     @property
     def skip_special(self) -> bool:
         return self.jobs[0].params.skip_special_tokens
+
+    async def at_end(self, outputs: Outputs) -> None:
+        """All samples have ended well; the end of the answer is sent after this."""
 
 
 @dataclass(frozen=True, slots=True)
