@@ -17,8 +17,10 @@ from shoal.core.names import pick
 from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
-TOOL_FORMATS = ("auto", "hermes", "llama3", "pythonic", "mistral", "mistral-args", "generic")  # text/tools/formats.py
-REASONING_FORMATS = ("auto", "none", "think", "mistral")  # text/reasoning.py
+TOOL_FORMATS = (
+    *("auto", "hermes", "qwen3-coder", "llama3", "pythonic", "mistral", "mistral-args", "harmony", "generic"),
+)  # text/tools/formats.py
+REASONING_FORMATS = ("auto", "none", "think", "mistral", "harmony")  # text/reasoning.py
 LEVELS = ("debug", "info", "warning", "error")
 MOST_REPLICAS = 64  # engines on one machine
 LEAST_STORE = 2**20  # bytes

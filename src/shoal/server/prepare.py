@@ -46,6 +46,7 @@ from shoal.text.reasoning import reasoning_for
 from shoal.text.stop_regex import prepare_regex
 from shoal.text.tokenizer import Tokenizer
 from shoal.text.tools.formats import format_for
+from shoal.text.tools.harmony import Harmony, channel_messages
 from shoal.text.tools.prompt import with_tools
 
 PROMPT_END = 200  # characters at the end of a prompt, in which reasoning may have been opened
@@ -179,6 +180,8 @@ class Preparer:
                 )
         check_depth(given, "chat_template_kwargs")
         plain = await off_loop(size_of(messages), lambda: plain_messages(messages), PYTHON)
+        if isinstance(self.tool_format, Harmony):
+            plain = channel_messages(plain)
         if not self.tool_format.in_template:
             plain = with_tools(plain, tools)
         elif tools:
