@@ -25,6 +25,7 @@ from shoal.server.body_memory import BodyMemory
 from shoal.server.debug import Debug
 from shoal.server.dialects.base import Dialect
 from shoal.server.dialects.chat import Chat
+from shoal.server.dialects.chat_batch import ChatBatch
 from shoal.server.dialects.completions import Completions
 from shoal.server.dialects.messages import Messages
 from shoal.server.dialects.ollama import OllamaChat, OllamaGenerate
@@ -42,6 +43,7 @@ from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.response_routes import ResponseRoutes
 from shoal.server.response_store import NoStore, ResponseStore
+from shoal.server.server_routes import ServerRoutes
 from shoal.server.settings import ServerSettings
 from shoal.server.stream import EventStream
 from shoal.server.whole import send_whole
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 GONE = 499  # for the log: the client disconnected before the answer
-DIALECTS = (Completions, Chat, Messages, OllamaChat, OllamaGenerate)  # the APIs that are served, beside responses
+DIALECTS = (Completions, Chat, ChatBatch, Messages, OllamaChat, OllamaGenerate)  # the APIs served, beside responses
 SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
@@ -147,7 +149,7 @@ class Front:
             _ = tokenizer.pieces  # built now, not during the first answer
 
     def _routes(self) -> Router:
-        info, debug, ollama = InfoRoutes(self), Debug(self), OllamaRoutes(self)
+        info, debug, ollama, server = InfoRoutes(self), Debug(self), OllamaRoutes(self), ServerRoutes(self)
         responses = ResponseRoutes(self, self.responses)
         paths: list[tuple[str, str, dict[str, Any]]] = [
             *(
@@ -179,7 +181,12 @@ class Front:
             ("/metrics", "/metrics", {"GET": info.metrics}),
             ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
             ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
+            ("/load", "/load", {"GET": server.load}),
+            ("/server_info", "/server_info", {"GET": server.server_info}),
+            ("/tokenizer_info", "/tokenizer_info", {"GET": server.tokenizer_info}),
+            ("/reset_prefix_cache", "/reset_prefix_cache", {"POST": server.reset_prefix_cache}),
             ("/health", "/health", {"GET": info.health, "open": True}),
+            ("/ping", "/ping", {"GET": info.health, "POST": info.health, "open": True}),
             ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
         page = {"GET": info.page, "offers": BASIC}  # the only way for a browser to send a key

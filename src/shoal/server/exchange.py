@@ -27,7 +27,7 @@ Header = tuple[bytes, bytes]
 JSON = b"application/json"
 OF_PAGES = (b"origin", b"sec-fetch-site")  # headers by which browsers mark what pages of other sites send
 MOST_ID = 128  # characters of an X-Request-Id
-POLLED = ("/health", "/metrics", "/debug/requests")  # polled every few seconds by monitoring
+POLLED = ("/health", "/ping", "/load", "/metrics", "/debug/requests")  # polled every few seconds by monitoring
 
 
 class Exchange:
