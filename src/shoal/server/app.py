@@ -270,8 +270,11 @@ class Front:
                 reservation.settle(0)
                 return
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos, reservation)
-            watcher.on_disconnect = call.disconnected
             self.calls.add(call)
+            if prepared.in_background:
+                await self._in_background(exchange, call)
+                return
+            watcher.on_disconnect = call.disconnected
             await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
         finally:
             self.active -= 1
@@ -298,6 +301,23 @@ class Front:
             await call.prepared.at_end(call.outputs)
             pieces = dialect.whole(call, dialect.id_prefix + exchange.name, int(time.time()))
             await send_whole(exchange, call, pieces, warning(call.prepared))
+        finally:
+            self.answer_memory.close(call)
+
+    async def _in_background(self, exchange: Exchange, call: Call) -> None:
+        """Answer at once, and go on; what comes of it is stored."""
+        self.answer_memory.open(call)
+        try:
+            await call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
+            body = await call.prepared.at_begin(lambda: call.fail(cancelled()))
+            await exchange.reply(200, body, headers=warning(call.prepared))
+            while not call.over:
+                await call.change()
+            error = self._late_error(exchange, call)
+            if error is not None:
+                await call.prepared.at_failure(error)
+            else:
+                await call.prepared.at_end(call.outputs)
         finally:
             self.answer_memory.close(call)
 
@@ -346,6 +366,10 @@ class Front:
         """End all requests with an error: as a status, or as an event where a stream has begun."""
         for call in list(self.calls):
             call.fail(Draining("the server stopped before the answer was complete; retry"))
+
+
+def cancelled() -> HttpError:
+    return HttpError(409, "the response was cancelled", code="cancelled")
 
 
 def warning(prepared: PreparedRequest) -> tuple[tuple[bytes, bytes], ...]:
