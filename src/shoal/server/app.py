@@ -25,6 +25,7 @@ from shoal.server.body_memory import BodyMemory
 from shoal.server.debug import Debug
 from shoal.server.dialects.base import Dialect
 from shoal.server.dialects.chat import Chat
+from shoal.server.dialects.chat_batch import ChatBatch
 from shoal.server.dialects.completions import Completions
 from shoal.server.dialects.messages import Messages
 from shoal.server.dialects.ollama import OllamaChat, OllamaGenerate
@@ -42,6 +43,7 @@ from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.response_routes import ResponseRoutes
 from shoal.server.response_store import NoStore, ResponseStore
+from shoal.server.server_routes import ServerRoutes
 from shoal.server.settings import ServerSettings
 from shoal.server.stream import EventStream
 from shoal.server.whole import send_whole
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 GONE = 499  # for the log: the client disconnected before the answer
-DIALECTS = (Completions, Chat, Messages, OllamaChat, OllamaGenerate)  # the APIs that are served, beside responses
+DIALECTS = (Completions, Chat, ChatBatch, Messages, OllamaChat, OllamaGenerate)  # the APIs served, beside responses
 SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
@@ -65,6 +67,7 @@ class Endpoint:
         open: bool = False,
         offers: bytes = BEARER,
         errors: Callable[[HttpError], bytes] = HttpError.body,
+        any_kind: bool = False,
         **handlers: Handler,
     ) -> None:
         self.front = front
@@ -72,12 +75,13 @@ class Endpoint:
         self.open = open  # requires no key
         self.offers = offers  # the authentication scheme named in a 401
         self.errors = errors  # how its API writes them
+        self.any_kind = any_kind  # of body, where it is not a page that sends it
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
-        exchange.error_body = self.errors
+        exchange.error_body, exchange.any_kind = self.errors, self.any_kind
         if not self.open:
             self.front.identify(exchange, self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
@@ -145,7 +149,7 @@ class Front:
             _ = tokenizer.pieces  # built now, not during the first answer
 
     def _routes(self) -> Router:
-        info, debug, ollama = InfoRoutes(self), Debug(self), OllamaRoutes(self)
+        info, debug, ollama, server = InfoRoutes(self), Debug(self), OllamaRoutes(self), ServerRoutes(self)
         responses = ResponseRoutes(self, self.responses)
         paths: list[tuple[str, str, dict[str, Any]]] = [
             *(
@@ -177,12 +181,21 @@ class Front:
             ("/metrics", "/metrics", {"GET": info.metrics}),
             ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
             ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
+            ("/load", "/load", {"GET": server.load}),
+            ("/server_info", "/server_info", {"GET": server.server_info}),
+            ("/tokenizer_info", "/tokenizer_info", {"GET": server.tokenizer_info}),
+            ("/reset_prefix_cache", "/reset_prefix_cache", {"POST": server.reset_prefix_cache}),
             ("/health", "/health", {"GET": info.health, "open": True}),
+            ("/ping", "/ping", {"GET": info.health, "POST": info.health, "open": True}),
             ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
         page = {"GET": info.page, "offers": BASIC}  # the only way for a browser to send a key
         paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in info.pages]
-        routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
+        ollama_prefix = "/api/"  # its users send JSON undeclared: the examples in its docs do
+        routes = [
+            Route(path, Endpoint(self, name, any_kind=path.startswith(ollama_prefix), **how))
+            for path, name, how in paths
+        ]
         return Router(routes, redirect_slashes=False, default=self._not_found)
 
     # ---- every request ----------------------------------------------------------------------------------------------

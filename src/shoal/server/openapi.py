@@ -10,7 +10,6 @@ import msgspec
 
 from shoal.core.params import PARAMS
 from shoal.server import answers
-from shoal.server.bodies import DetokenizeRequest, TokenizeRequest
 from shoal.server.dialects.base import SSE, Dialect, Operation
 from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, MessagesError
 from shoal.server.dialects.ollama import OllamaError
@@ -20,7 +19,9 @@ from shoal.server.response_items import ROLES
 from shoal.server.response_record import ResponseAnswer
 from shoal.server.response_routes import DeletedResponse, InputItemList, InputTokensAnswer
 from shoal.server.responses_body import InputTokensRequest
+from shoal.server.server_routes import CacheReset, Load, ServerInfo, TokenizerInfo
 from shoal.server.settings import ServerSettings
+from shoal.server.token_bodies import DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
 PLACE = "#/components/schemas/{name}"
@@ -44,7 +45,7 @@ ALWAYS = (401, 405, 421, 431, 500)
 OF_BODIES = (400, 404, 408, 413, 415, 503)
 INFO_ANSWERS = (
     answers.ModelList, answers.ModelCard, answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Health,
-    answers.Version,
+    answers.Version, Load, ServerInfo, TokenizerInfo, CacheReset,
 )  # fmt: skip
 
 
@@ -218,8 +219,20 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
             error=OllamaError,
         ),
         "/api/version": _get("A version for Ollama's clients", OllamaVersion, error=OllamaError),
+        **_of_the_server(),
+    }
+
+
+def _of_the_server() -> Json:
+    """What operators and their programs ask."""
+    return {
         "/health": _health(),
+        "/ping": {**_health(), "post": {**_health()["get"], "operationId": "ping"}},
         "/version": _get("The server's version", answers.Version),
+        "/load": _get("Requests that run or wait", Load),
+        "/server_info": _get("What is served", ServerInfo),
+        "/tokenizer_info": _get("The tokenizer and its chat template", TokenizerInfo, 400),
+        "/reset_prefix_cache": _reset(),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
         "/openapi.json": _get("This document", None),
     }
@@ -322,6 +335,11 @@ def _get(
     if open:
         found["security"] = []
     return {"get": found}
+
+
+def _reset() -> Json:
+    path = _get("Forget cached prefixes, for operators", CacheReset, 403, 408, 413, 415)
+    return {"post": path["get"]}
 
 
 def _health() -> Json:
