@@ -16,7 +16,7 @@ MAX_LOGPROBS = 64
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024  # characters of one of them
 MAX_REGEXES = 8
-MAX_ALLOWED = 2**14
+MAX_ALLOWED = 2**12
 MAX_COUNT = 2**31 - 1
 INF = math.inf
 

@@ -231,9 +231,8 @@ class Preparer:
         of_prompt = body.prompt_logprobs
         check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream), of_prompt=of_prompt)
         check_priority(body, key)
-        await off_loop(
-            sum(map(len, params.stop_regex)) * CALL, lambda: [prepare_regex(one) for one in params.stop_regex], PYTHON
-        )
+        if params.stop_regex:
+            await asyncio.to_thread(lambda: [prepare_regex(one) for one in params.stop_regex])
         await off_loop(sum(map(len, params.stop)), lambda: prepare_stops(tuple(params.stop)), PYTHON)
         await self._check_grammar(form, params)
         if form.shows_special:
