@@ -48,7 +48,7 @@ def test_token_rules_reach_the_job() -> None:
         ({"logprobs": 1, "logprob_token_ids": [1] * 65}, "logprob_token_ids"),
         ({"stop_regex": "("}, "stop_regex"),
         ({"stop_regex": "a*"}, "stop_regex"),
-        ({"stop_regex": ["a"] * 9}, "stop_regex"),
+        ({"stop_regex": ["a"] * 5}, "stop_regex"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncation_side": "middle"}, "truncation_side"),
