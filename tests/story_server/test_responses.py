@@ -123,6 +123,28 @@ def test_tokens_are_counted(client: OpenAI) -> None:
     assert counted.input_tokens == made.usage.input_tokens
 
 
+def test_the_background(client: OpenAI, server: Server) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "background": True, "input": "Once"}
+    begun = client.responses.create(**asked, max_output_tokens=20)
+    assert (begun.status, begun.background) == ("in_progress", True)
+    server.wait_for("its end", lambda: client.responses.retrieve(begun.id).status != "in_progress")
+    done = client.responses.retrieve(begun.id)
+    assert done.status in ("completed", "incomplete")
+    assert done.usage is not None
+    then = client.responses.create(model="tiny", input="And?", previous_response_id=begun.id, max_output_tokens=2)
+    assert then.usage is not None
+    assert then.usage.input_tokens > done.usage.input_tokens
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 3000}
+    digits = {"format": {"type": "json_schema", "name": "d", "schema": schema}}
+    for _ in range(3):  # whichever front makes it, and whichever is asked to cancel it
+        long = client.responses.create(**asked, text=digits)
+        with server.openai("sk-bbbbbbbb") as other, pytest.raises(NotFoundError):
+            other.responses.cancel(long.id)
+        with server.openai("sk-aaaaaaaa") as again:
+            assert again.responses.cancel(long.id).status == "cancelled"
+        assert client.responses.retrieve(long.id).status == "cancelled"
+
+
 def test_a_front_that_is_restarted_finds_them_again(client: OpenAI, server: Server) -> None:
     made = client.responses.create(model="tiny", input="Hi", max_output_tokens=2)
     before = server.front_pids()

@@ -68,6 +68,7 @@ class Endpoint:
         open: bool = False,
         offers: bytes = BEARER,
         errors: Callable[[HttpError], bytes] = HttpError.body,
+        any_kind: bool = False,
         **handlers: Handler,
     ) -> None:
         self.front = front
@@ -75,12 +76,13 @@ class Endpoint:
         self.open = open  # requires no key
         self.offers = offers  # the authentication scheme named in a 401
         self.errors = errors  # how its API writes them
+        self.any_kind = any_kind  # of body, where it is not a page that sends it
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
-        exchange.error_body = self.errors
+        exchange.error_body, exchange.any_kind = self.errors, self.any_kind
         if not self.open:
             self.front.identify(exchange, self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
@@ -192,7 +194,11 @@ class Front:
         ]
         page = {"GET": info.page, "offers": BASIC}  # the only way for a browser to send a key
         paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in info.pages]
-        routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
+        ollama_prefix = "/api/"  # its users send JSON undeclared: the examples in its docs do
+        routes = [
+            Route(path, Endpoint(self, name, any_kind=path.startswith(ollama_prefix), **how))
+            for path, name, how in paths
+        ]
         return Router(routes, redirect_slashes=False, default=self._not_found)
 
     # ---- every request ----------------------------------------------------------------------------------------------
@@ -267,8 +273,11 @@ class Front:
                 reservation.settle(0)
                 return
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos, reservation)
-            watcher.on_disconnect = call.disconnected
             self.calls.add(call)
+            if prepared.in_background:
+                await self._in_background(exchange, call)
+                return
+            watcher.on_disconnect = call.disconnected
             await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
         finally:
             self.active -= 1
@@ -295,6 +304,23 @@ class Front:
             await call.prepared.at_end(call.outputs)
             pieces = dialect.whole(call, dialect.id_prefix + exchange.name, int(time.time()))
             await send_whole(exchange, call, pieces, warning(call.prepared))
+        finally:
+            self.answer_memory.close(call)
+
+    async def _in_background(self, exchange: Exchange, call: Call) -> None:
+        """Answer at once, and go on; what comes of it is stored."""
+        self.answer_memory.open(call)
+        try:
+            await call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
+            body = await call.prepared.at_begin(lambda: call.fail(cancelled()))
+            await exchange.reply(200, body, headers=warning(call.prepared))
+            while not call.over:
+                await call.change()
+            error = self._late_error(exchange, call)
+            if error is not None:
+                await call.prepared.at_failure(error)
+            else:
+                await call.prepared.at_end(call.outputs)
         finally:
             self.answer_memory.close(call)
 
@@ -343,6 +369,10 @@ class Front:
         """End all requests with an error: as a status, or as an event where a stream has begun."""
         for call in list(self.calls):
             call.fail(Draining("the server stopped before the answer was complete; retry"))
+
+
+def cancelled() -> HttpError:
+    return HttpError(409, "the response was cancelled", code="cancelled")
 
 
 def warning(prepared: PreparedRequest) -> tuple[tuple[bytes, bytes], ...]:

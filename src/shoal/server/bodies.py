@@ -200,6 +200,11 @@ class GenerationBody(TolerantBody, forbid_unknown_fields=True, kw_only=True):
         return [name for name in IGNORED if getattr(self, name) is not UNSET]
 
 
+def ignored_fields(body: Struct) -> list[str]:
+    """The fields that were sent and have no effect, of any body."""
+    return [name for name in body.__struct_fields__ if isinstance(getattr(body, name), msgspec.Raw)]
+
+
 class TextPart(Struct):
     """A part of a message; only text is supported. Other fields of it, such as cache_control, have no effect."""
 

@@ -125,6 +125,11 @@ def _tighten(schemas: Json) -> None:
         {"required": ["type"], "properties": {"type": {"enum": ["reasoning"]}}},
         {"required": ["id"], "properties": {"type": {"enum": ["item_reference", None]}, "id": {"type": "string"}}},
     ]  # fmt: skip
+    for name in ("ResponsesRequest", "InputTokensRequest"):
+        schemas[name]["anyOf"] = [
+            {"required": ["input"], "properties": {"input": texts}},
+            {"required": ["previous_response_id"], "properties": {"previous_response_id": text}},
+        ]
     schemas["ContentPart"]["anyOf"] = [
         {"required": ["text"], "properties": {"text": {"type": "string"}}},
         {"required": ["refusal"], "properties": {"type": {"enum": ["refusal"]}, "refusal": {"type": "string"}}},
@@ -244,8 +249,7 @@ def _stored_responses(settings: ServerSettings) -> Json:
     found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id])
     gone = _get("Delete it", DeletedResponse, 404, 503, parameters=[id])["get"]
     items = _get("The items of its input", InputItemList, 400, 404, 503, parameters=[id, *options])
-    cancel = _get("Refused: a response that can be found has ended", None, 400, 404, 503, parameters=[id])["get"]
-    del cancel["responses"]["200"]
+    cancel = _get("Cancel it, if it is made in the background", ResponseAnswer, 400, 404, 503, parameters=[id])["get"]
     return {
         "/v1/responses/{id}": {**found, "delete": gone},
         "/v1/responses/{id}/input_items": items,

@@ -99,8 +99,20 @@ class PreparedRequest:
     def skip_special(self) -> bool:
         return self.jobs[0].params.skip_special_tokens
 
+    @property
+    def in_background(self) -> bool:
+        """The client is answered at once, and the request goes on without it."""
+        return False
+
+    async def at_begin(self, cancel: Callable[[], None]) -> bytes:
+        """The answer to a request that goes on in the background. `cancel`: ends it."""
+        raise NotImplementedError
+
     async def at_end(self, outputs: Outputs) -> None:
         """All samples have ended well; the end of the answer is sent after this."""
+
+    async def at_failure(self, error: HttpError) -> None:
+        """A request in the background has failed."""
 
 
 @dataclass(frozen=True, slots=True)
