@@ -1,9 +1,11 @@
 """What clients of other servers send without meaning anything by it: defaults, nulls, and fields of earlier answers."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 
+from shoal.server.app import Front
 from shoal.server.known_fields import DEFAULT_ONLY, IGNORED
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import EOS, chat, complete, error_of, events, front, tokenizer
@@ -11,11 +13,17 @@ from tests.server.test_chat import prompt_of
 from tests.server.test_tools import Recorded
 
 
+@cache
+def shared() -> Front:
+    """For tests of bodies: making one takes longer than asking it."""
+    return front()
+
+
 @pytest.mark.parametrize("name", DEFAULT_ONLY)
 def test_a_default_is_accepted_and_anything_else_is_refused_by_name(name: str) -> None:
     default = DEFAULT_ONLY[name]
     other: Any = {bool: not default, float: 7.5, int: 7, list: ["x"]}.get(type(default), "x")
-    for asked in (lambda **body: chat(front(), **body), lambda **body: complete(front(), prompt="x", **body)):
+    for asked in (lambda **body: chat(shared(), **body), lambda **body: complete(shared(), prompt="x", **body)):
         for value in (None, default):
             assert asked(**{name: value}).status_code == 200
         error = error_of(asked(**{name: other}), 400)
@@ -69,7 +77,7 @@ def test_usage_in_every_chunk(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", IGNORED)
 def test_fields_without_effect_are_named(name: str) -> None:
-    answer = chat(front(), **{name: "x"})
+    answer = chat(shared(), **{name: "x"})
     assert answer.status_code == 200
     assert answer.headers["x-shoal-warning"] == f"ignored: {name}"
 
@@ -95,7 +103,7 @@ def test_fields_without_effect_are_named(name: str) -> None:
     ],
 )
 def test_an_unknown_field_at_any_depth_is_told_what_was_meant(body: dict[str, Any], param: str, meant: str) -> None:
-    error = error_of(chat(front(), **body), 400)
+    error = error_of(chat(shared(), **body), 400)
     assert error["param"] == param
     assert error["message"] == f"{param} is not a known field; did you mean {meant!r}?"
 
