@@ -197,7 +197,8 @@ class GenerationBody(TolerantBody, forbid_unknown_fields=True, kw_only=True):
 
     def ignored(self) -> list[str]:
         """The fields that were sent and have no effect."""
-        return [name for name in IGNORED if getattr(self, name) is not UNSET]
+        given = ((name, getattr(self, name)) for name in IGNORED)
+        return [name for name, value in given if value is not UNSET and bytes(value) != b"null"]
 
 
 def ignored_fields(body: Struct) -> list[str]:
