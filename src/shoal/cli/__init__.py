@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from shoal import __version__
 from shoal.cli.bench import add_bench
+from shoal.cli.calibrate import add_calibrate
 from shoal.cli.chat import add_chat
 from shoal.cli.common import Command
 from shoal.cli.compare import add_compare
@@ -70,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_bench(commands)
     add_compare(commands)
     add_simulate(commands)
+    add_calibrate(commands)
     add_key(commands)
     add_top(commands)
     add_restart(commands)

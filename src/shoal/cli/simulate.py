@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.workload.traces import Fitted, TraceRequest
 
 DETAILED = 20_000  # requests of a run with plots; longer ones have figures alone, in bounded memory
+DRAWN = 20_000  # lengths drawn from a table; after that many they repeat
 
 
 def add_simulate(commands: Any) -> None:
@@ -126,8 +127,8 @@ def requests_of_trace(args: argparse.Namespace) -> "Fitted":
     built_in = args.trace in TABLES
     if built_in and args.arrivals == "replay":
         raise BadConfig(f"{args.trace} has lengths but no arrival times; use --arrivals poisson, or give a trace file")
-    count = min(args.requests, DETAILED)
-    requests = draw_lengths(args.trace, count, args.seed or 0) if built_in else read_trace(args.trace, args.requests)
+    drawn = min(args.requests, DRAWN)
+    requests = draw_lengths(args.trace, drawn, args.seed or 0) if built_in else read_trace(args.trace, args.requests)
     return fit(requests, scale=args.prompt_scale, output_scale=args.output_scale)
 
 
