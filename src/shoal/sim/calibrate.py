@@ -112,7 +112,7 @@ class Calibration:
         self._chance = random.Random(seed)
         self._count = 0
 
-    def run(self, stage: Stage, seconds: float, least: int = 40) -> int:
+    def run(self, stage: Stage, seconds: float, least: int = 12) -> int:
         """Load a new engine this way for so long, and for so many passes at least; returns how many there were."""
         settings = {"max_num_seqs": max(stage.users, 1), "prefix_caching": False, **dict(stage.settings)}
         loop = self._make_engine(settings)
