@@ -24,7 +24,10 @@ ARROWS: dict[str, set[str]] = {
     "sched": {"kv", "config", "core"},
     "spec": {"config", "core"},
     "routing": {"kv", "core"},
-    "engine": {"sched", "routing", "kv", "core"},
+    "disagg": {"kv", "core"},
+    "disagg.handoff": {"kv", "core"},  # no clock and no sockets: a simulator runs the same code
+    "disagg.cuda_ipc": {"disagg", "core"},
+    "engine": {"sched", "routing", "disagg", "kv", "core"},
     "files": {"core"},
     "text": {"files", "core"},
     "output": {"text", "core"},
@@ -78,7 +81,7 @@ ARROWS: dict[str, set[str]] = {
 LIBRARIES: dict[str, set[str]] = {
     "torch": {
         *("kernels", "models", "runner", "bench"),
-        *("build", "build_draft", "build_ranks", "build_follower", "build_types"),
+        *("build", "build_draft", "build_ranks", "build_follower", "build_types", "disagg.cuda_ipc"),
     },
     "transformers": set(),
     "triton": {"kernels"},
@@ -103,7 +106,7 @@ LIBRARIES: dict[str, set[str]] = {
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels", "cluster"}
+WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "disagg.handoff", "core", "config", "models", "kernels", "cluster"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
