@@ -22,7 +22,7 @@ class PeerExecutor(FakeExecutor):
 
     outboxes: dict[str, "PeerExecutor"]
     lost: Callable[[int], bool]  # whether this copy from a peer fails
-    go_on: Callable[[], object]  # hand over the next plan, if there is one
+    go_on: Callable[[], bool]  # hand over the next plan, if there is one; False: there is none
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -45,8 +45,7 @@ class PeerExecutor(FakeExecutor):
         done, failed = super()._copy(everything)
         for passes, order in from_peers:
             came = self._read_from(order)
-            if came is None and everything:
-                self.outboxes[order.peer].go_on()
+            while came is None and everything and self.outboxes[order.peer].go_on():
                 came = self._read_from(order)
             if came is None and not everything:
                 self.copies.append((passes, order))
@@ -166,6 +165,7 @@ class Asked:
     told: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, Reason] = field(default_factory=dict)
     on: Engine | None = None
+    aborted: bool = False
 
     def requests(self) -> list[Request]:
         group = Group(str(self.number)) if len(self.outputs) > 1 else None
@@ -234,6 +234,7 @@ class World:
 
     def abort(self, number: int) -> None:
         job = self.open.pop(number)
+        job.aborted = True
         if job.on is not None:
             job.on.inbox.append(("abort", number))
         self._release(self.table.end(number))

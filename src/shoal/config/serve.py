@@ -12,7 +12,8 @@ from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shoal.config.engine import SERVED_QUEUE, EngineConfig, Options, option, parse_bytes
+from shoal.config.engine import SERVED_QUEUE, EngineConfig
+from shoal.config.options import Options, option, parse_bytes
 from shoal.core.names import pick
 from shoal.errors import BadConfig
 

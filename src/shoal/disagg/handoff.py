@@ -135,6 +135,8 @@ class HandoffTable:
         released = []
         if handoff.target_keeps and handoff.target not in (None, engine):
             released = self._of_target(job, handoff)
+        if handoff.source == engine:  # no decode engine is left; it must not be released there once it runs
+            released += self._of_source(job, handoff)
         handoff.target, handoff.target_keeps = engine, False  # the engine itself knows that it has started
         return released
 
@@ -213,6 +215,10 @@ class Departures:
         self._kv = kv
         self._under_way: dict[Hashable, Departure] = {}
         self._kept: dict[Hashable, Departure] = {}  # all their requests have ended
+
+    @property
+    def jobs(self) -> list[Hashable]:
+        return [*self._under_way, *self._kept]
 
     def begin(self, job: Hashable, requests: Sequence[Request]) -> None:
         assert job not in {**self._under_way, **self._kept}, f"job {job} leaves already"
@@ -293,8 +299,9 @@ class Receptions:
         if self._copies.pop(job, None) is not None:
             self._kv.dismiss(job)
 
-    def __contains__(self, job: Hashable) -> bool:
-        return job in self._copies
+    @property
+    def jobs(self) -> list[Hashable]:
+        return list(self._copies)
 
 
 # ---- how blocks travel

@@ -19,7 +19,8 @@ from typing import Any
 from shoal.config.engine import EngineConfig
 from shoal.core.ports import Executor
 from shoal.engine import blackbox
-from shoal.engine.host import Host, InboxClock, Suspected
+from shoal.engine.blackbox import Suspected
+from shoal.engine.host import Host, InboxClock
 from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
