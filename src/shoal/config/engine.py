@@ -19,6 +19,7 @@ from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, ImpossiblePair
 
 # choices that cannot work together, with the reason
+APART: dict[str, tuple[str]] = {"prefill": ("disaggregated",)}
 SPLIT = {"tensor_parallel_size": range(2, 2**31)}
 FP8_IS_WHOLE = "fp8 kernels do not add up over ranks; leave fp8 out, or use one process"
 IMPOSSIBLE: tuple[tuple[Mapping[str, Container[object]], str], ...] = (
@@ -34,6 +35,19 @@ IMPOSSIBLE: tuple[tuple[Mapping[str, Container[object]], str], ...] = (
     ),
     ({"quantization": ("fp8",), **SPLIT}, FP8_IS_WHOLE),
     ({"kv_dtype": ("fp8",), **SPLIT}, FP8_IS_WHOLE),
+    (
+        {**APART, "batching": ("static", "dynamic")},
+        "a group is answered together, and its members would be on different engines; use batching=continuous",
+    ),
+    (
+        {**APART, "prefix_caching": (False,)},
+        "KV blocks travel under their names in the prefix cache; leave prefix_caching on",
+    ),
+    (
+        {**APART, "when_short": ("swap", "auto")},
+        "the host memory of a prefill engine is its outbox for KV blocks; use when_short=recompute",
+    ),
+    ({**APART, **SPLIT}, "the KV cache of an engine with several ranks is in parts; use tensor_parallel_size=1"),
 )
 
 SHOWN = {"speculates": "speculate"}  # what the user wrote, for a property in the table
@@ -122,7 +136,10 @@ class EngineConfig(Options):
     window_ms: float = option(50.0, "longest wait for a dynamic group to fill", parse=float, group="policy")
     layout: str = option("ragged", "shape of a pass", choices=("ragged", "padded", "shrink"), group="policy")
     prefill: str = option(
-        "chunked", "how much of a prompt per pass", choices=("chunked", "inline", "exclusive"), group="policy"
+        "chunked",
+        "how much of a prompt per pass; disaggregated: chunks, in other engines than those that decode (shoal serve)",
+        choices=("chunked", "inline", "exclusive", "disaggregated"),
+        group="policy",
     )
     order: str = option(
         "fcfs",

@@ -49,7 +49,7 @@ class FrontHandoffs:
             self.table.begin(job, engine, samples)
         return leave
 
-    def blocks(self, link: EngineLink, message: wire.Blocks, work: Work) -> None:
+    def blocks(self, link: EngineLink, message: wire.OutboxBlocks, work: Work) -> None:
         """Blocks of a job are in the outbox of this engine: tell a decode engine, which is chosen now."""
         if link.info is None or not link.info.outbox:
             return

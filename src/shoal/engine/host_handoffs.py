@@ -78,10 +78,10 @@ class HostHandoffs:
         """These end here after one token, and their blocks go to the outbox."""
         self._departures.begin((front, number), requests)
 
-    def blocks(self) -> list[tuple[bytes, wire.Blocks]]:
+    def blocks(self) -> list[tuple[bytes, wire.OutboxBlocks]]:
         """After each pass: what went to the outbox, for each front."""
         return [
-            (front, wire.Blocks(number, b"".join(one.names), list(one.slots)))
+            (front, wire.OutboxBlocks(number, b"".join(one.names), list(one.slots)))
             for one in self._departures.step()
             for front, number in [_key(one.job)]
         ]

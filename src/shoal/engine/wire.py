@@ -132,7 +132,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     values: tuple[msgspec.Raw, ...]  # packed Logprobs, unpacked one by one: there may be thousands of them
 
 
-class Blocks(msgspec.Struct, array_like=True):
+class OutboxBlocks(msgspec.Struct, array_like=True):
     """Blocks of a job that go to the engine's outbox."""
 
     number: int
@@ -152,7 +152,7 @@ class Pass(Message):
     prompt_logprobs: list[PromptLogprobs] = []
     ended: list[tuple[int, Ending]] = []  # by key
     refused: list[tuple[int, Refusal]] = []  # by key
-    blocks: list[Blocks] = []  # of jobs that leave
+    blocks: list[OutboxBlocks] = []  # of jobs that leave
 
 
 class Reply(Message):
