@@ -102,14 +102,14 @@ class Fire:
             time.sleep(0.1)
 
     def engines(self) -> list[int]:
-        """Process ids, in the order of their start."""
+        """Process ids, without the spare one."""
         found = []
         for pid in filter(str.isdecimal, os.listdir("/proc")):
             try:
-                with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline") as command:
-                    mine = int(stat.read().rpartition(")")[2].split()[1]) == self.server.process.pid
-                    if mine and "shoal.processes.engine" in command.read():
-                        found.append(int(pid))
+                with open(f"/proc/{pid}/stat") as stat:
+                    name, _, rest = stat.read().rpartition(")")
+                if int(rest.split()[1]) == self.server.process.pid and name.endswith("(shoal-engine"):
+                    found.append(int(pid))
             except OSError:
                 continue
         return sorted(found)

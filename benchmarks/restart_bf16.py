@@ -50,8 +50,8 @@ class Server:
         """The process id of its engine; 0 if there is none."""
         for entry in Path("/proc").iterdir():
             try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == self.process.pid and b"shoal.processes.engine" in (entry / "cmdline").read_bytes():
+                name, _, rest = (entry / "stat").read_text().rpartition(")")
+                if int(rest.split()[1]) == self.process.pid and name.endswith("(shoal-engine"):
                     return int(entry.name)
             except (OSError, ValueError, IndexError):
                 continue

@@ -119,6 +119,10 @@ def test_a_bad_variable_is_refused_by_name(environ: dict[str, str], reason: str)
         ({"hang_timeout": 0.5}, r"hang_timeout must be 0 \(never\) or at least 5 seconds, not 0\.5"),
         ({"hang_timeout": 4.9}, r"or at least 5 seconds, not 4\.9"),
         ({"restart_policy": "hope"}, "restart_policy"),
+        ({"response_store_size": 1000}, "response_store_size must be 0"),
+        ({"response_store_age": 0.0}, "response_store_age must be a number of seconds above 0"),
+        ({"response_store": "/nowhere/r.sqlite"}, "response_store cannot be created in /nowhere"),
+        ({"response_store": "r.sqlite", "response_store_size": 0}, "leave one of them out"),
     ],
 )
 def test_a_bad_value_is_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:

@@ -15,6 +15,7 @@ from shoal.core import turns
 from shoal.core.job import GrammarSpec, Job, requests_of
 from shoal.core.params import SamplingParams
 from shoal.core.request import Logprobs
+from shoal.core.token_rules import TokenRules
 from shoal.engine import client as client_module
 from shoal.engine import host as host_module
 from shoal.engine import wire
@@ -439,7 +440,7 @@ def test_every_field_of_a_job_reaches_its_requests() -> None:
     job = Job(
         id="x", prompt=[1, 2], params=SamplingParams(n=2, max_tokens=9), seed=5, stop_ids=frozenset({4}), tenant="t",
         salt="s", priority=-3, tier="gold", timeout_s=1.5, waited_s=0.5,
-        grammar=GrammarSpec("regex", "a"),
+        grammar=GrammarSpec("regex", "a"), bad_words=((7, 8), (9,)),
     )  # fmt: skip
     defaults = {item.name: item.default for item in fields(Job)}
     assert all(getattr(job, name) != value for name, value in defaults.items()), "give the new field a value here"
@@ -448,9 +449,12 @@ def test_every_field_of_a_job_reaches_its_requests() -> None:
     assert [request.id for request in requests] == ["x.0", "x.1"]
     for sample, request in enumerate(requests):
         assert request.tokens == job.prompt
-        assert request.grammar is grammars[sample]
+        assert isinstance(request.grammar, TokenRules)  # around the sample's own, and with the bad words
+        assert request.grammar._inner is grammars[sample]
+        assert request.grammar._never == {9}
+        assert request.grammar._bad == [((7,), 8)]
         assert request.sample == sample
-        for name in defaults.keys() - {"id", "prompt", "grammar"}:
+        for name in defaults.keys() - {"id", "prompt", "grammar", "bad_words"}:
             assert getattr(request, name) == getattr(job, name), name
     assert requests[0].group is requests[1].group is not None
     (resumed,) = requests_of(job, {1: [8, 9]})

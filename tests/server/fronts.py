@@ -44,6 +44,7 @@ def front(
     metrics: Any = None,
     spans: Any = None,
     limiter: Any = None,
+    store: Any = None,
     api_keys: Sequence[ApiKey | tuple[str, str]] = (),
     **settings: Any,
 ) -> Front:
@@ -58,6 +59,7 @@ def front(
         metrics,
         spans,
         limiter,
+        store,
     )
 
 

@@ -58,7 +58,7 @@ def test_retry_after_is_in_whole_seconds(refusal: Refusal, seconds: bytes | None
         ("temperature must be between 0 and 100, not -1", "temperature"),
         ("min_tokens 5 is more than max_tokens 3; lower the first", "min_tokens"),
         ("logit_bias[7] must be between -100 and 100", "logit_bias"),
-        ("at most 64 stop strings, not 65", "stop"),
+        ("stop strings: at most 64, not 65; give fewer", "stop"),
         ("token id 900 is not in the vocabulary", "prompt"),
         ("something else is wrong", None),
     ],

@@ -19,9 +19,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from shoal.server.bodies import IGNORED
 from shoal.server.dialects.chat import ChatAnswer, ChatChunk, ChatRequest
 from shoal.server.dialects.completions import CompletionAnswer, CompletionChunk, CompletionRequest
+from shoal.server.known_fields import IGNORED
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import ask, chat, complete, events, front
 
@@ -37,7 +37,9 @@ OPERATIONS = [
     ("/api/chat", "POST"), ("/api/generate", "POST"), ("/api/tags", "GET"), ("/api/ps", "GET"), ("/api/show", "POST"),
     ("/api/version", "GET"),
     ("/v1/completions", "POST"), ("/v1/chat/completions", "POST"), ("/v1/messages", "POST"),
-    ("/v1/messages/count_tokens", "POST"), ("/tokenize", "POST"), ("/detokenize", "POST"),
+    ("/v1/messages/count_tokens", "POST"), ("/v1/responses", "POST"), ("/v1/responses/input_tokens", "POST"),
+    ("/v1/responses/{id}", "GET"), ("/v1/responses/{id}", "DELETE"), ("/v1/responses/{id}/cancel", "POST"),
+    ("/v1/responses/{id}/input_items", "GET"), ("/tokenize", "POST"), ("/detokenize", "POST"),
     ("/v1/models", "GET"), ("/v1/models/{model}", "GET"), ("/health", "GET"), ("/version", "GET"), ("/metrics", "GET"),
     ("/openapi.json", "GET"),
 ]  # fmt: skip
@@ -144,9 +146,10 @@ def test_generated_requests_get_answers_that_are_described(schema: Any, path: st
     @given(case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes]))
     def work(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict) and case.meta.generation.mode == GenerationMode.POSITIVE:
-            case.body.pop("model", None)
+            for name in ("model", "previous_response_id"):
+                case.body.pop(name, None)
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     statuses: set[int] = set()
     work()
-    assert 200 in statuses or path == "/v1/models/{model}", "some of it must have been served"
+    assert 200 in statuses or "{" in path, "some of it must have been served"

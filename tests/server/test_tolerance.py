@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shoal.server.bodies import DEFAULT_ONLY
+from shoal.server.known_fields import DEFAULT_ONLY, IGNORED
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import EOS, chat, complete, error_of, events, front, tokenizer
 from tests.server.test_chat import prompt_of
@@ -14,7 +14,7 @@ from tests.server.test_tools import Recorded
 @pytest.mark.parametrize("name", DEFAULT_ONLY)
 def test_a_default_is_accepted_and_anything_else_is_refused_by_name(name: str) -> None:
     default = DEFAULT_ONLY[name]
-    other: Any = {bool: not default, float: 7.5, list: ["x"]}.get(type(default), "x")
+    other: Any = {bool: not default, float: 7.5, int: 7, list: ["x"]}.get(type(default), "x")
     for asked in (lambda **body: chat(front(), **body), lambda **body: complete(front(), prompt="x", **body)):
         for value in (None, default):
             assert asked(**{name: value}).status_code == 200
@@ -67,8 +67,100 @@ def test_usage_in_every_chunk(more: dict[str, Any]) -> None:
     assert all(one["usage"] is None for one in plain[:-1])
 
 
-def test_fields_without_effect_are_named() -> None:
-    answer = chat(front(), request_id="x", verbosity="low", prompt_cache_retention="24h", rid="y")
+@pytest.mark.parametrize("name", IGNORED)
+def test_fields_without_effect_are_named(name: str) -> None:
+    answer = chat(front(), **{name: "x"})
     assert answer.status_code == 200
-    for name in ("request_id", "verbosity", "prompt_cache_retention", "rid"):
-        assert name in answer.headers["x-shoal-warning"]
+    assert answer.headers["x-shoal-warning"] == f"ignored: {name}"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "meant"),
+    [
+        ({"tempature": 1}, "tempature", "temperature"),
+        ({"max_token": 1}, "max_token", "max_tokens"),
+        ({"Temperature": 1}, "Temperature", "temperature"),
+        (
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "include_usage",
+        ),
+        ({"response_format": {"type": "text", "shema": {}}}, "response_format.shema", "schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "stric": True}}},
+            "response_format.json_schema.stric",
+            "strict",
+        ),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "regex"),
+    ],
+)
+def test_an_unknown_field_at_any_depth_is_told_what_was_meant(body: dict[str, Any], param: str, meant: str) -> None:
+    error = error_of(chat(front(), **body), 400)
+    assert error["param"] == param
+    assert error["message"] == f"{param} is not a known field; did you mean {meant!r}?"
+
+
+def test_an_unknown_field_like_no_other_is_to_be_removed() -> None:
+    for name in ("zzz", "x" * 5000):
+        error = error_of(chat(front(), **{name: 1}), 400)
+        assert error["message"].endswith("is not a known field; remove it")
+        assert len(error["message"]) < 300
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, "json", '"integer"'),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", '"integer"'),
+        ({"response_format": {"type": "structural_tag", "format": TAG}}, "composed", "<a>"),
+        (
+            {"response_format": {"type": "structural_tag", "triggers": ["<a"],
+                                 "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}]}},
+            "composed", "%json",
+        ),
+        ({"structured_outputs": {"structural_tag": {"format": TAG}}}, "composed", "<a>"),
+        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}}, "json", '"whitespace_pattern":" ?"'),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, "json", '"item_separator":", "'),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
+            "json", '"additionalProperties":false',
+        ),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "grammar", "::="),
+        ({"json_schema": '{"type": "object"}'}, "json", "object"),
+        ({"regex": "[ab]"}, "regex", "[ab]"),
+        ({"ebnf": 'root ::= "a"'}, "grammar", "::="),
+    ],
+)  # fmt: skip
+def test_every_name_of_a_constraint(body: dict[str, Any], kind: str, words: str) -> None:
+    client = FakeClient()
+    for asked in (chat, complete):
+        answer = asked(front(client, grammars=Recorded()), **body, **({"prompt": "x"} if asked is complete else {}))
+        assert answer.status_code == 200, answer.text
+        grammar = client.submitted[-1].grammar
+        assert grammar is not None
+        assert grammar.kind == kind
+        assert words in grammar.text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "format": TAG}}, "response_format.format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": TAG, "triggers": ["a"]}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "tagg"}}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
+        ({"regex": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"regex": "a", "guided_regex": "a"}, "structured_outputs"),
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "structured_outputs"),
+    ],
+)
+def test_constraints_that_cannot_be_are_refused_by_name(body: dict[str, Any], param: str) -> None:
+    assert error_of(chat(front(grammars=Recorded()), **body), 400)["param"] == param

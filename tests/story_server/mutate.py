@@ -77,6 +77,30 @@ GOOD: list[tuple[str, dict[str, Json]]] = [
             "thinking": {"type": "enabled", "budget_tokens": 5},
         },
     ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": [{"type": "input_text", "text": "Hm."}]},
+                {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Well"}]},
+                {"type": "function_call", "call_id": "c", "name": "swim", "arguments": '{"a": 1}'},
+                {"type": "function_call_output", "call_id": "c", "output": "done"},
+            ],
+            "max_output_tokens": 3, "instructions": "Swim.", "stream": True, "truncation": "auto",
+            "tools": [{"type": "function", "name": "swim", "parameters": SCHEMA, "strict": True}],
+            "tool_choice": {"type": "function", "name": "swim"}, "include": ["message.output_text.logprobs"],
+            "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "store": True, "top_logprobs": 2,
+        },
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": "Hi", "max_output_tokens": 3, "previous_response_id": None, "store": False,
+            "text": {"format": {"type": "json_schema", "name": "fish", "schema": SCHEMA}, "verbosity": "low"},
+        },
+    ),
+    ("/v1/responses/input_tokens", {"input": "Hi", "instructions": "Be brief."}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "Hi"}], "system": "Be brief."}),
     (
         "/api/chat",
@@ -139,7 +163,8 @@ PATHS = [
     "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/v1/models/tiny", "/health",
     "/metrics", "/version", "/debug/requests", "/openapi.json", "/docs", "/", "/static/chat.js", "/nothing",
     "/v1/models/", "/v1/models/\0", "/%00", "//", "/static/../app.py", "/v1/completions/", "/\ufffd",
-    "/v1/models/" + "m" * 3000,
+    "/v1/models/" + "m" * 3000, "/v1/responses", "/v1/responses/resp_1", "/v1/responses/resp_1/input_items",
+    "/v1/responses/resp_1/cancel", "/v1/responses/\0", "/v1/responses/" + "r" * 3000,
 ]  # fmt: skip
 METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "POSTS"]
 

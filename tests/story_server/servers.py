@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 READY = re.compile(r"https?://127\.0\.0\.1:([1-9][0-9]*)")
 SMALL = ("--dtype", "float32", "--kv-memory", "64MiB", "--threads", "1", "--served-model-name", "tiny", "--depth", "2")
+SMALL += ("--no-spare-engine",)  # loading one takes seconds of CPU time, which most tests do not need
 START_S, STOP_S, SETTLE_S = 90.0, 60.0, 60.0  # far more than needed: a hang must fail, a slow machine must not
 # the metrics these tests lean on
 RUNNING, WAITING, HELD = "shoal_requests_running", "shoal_requests_waiting", "shoal_kv_blocks_held"
@@ -130,7 +131,8 @@ class Server:
         return [pid for pid in family_of(self.process.pid) if "shoal.processes.front" in command_of(pid)]
 
     def engine_pids(self) -> list[int]:
-        return [pid for pid in family_of(self.process.pid) if "shoal.processes.engine" in command_of(pid)]
+        """Without the spare one, which runs the same command."""
+        return [pid for pid in family_of(self.process.pid) if name_of(pid) == "shoal-engine"]
 
     def end_engine(self, pid: int, number: int = signal.SIGKILL) -> None:
         """Signals a process of the engine, as from outside; returns when the next engine answers.
@@ -145,6 +147,9 @@ class Server:
     def kill_engine(self) -> None:
         (pid,) = self.engine_pids()
         self.end_engine(pid)
+
+    def spare_pids(self) -> list[int]:
+        return [pid for pid in family_of(self.process.pid) if name_of(pid) == "shoal-spare"]
 
     def resident_bytes(self) -> int:
         return sum(resident_bytes(pid) for pid in family_of(self.process.pid))
@@ -227,6 +232,13 @@ def command_of(pid: int) -> str:
     """The command line; nothing for a process that has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
 

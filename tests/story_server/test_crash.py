@@ -74,7 +74,7 @@ async def all_answers(server: Server, wanted: list[Ask], meanwhile: Callable[[],
 @pytest.fixture(scope="module")
 def steady(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that is killed a lot. --threads 1 and float32: the same tokens whatever the batch."""
-    flags = ("--max-num-seqs", "24", "--max-model-len", "2048", "--max-num-batched-tokens", "128")
+    flags = ("--max-num-seqs", "24", "--max-model-len", "2048", "--max-num-batched-tokens", "128", "--spare-engine")
     with running(tmp_path_factory.mktemp("crash"), tiny_model, *SMALL, *flags) as server:
         yield server
 
@@ -98,6 +98,25 @@ def test_64_streams_survive_three_kills(steady: Server) -> None:
     steady.wait_until_idle()
 
 
+def test_a_spare_process_becomes_the_next_engine(steady: Server) -> None:
+    asked = {"max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    text = steady.complete(**asked).json()["choices"][0]["text"]
+    for _ in range(2):
+        steady.wait_for("a spare process", lambda: len(steady.spare_pids()) == 1)
+        (spare,) = steady.spare_pids()
+        steady.kill_engine()
+        assert steady.engine_pids() == [spare]
+        assert steady.complete(**asked).json()["choices"][0]["text"] == text
+    steady.wait_for("a spare process", lambda: len(steady.spare_pids()) == 1)
+    (spare,) = steady.spare_pids()
+    os.kill(spare, signal.SIGKILL)
+    steady.wait_for("its end", lambda: not steady.spare_pids())
+    (old,) = steady.engine_pids()
+    steady.kill_engine()  # with none at hand, one is started
+    assert steady.engine_pids() not in ([old], [spare])
+    assert steady.complete(**asked).json()["choices"][0]["text"] == text
+
+
 def requests_of(server: Server) -> list[dict[str, Any]]:
     """Who runs and who waits; nobody while there is no engine."""
     got = server.http.get(f"{server.url}/debug/requests")
@@ -119,9 +138,14 @@ def test_requests_that_come_during_a_restart_wait_and_are_answered(steady: Serve
     undisturbed = asyncio.run(all_answers(steady, wanted, lambda: None))
     before = steady.metrics()[RESTARTS]
     (pid,) = steady.engine_pids()
-    os.kill(pid, signal.SIGKILL)
-    steady.wait_for("/health to say 503", lambda: steady.health() == 503)
-    assert asyncio.run(all_answers(steady, wanted, lambda: None)) == undisturbed
+    try:
+        os.kill(steady.process.pid, signal.SIGSTOP)  # the next engine cannot come too early for this test
+        os.kill(pid, signal.SIGKILL)
+        steady.wait_for("/health to say 503", lambda: steady.health() == 503)
+        disturbed = asyncio.run(all_answers(steady, wanted, lambda: os.kill(steady.process.pid, signal.SIGCONT)))
+    finally:
+        os.kill(steady.process.pid, signal.SIGCONT)
+    assert disturbed == undisturbed
     assert steady.metrics()[RESTARTS] == before + 1
     steady.wait_until_idle()
 

@@ -36,6 +36,12 @@ OPERATIONS = [
     ("/v1/chat/completions", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/responses/input_tokens", "POST"),
+    ("/v1/responses/{id}", "GET"),
+    ("/v1/responses/{id}", "DELETE"),
+    ("/v1/responses/{id}/cancel", "POST"),
+    ("/v1/responses/{id}/input_items", "GET"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/v1/models", "GET"),
@@ -71,7 +77,10 @@ def map_body(context, body):
 
 def with_our_model(body: Any) -> Any:
     """Any text is a model's name as far as the schema knows; this makes most requests get further than a 404."""
-    return {**body, "model": "tiny"} if isinstance(body, dict) and "model" in body else body
+    if not isinstance(body, dict):
+        return body
+    known = {name: value for name, value in body.items() if name != "previous_response_id"}
+    return {**known, "model": "tiny"} if "model" in known else known
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +129,7 @@ def test_generated_requests_get_answers_the_schema_allows(schema: Any, path: str
 
     statuses: set[int] = set()
     ask()
-    assert 200 in statuses, "some of it must have been served"
+    assert 200 in statuses or "{id}" in path, "some of it must have been served"
 
 
 @pytest.mark.slow

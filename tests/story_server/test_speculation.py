@@ -35,6 +35,8 @@ ORDER = {
     "required": ["customer_first_name", "number_of_articles", "delivery_before_noon"],
     "additionalProperties": False,
 }
+GBNF = 'root ::= "<" (word ",")* ">"\nword ::= "once upon " word | "a time"'
+BAD = [">>>", "=>", "==="]  # of tokens that are allowed beside them
 CHAT: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "ignore_eos": True},
     "logprobs": {"temperature": 0, "logprobs": True, "top_logprobs": 4, "ignore_eos": True},
@@ -49,9 +51,13 @@ CHAT: dict[str, dict[str, Any]] = {
     "regex": {"structured_outputs": {"regex": "[0-9]{3}-(swim|swam|swum){2,9}"}, "max_tokens": 200},
     "choice": {"structured_outputs": {"choice": ["once upon a time", "never"]}, "n": 4},
     "grammar": {"structured_outputs": {"grammar": LARK}, "logprobs": True, "max_tokens": 200},
+    "gbnf": {"structured_outputs": {"grammar": GBNF}, "max_tokens": 200},
+    "allowed tokens": {"allowed_token_ids": [60, 61], "temperature": 0.2, "ignore_eos": True, "logprobs": True},
+    "bad words": {"allowed_token_ids": [60, 61, 62], "bad_words": BAD, "ignore_eos": True, "min_tokens": 20},
+    "bad words in a regex": {"structured_outputs": {"regex": "(swim|swam|swum){9}"}, "bad_words": ["a", "mswu"]},
 }
 
-DRAFTED = ("bias", "schema", "long keys", "regex")  # which repeat themselves, or are forced to
+DRAFTED = ("allowed tokens", "bias", "schema", "long keys", "regex")  # which repeat themselves, or are forced to
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 
 BODY_BYTES = 3_900_000  # just below the default of --max-body
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
+RESPONSES = "/v1/responses"
 SLOW_REGEX = "(a|b|ab){1,900}(c{1,900}d){1,900}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 # what a chat template of a hostile model computes; the first message chooses. Not constants: jinja would compute those
@@ -39,6 +40,10 @@ def completion(**fields: Any) -> Callable[[], bytes]:
 
 def chat(text: str, **fields: Any) -> Callable[[], bytes]:
     return lambda: json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 1, **fields}).encode()
+
+
+def response(**fields: Any) -> Callable[[], bytes]:
+    return lambda: json.dumps(fields).encode()
 
 
 def filled(head: str, piece: str, tail: str) -> Callable[[], bytes]:
@@ -80,6 +85,14 @@ def attacks() -> list[Attack]:
         Attack("many unknown fields", COMPLETIONS, lambda: json.dumps(
             {"prompt": "Once", **{f"field{number}": 0 for number in range(200_000)}}).encode()),
         Attack("many messages", CHAT, filled('{"messages":[', '{"role":"user","content":"x"}', "]}")),
+        Attack("many items", RESPONSES, filled('{"input":[', '{"role":"user","content":"x"}', "]}")),
+        Attack("many turns, of which most are cut", RESPONSES, response(
+            input=[{"role": "user", "content": "x"}] * 4000, truncation="auto", max_output_tokens=1)),
+        Attack("text that is stored and not seen", RESPONSES, letters(
+            "a", '{"max_output_tokens":1,"input":[{"role":"user","content":"x"},{"type":"reasoning","content":"',
+            '"}]}'), 20),
+        Attack("logprobs of a response", RESPONSES, response(
+            input="x", max_output_tokens=1900, include=["message.output_text.logprobs"], top_logprobs=64), 2),
         Attack("many prompts", COMPLETIONS, filled('{"prompt":[', '"x"', "]}")),
         Attack("many stop strings", COMPLETIONS, filled('{"prompt":"Once","stop":[', '"x"', "]}")),
         Attack("many token ids", COMPLETIONS, filled('{"prompt":[', "7", "]}")),

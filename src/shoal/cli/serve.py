@@ -28,6 +28,8 @@ from shoal.keys.api_key import ApiKey
 from shoal.keys.file import PUBLISHED, check_tiers, hashed, joined, publish, read_key_file
 from shoal.keys.limits import KeyLimits, TenantLimits
 
+ENGINE = "shoal.processes.engine"
+
 log = logging.getLogger(__name__)
 
 
@@ -51,6 +53,7 @@ def run_serve(args: argparse.Namespace) -> int:
     engine, serve = read_options(args)
     engine.for_answers()
     check_cluster(serve)
+    from shoal.engine.spare import NoSpare, Spare
     from shoal.engine.supervise import Supervisor
     from shoal.engine.wire import GIVEN_UP
     from shoal.keys.ledger_service import LedgerService
@@ -76,6 +79,7 @@ def run_serve(args: argparse.Namespace) -> int:
             lambda: print_ready(engine, serve, listener, args.json),
             on_hangup=None if ends_with_its_terminal(serve) else lambda: reload_keys(serve, tiers, folder),
             on_given_up=(folder.path / GIVEN_UP).touch,
+            spare=Spare(ENGINE) if serve.spare_engine and serve.cluster is None else NoSpare(),
         )
         return supervisor.run()
     finally:
@@ -209,6 +213,7 @@ def make_children(
             "salt_secret": salt_secret,
             "model": engine.model,
             "seed": engine.seed,
+            "uses_priority": engine.order == "priority",
             "chat_template": engine.chat_template,
             "special_tokens_in_messages": engine.special_tokens_in_messages,
             "max_queue": engine.max_queue,
@@ -263,7 +268,7 @@ def make_engines(
     for number, (home, share, role) in enumerate(zip(homes, shares, serve.roles, strict=True)):
         name = f"engine {number}" if len(homes) > 1 else "the engine"
         own = partial(config, home, share, role)
-        one = Child(name, "shoal.processes.engine", own, silence_s=serve.hang_timeout)
+        one = Child(name, ENGINE, own, silence_s=serve.hang_timeout)
         one.on_hang = partial(blackbox.mark_fault, home)
         one.on_given_up = (home / GIVEN_UP).touch
         made.append(one)

@@ -148,4 +148,4 @@ class LoadWatch:
 
 
 if __name__ == "__main__":
-    leave(main(run))
+    leave(main(run, "shoal-fleet"))

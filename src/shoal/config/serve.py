@@ -18,10 +18,13 @@ from shoal.core.names import pick
 from shoal.errors import BadConfig
 
 PREFIX = "SHOAL_"
-TOOL_FORMATS = ("auto", "hermes", "llama3", "pythonic", "mistral", "mistral-args", "generic")  # text/tools/formats.py
-REASONING_FORMATS = ("auto", "none", "think", "mistral")  # text/reasoning.py
+TOOL_FORMATS = (
+    *("auto", "hermes", "qwen3-coder", "llama3", "pythonic", "mistral", "mistral-args", "harmony", "generic"),
+)  # text/tools/formats.py
+REASONING_FORMATS = ("auto", "none", "think", "mistral", "harmony")  # text/reasoning.py
 LEVELS = ("debug", "info", "warning", "error")
 MOST_REPLICAS = 64  # engines on one machine
+LEAST_STORE = 2**20  # bytes
 BODIES = 8  # of the largest size, that a front reads at the same time by default
 # A healthy idle process writes a heartbeat at least every 2 s (engine/supervise.py); the rest is for busy machines.
 SHORTEST_HANG_S = 5.0
@@ -136,6 +139,11 @@ class ServeConfig(Options):
         parse=float,
         group="server",
     )
+    spare_engine: bool = option(
+        True,
+        "keep a process that has the program loaded, so that an engine restarts sooner; about 200 MB",
+        group="server",
+    )
     restart_policy: str = option(
         "wait",
         "while the engine is restarted, new requests wait for it or are refused with 503",
@@ -153,6 +161,17 @@ class ServeConfig(Options):
         "how the model marks its reasoning; auto: as its chat template has it; none: it is part of the answer",
         choices=REASONING_FORMATS,
         group="server",
+    )
+    response_store: str | None = option(
+        None,
+        "file (SQLite) that keeps the responses of /v1/responses; default: one that is removed when the server stops",
+        group="server",
+    )
+    response_store_size: int = option(
+        256 * 2**20, "most bytes of stored responses; 0: none are stored", parse=parse_bytes, group="server"
+    )
+    response_store_age: float = option(
+        30 * 86400.0, "seconds after which a stored response is removed", parse=float, group="server"
     )
     otlp_endpoint: str | None = option(
         None,
@@ -188,6 +207,7 @@ class ServeConfig(Options):
                 f"hang_timeout must be 0 (never) or at least {SHORTEST_HANG_S:g} seconds, not {self.hang_timeout:g}: "
                 f"a healthy process may be silent for that long"
             )
+        self._check_response_store()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise BadConfig("https needs both --ssl-certfile and --ssl-keyfile")
         for name in ("ssl_certfile", "ssl_keyfile"):
@@ -221,6 +241,21 @@ class ServeConfig(Options):
             )
         if not 0 < self.scale_wait < 1e6 or not 0 <= self.scale_in_after < 1e6:
             raise BadConfig("scale_wait must be a number of seconds above 0, and scale_in_after 0 or more")
+
+    def _check_response_store(self) -> None:
+        if self.response_store_size and self.response_store_size < LEAST_STORE:
+            raise BadConfig(
+                f"response_store_size must be 0 (none are stored) or at least {LEAST_STORE} bytes, not "
+                f"{self.response_store_size}"
+            )
+        if not 0 < self.response_store_age < 1e10:
+            raise BadConfig(f"response_store_age must be a number of seconds above 0, not {self.response_store_age}")
+        if self.response_store is not None:
+            if not self.response_store_size:
+                raise BadConfig("response_store names a file, but response_store_size is 0; leave one of them out")
+            folder = Path(self.response_store).absolute().parent
+            if not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise BadConfig(f"response_store cannot be created in {folder}; name a file in a folder to write to")
 
     def _only_with_a_cluster(self, name: str) -> None:
         if self.cluster is None:
@@ -318,7 +353,7 @@ def read_options(
 
 
 def _server(values: dict[str, Any]) -> ServeConfig:
-    for name in ("max_body", "max_body_memory"):
+    for name in ("max_body", "max_body_memory", "response_store_size"):
         if name in values:
             values[name] = parse_bytes(values[name])
     return ServeConfig(**values)

@@ -11,9 +11,10 @@ from shoal import errors
 from shoal.core.grammar import Grammar
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Request
+from shoal.core.token_rules import TokenRules
 from shoal.errors import EngineError, Rejected, ShoalError
 
-GRAMMARS = ("json_object", "json", "regex", "choice", "grammar", "composed")
+GRAMMARS = ("json_object", "json", "regex", "choice", "grammar", "structural_tag", "composed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class ThinkingLimit:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """The form of an answer: any JSON object, a JSON schema, a regex, a choice (a JSON list), a Lark grammar, or one
-    composed of several (text/tools/compose.py).
+    """The form of an answer: any JSON object, a JSON schema, a regex, a choice (a JSON list), a grammar in Lark or
+    GBNF, a structural tag (which becomes the next), or one composed of several (text/tools/compose.py).
 
     >>> GrammarSpec("regex", "[0-9]+").kind
     'regex'
@@ -59,6 +60,7 @@ class Job:
     timeout_s: float | None = None  # from its arrival to its last token
     waited_s: float = 0.0  # between its arrival and this submission, while there was no engine or an earlier one
     grammar: GrammarSpec | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the tokens of params.bad_words
 
 
 def requests_of(
@@ -92,10 +94,19 @@ def requests_of(
             tier=job.tier,
             timeout_s=job.timeout_s,
             waited_s=job.waited_s,
-            grammar=grammars[sample] if grammars else None,
+            grammar=ruled(job, grammars[sample] if grammars else None, output),
         )
         for sample, output in outputs.items()
     ]
+
+
+def ruled(job: Job, grammar: Grammar | None, output: Sequence[int]) -> Grammar | None:
+    """What a sample with this output may draw: its grammar, within the rules of its parameters."""
+    allowed, least = job.params.allowed_token_ids, job.params.min_tokens
+    if allowed is None and not job.bad_words:
+        return grammar
+    ends = tuple(job.stop_ids)
+    return TokenRules(grammar, allowed=allowed, bad=job.bad_words, ends=ends, least=least, output=output)
 
 
 @dataclass(frozen=True, slots=True)

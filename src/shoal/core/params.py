@@ -15,6 +15,8 @@ MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024  # characters of one of them
+MAX_REGEXES = 8
+MAX_ALLOWED = 2**14
 MAX_COUNT = 2**31 - 1
 INF = math.inf
 
@@ -36,6 +38,7 @@ class Param:
     neutral: float | None = None  # what None becomes where the model recommends nothing
     from_model: tuple[float, float] | None = None  # range accepted from generation_config.json; None: not read there
     in_body: bool = True  # a field of every request body
+    most: int = 256  # of a list, its entries
     passed: bool = True  # … copied from the body as it is; False: each API gives it its own meaning
     flag: str = ""  # help text of its CLI flag; "": no flag
 
@@ -103,11 +106,17 @@ class SamplingParams:
     max_tokens: Annotated[int | None, Param("integer", 1, MAX_COUNT, passed=False, flag="most output tokens")] = None
     # neither end tokens nor stop strings end the output earlier
     min_tokens: Annotated[int, Param("integer", 0, MAX_COUNT)] = 0
-    stop: Annotated[str | Sequence[str], Param("strings", flag="end before this text; repeatable")] = ()
+    stop: Annotated[str | Sequence[str], Param("strings", most=MAX_STOPS, flag="end before this text; repeatable")] = ()
+    stop_regex: Annotated[str | Sequence[str], Param("strings", most=MAX_REGEXES)] = ()  # end after text that matches
     stop_token_ids: Annotated[Sequence[int], Param("token_ids", 0, MAX_COUNT)] = ()
     include_stop_str_in_output: Annotated[bool, Param("boolean")] = False
     ignore_eos: Annotated[bool, Param("boolean", flag="go on to --max-tokens")] = False
     skip_special_tokens: Annotated[bool, Param("boolean")] = True
+    # only these tokens are drawn; None: all
+    allowed_token_ids: Annotated[Sequence[int] | None, Param("token_ids", 0, MAX_COUNT, most=MAX_ALLOWED)] = None
+    bad_words: Annotated[str | Sequence[str], Param("strings", most=256)] = ()  # texts that are not drawn
+    # the tokens whose logprobs are reported, instead of the likeliest
+    logprob_token_ids: Annotated[Sequence[int] | None, Param("token_ids", 0, MAX_COUNT, most=MAX_LOGPROBS)] = None
     # how many alternatives to report beside the chosen token
     logprobs: Annotated[int | None, Param("integer", 0, MAX_LOGPROBS, in_body=False)] = None
     prompt_logprobs: Annotated[int | None, Param("integer", 0, MAX_LOGPROBS, in_body=False)] = None
@@ -120,6 +129,9 @@ class SamplingParams:
             checked = check(name, value, param)
             if checked is not value:
                 object.__setattr__(self, name, checked)
+        for name in ("allowed_token_ids", "logprob_token_ids"):
+            if getattr(self, name) == ():
+                raise BadParameter(f"{name} is empty; name at least one token, or leave it out")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadParameter(
                 f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}; lower the first"
@@ -193,19 +205,24 @@ def _bias_key(name: str, key: Any) -> int:
 
 
 def _strings(name: str, value: Any, param: Param) -> tuple[str, ...]:
-    stops = _as_tuple(name, (value,) if isinstance(value, str) else value)
-    if len(stops) > MAX_STOPS:
-        raise BadParameter(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
-    for text in stops:
+    texts = _as_tuple(name, (value,) if isinstance(value, str) else value)
+    many, one = ("stop strings", "a stop string") if name == "stop" else (name, f"{name}: an entry")
+    if len(texts) > param.most:
+        raise BadParameter(f"{many}: at most {param.most}, not {len(texts)}; give fewer")
+    for text in texts:
         if not isinstance(text, str) or not text:
-            raise BadParameter(f"a stop string must be a string that is not empty, not {text!r}")
+            raise BadParameter(f"{one} must be a string that is not empty, not {text!r}")
         if len(text) > MAX_STOP_LENGTH:
-            raise BadParameter(f"a stop string may have {MAX_STOP_LENGTH} characters, not {len(text)}; shorten it")
-    return stops
+            raise BadParameter(f"{one} may have {MAX_STOP_LENGTH} characters, not {len(text)}; shorten it")
+    return texts
 
 
-def _token_ids(name: str, value: Any, param: Param) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any, param: Param) -> tuple[int, ...] | None:
+    if value is None and DEFAULTS[name] is None:
+        return None
     tokens = _as_tuple(name, value)
+    if len(tokens) > param.most:
+        raise BadParameter(f"{name} has {len(tokens)} token ids, limit {param.most}; give fewer")
     for token in tokens:
         _integer(name, token, param)
     return tokens

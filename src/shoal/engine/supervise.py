@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from shoal.core.clock import Clock, WallClock
+from shoal.engine.spare import NoSpare, launch
 from shoal.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Supervisor:
         on_hangup: Callable[[], None] | None = None,
         on_given_up: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
+        spare: NoSpare | None = None,
     ) -> None:
         self.engines = list(engines)
         self.fronts = list(fronts)
@@ -88,6 +90,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._on_hangup = on_hangup  # called for SIGHUP; None: SIGHUP stops it as SIGTERM does
         self._on_given_up = on_given_up  # lets the fronts know that no engine will come back
+        self._spare = spare or NoSpare()
         self._hung_up = False
         self._restart_asked = False
         self._to_restart: deque[Child] = deque()  # engines, by a rolling restart
@@ -199,6 +202,7 @@ class Supervisor:
         if not self._was_ready and all(child.up for child in self.children):
             self._was_ready = True
             self._on_ready()
+        self._spare.tend(self._was_ready and all(child.ready or child.given_up for child in self.engines), now_s)
         return None
 
     def _look(self) -> float:
@@ -271,18 +275,12 @@ class Supervisor:
 
     def _start(self, child: Child) -> None:
         given = child.config(child.starts)
-        read, write = os.pipe()
-        config = {**given, "ready_fd": write, "after_fault": child.after_fault}
-        child.process = subprocess.Popen(
-            [sys.executable, "-m", child.module],
-            stdin=subprocess.PIPE,
-            pass_fds=[write, *child.fds],
-            start_new_session=True,  # Ctrl-C reaches the supervisor only
-        )
-        os.close(write)
-        child.pipe, child.ready, child.up, child.hung = read, False, False, False
+        launched = self._spare.take(child.module) or launch(child.module, child.fds)
+        config = {**given, "ready_fd": launched.its_pipe, "after_fault": child.after_fault}
+        child.process = launched.process
+        child.pipe, child.ready, child.up, child.hung = launched.pipe, False, False, False
         child.starts += 1
-        self._selector.register(read, selectors.EVENT_READ, child)
+        self._selector.register(child.pipe, selectors.EVENT_READ, child)
         assert child.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), child.process.stdin as pipe:
             pipe.write(json.dumps(config).encode())
@@ -311,7 +309,7 @@ class Supervisor:
         now_s = self.clock.now_s()
         starts = [c.start_at_s - now_s for c in self.children if c.process is None and not c.given_up]
         watched = any(child.watched for child in self.children) or self._restarting is not None
-        return max(0.0, min([*starts, LOOK_S if watched else 60.0]))
+        return max(0.0, min([*starts, self._spare.due_s - now_s, LOOK_S if watched else 60.0]))
 
     def _sleep(self, most_s: float) -> None:
         """Until something happens."""
@@ -345,6 +343,7 @@ class Supervisor:
 
     def _stop_all(self, drain: bool) -> None:
         """Fronts first: they let running requests finish, and need the engines for that."""
+        self._spare.end()
         patience_s = self.drain_timeout_s + KILL_AFTER_S if drain else KILL_AFTER_S
         self._end(self.fronts, patience_s, watch_engines=drain)
         self._end(self.engines, KILL_AFTER_S)
@@ -369,15 +368,22 @@ class Supervisor:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the supervisor dies for any reason. Linux only; a no-op elsewhere."""
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    PR_SET_PDEATHSIG = 1
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         raise EngineError("the supervisor is gone already")
+
+
+def name_process(name: str) -> None:
+    """What `ps` and `top` call this process, in at most 15 characters. Linux only; a no-op elsewhere."""
+    _prctl(15, name.encode())  # PR_SET_NAME
+
+
+def _prctl(what: int, value: int | bytes) -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(what, value)
 
 
 class Heartbeat:

@@ -13,6 +13,7 @@ from shoal.build import Built, need_tokenizer
 from shoal.core.job import GrammarSpec, Job
 from shoal.core.params import SamplingParams
 from shoal.errors import BadParameter, EmptyPrompt, ShoalError
+from shoal.text.bad_words import bad_word_ids
 
 Chat: TypeAlias = Sequence[Mapping[str, Any]]
 Prompt: TypeAlias = str | Sequence[int] | Chat
@@ -54,8 +55,9 @@ class JobMaker:
 
     def _job(self, ids: list[int], params: SamplingParams, salt: str, grammar: GrammarSpec | None) -> Job:
         params = params.resolved(self._built.defaults)
-        if params.stop:
+        if params.stop or params.stop_regex:
             need_tokenizer(self._built)
+        bad_words = bad_word_ids(need_tokenizer(self._built), params.bad_words) if params.bad_words else ()
         stop_ids = frozenset(params.stop_token_ids)
         if grammar is not None or not params.ignore_eos:
             stop_ids |= self._built.eos
@@ -70,6 +72,7 @@ class JobMaker:
             stop_ids=stop_ids,
             salt=salt,
             grammar=grammar,
+            bad_words=bad_words,
         )
 
     def encode(self, prompt: Prompt) -> list[int]:

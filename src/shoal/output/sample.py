@@ -93,4 +93,5 @@ def open_detokenizer(tokenizer: Tokenizer, job: Job) -> Detokenizer:
         params.include_stop_str_in_output,
         params.skip_special_tokens,
         params.min_tokens,
+        tuple(params.stop_regex),
     )

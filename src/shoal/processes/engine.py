@@ -24,7 +24,7 @@ from shoal.engine.blackbox import Suspected
 from shoal.engine.host import Host, InboxClock
 from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
-from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
+from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, name_process, say_ready
 from shoal.errors import EngineLost, ShoalError
 from shoal.machine.shares import VISIBLE, MachineShare
 from shoal.obs.logs import set_up_logs
@@ -35,12 +35,17 @@ from shoal.text.grammar import Grammars, warming
 log = logging.getLogger("shoal.processes.engine")
 
 
-def main(run: Callable[[Mapping[str, Any]], None]) -> int:
-    """Read the config, run the program, return its exit code."""
+def main(run: Callable[[Mapping[str, Any]], None], name: str = "shoal-engine") -> int:
+    """Read the config, run the program, return its exit code. With the argument `spare` the config may come much later,
+    and what takes long to load is loaded before it."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # the supervisor handles the first two
         signal.signal(number, signal.SIG_IGN)
+    if sys.argv[1:] == ["spare"]:
+        name_process("shoal-spare")
+        import shoal.build  # noqa: F401  # loads torch
     config = json.load(sys.stdin)
+    name_process(name)
     set_up_logs(config["log_level"], config["log_format"])
     try:
         run(config)

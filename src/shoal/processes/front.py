@@ -24,7 +24,7 @@ from shoal.engine.link import EngineAddress
 from shoal.engine.members import Follower
 from shoal.engine.refusal import say_refused
 from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
-from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, say_ready
+from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, name_process, say_ready
 from shoal.errors import ShoalError
 from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
 from shoal.keys.api_key import no_keys
@@ -39,6 +39,7 @@ from shoal.routing.router import Router
 from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
 from shoal.server.protocol import make_server
+from shoal.server.response_store import NoStore, ResponseStore, SqliteStore
 from shoal.server.settings import ServerSettings
 from shoal.server.templates import TemplateWorker
 from shoal.text.grammar import grammars_of
@@ -46,12 +47,14 @@ from shoal.text.template import read_template
 from shoal.text.tokenizer import load_tokenizer
 
 SWITCH_S = 0.001  # how long a busy thread may keep the event loop's from running
+STORE = "responses.sqlite"
 GC_THRESHOLDS = (20_000, 50, 100)  # far apart: a full collection takes tens of milliseconds with many requests
 log = logging.getLogger("shoal.processes.front")
 
 
 def main() -> int:
     die_with_parent()
+    name_process("shoal-front")
     for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor handles both
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
@@ -98,6 +101,7 @@ async def run(config: Mapping[str, Any]) -> None:
         FrontMetrics(lasting_name(config)),
         spans,
         limiter,
+        store := open_store(config, serve),
     )
     if config.get("supervised"):
         front.restart_engines = restart_engines
@@ -109,6 +113,7 @@ async def run(config: Mapping[str, Any]) -> None:
         await answer(front, serve, config, client)
     await client.close()
     await limiter.close()
+    await store.close()
     await asyncio.to_thread(spans.close)
 
 
@@ -233,7 +238,16 @@ def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFil
         tool_format=serve.tool_format,
         reasoning_format=serve.reasoning_format,
         seed=config["seed"],
+        uses_priority=config.get("uses_priority", True),
     )
+
+
+def open_store(config: Mapping[str, Any], serve: ServeConfig) -> ResponseStore:
+    """The store of responses: the operator's file, or one in the folder that all processes of the server share."""
+    if not serve.response_store_size:
+        return NoStore()
+    path = Path(serve.response_store or Path(config["folder"]) / STORE)
+    return SqliteStore(path, serve.response_store_size, serve.response_store_age)
 
 
 def lasting_name(config: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from shoal.runner.draws import PassDraws
 from shoal.runner.verify import AcceptedTokens
 
 NOT_FINITE = "the model's scores are not finite numbers; its weights may be damaged, or every token is forbidden"
-FORBIDDEN = "the grammar allows no token of the model's vocabulary here; change the grammar"
+FORBIDDEN = "the grammar or the token rules allow no token of the model's vocabulary here; change them"
 
 PromptLogprobs = tuple[tuple[int, int, tuple[Logprobs, ...]], ...]
 CopiesDone = tuple[tuple[tuple[int, float], ...], tuple[int, ...]]  # what Copier.take returns

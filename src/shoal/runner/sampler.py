@@ -31,6 +31,7 @@ class SamplerRows:
         self.seed = np.zeros(rows, dtype=np.int64)
         self.sample = np.zeros(rows, dtype=np.int64)
         self.logprobs = np.full(rows, -1, dtype=np.int64)
+        self.logprob_ids: dict[int, list[int]] = {}  # rows that ask for those of certain tokens
         self.ends_at = np.zeros(rows, dtype=np.int64)  # replay: the position of the scripted end
         self.asks_more = np.zeros(rows, dtype=np.bool_)  # than a draw from the model's own scores: see Sampler.asking
 
@@ -43,6 +44,9 @@ class SamplerRows:
         self.sample[row] = start.sample
         self.ends_at[row] = start.ends_at
         self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.logprob_ids.pop(row, None)
+        if params.logprob_token_ids is not None:
+            self.logprob_ids[row] = list(params.logprob_token_ids)
 
 
 class Sampler:
@@ -102,9 +106,11 @@ class Sampler:
         out = []
         for line, one in zip(lines.tolist(), found, strict=True):
             count = int(asked[line])
-            out.append(
-                (line, Logprobs(one.token, one.logprob, one.rank, one.top_tokens[:count], one.top_logprobs[:count]))
-            )
+            others, theirs = one.top_tokens[:count], one.top_logprobs[:count]
+            ids = self.rows.logprob_ids.get(int(rows[line]))
+            if ids is not None:
+                others, theirs = tuple(ids), tuple(logits[line].log_softmax(dim=-1)[ids].tolist())
+            out.append((line, Logprobs(one.token, one.logprob, one.rank, others, theirs)))
         return out
 
 

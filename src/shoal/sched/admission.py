@@ -130,6 +130,8 @@ class Admission:
         for name, ids in (
             ("logit_bias", request.params.logit_bias or ()),
             ("stop_token_ids", request.params.stop_token_ids),
+            ("allowed_token_ids", request.params.allowed_token_ids or ()),
+            ("logprob_token_ids", request.params.logprob_token_ids or ()),
         ):
             for token in ids:
                 if not 0 <= token < vocab:

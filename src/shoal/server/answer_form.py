@@ -11,15 +11,17 @@ from shoal.core.job import GrammarSpec, ThinkingLimit
 from shoal.errors import BadGrammar
 from shoal.output.parser import Parser, PlainParser
 from shoal.server.bodies import GenerationBody
+from shoal.server.constraint import grammar_of
 from shoal.server.errors import BadField
-from shoal.server.rules import grammar_of
 from shoal.server.tool_choice import NO_TOOLS, ToolRequest
 from shoal.text.grammar import check_text, source_of
 from shoal.text.reasoning import ReasoningParser, Thought
+from shoal.text.structural import structural
 from shoal.text.tokenizer import Tokenizer
 from shoal.text.tools.calls import ToolUse
 from shoal.text.tools.compose import composed
 from shoal.text.tools.formats import ToolFormat
+from shoal.text.tools.harmony import Harmony, HarmonyReader
 
 
 @dataclass(frozen=True)
@@ -57,27 +59,39 @@ def form_of(
     spec, param = grammar_of(body)
     if tokenizer is None:
         return AnswerForm(spec, param, tools=tools)
+    if spec is not None and spec.kind == "structural_tag":
+        spec = tagged(spec, param, tokenizer)
     use, thought = tools.use, reasoning.thought
     limited = thought is not None and reasoning.budget is not None
     if use is not None:
         param = "functions" if tools.legacy else "tools"
     elif spec is None and limited:
         param = "thinking_token_budget"
+    channels = isinstance(format, Harmony) and (use is not None or thought is not None)
     if use is not None or limited or (spec is not None and thought is not None):
         spec = compose(spec, param, tools, format, tokenizer, thought)
     if spec is not None and thought is not None and reasoning.budget is not None:
         limit = ThinkingLimit(reasoning.budget, thought.opens, thought.closes, thought.begun)
         spec = replace(spec, thinking=limit)
-    texts = (format.texts if use else "") + (thought.opens + thought.closes if thought else "")
+    texts = (format.texts if use or channels else "") + (thought.opens + thought.closes if thought else "")
     special = tokenizer.pieces.special_ids
     return AnswerForm(
         spec,
         param,
-        parser_maker(use, format, reasoning),
+        channel_reader(use, reasoning) if channels else parser_maker(use, format, reasoning),
         shows_special=any(id in special and mark in texts for mark, id in tokenizer.marks.items()),
         tools=tools,
         ignored=() if limited or reasoning.budget is None else ("thinking_token_budget",),
     )
+
+
+def tagged(spec: GrammarSpec, param: str, tokenizer: Tokenizer) -> GrammarSpec:
+    """The grammar of a structural tag."""
+    try:
+        check_text(spec)
+        return structural(spec.text, tokenizer.marks, tokenizer.pieces.special_ids)
+    except BadGrammar as error:
+        raise BadField(param, str(error)) from error
 
 
 def compose(
@@ -97,6 +111,11 @@ def compose(
         return composed(tokenizer.marks, special, use=tools.use, format=format, answer=answer, thought=thought)
     except BadGrammar as error:
         raise BadField(param, str(error)) from error
+
+
+def channel_reader(use: ToolUse | None, reasoning: Reasoning) -> Callable[[], Parser]:
+    names = [tool.name for tool in use.tools] if use else []
+    return lambda: HarmonyReader(names, reasoning.shown)
 
 
 def parser_maker(use: ToolUse | None, format: ToolFormat, reasoning: Reasoning) -> Callable[[], Parser]:

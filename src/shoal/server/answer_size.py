@@ -16,9 +16,22 @@ HOW = "lower n, max_tokens or logprobs, or send fewer prompts"
 
 
 def check_logprobs(
-    prompt_lengths: Sequence[int], params: SamplingParams, context: int | None, *, echo: bool, stream: bool
+    prompt_lengths: Sequence[int],
+    params: SamplingParams,
+    context: int | None,
+    *,
+    echo: bool,
+    stream: bool,
+    of_prompt: int | None = None,
 ) -> None:
-    """Refuse a request for more logprobs than one answer may have. `context`: the model's length, if it is known."""
+    """Refuse a request for more logprobs than one answer may have. `context`: the model's length, if it is known;
+    `of_prompt`: alternatives of each prompt token."""
+    if of_prompt is not None and params.n * sum(prompt_lengths) * (1 + of_prompt) > MOST_ENTRIES:
+        raise BadField(
+            "prompt_logprobs",
+            f"the answer would have the logprobs of {sum(prompt_lengths)} prompt tokens x {1 + of_prompt}, for each of "
+            f"{params.n} samples, limit {MOST_ENTRIES}; lower prompt_logprobs or n, or send less",
+        )
     if params.logprobs is None:
         return
     each = 1 + params.logprobs

@@ -28,6 +28,7 @@ from shoal.server.dialects.chat import Chat
 from shoal.server.dialects.completions import Completions
 from shoal.server.dialects.messages import Messages
 from shoal.server.dialects.ollama import OllamaChat, OllamaGenerate
+from shoal.server.dialects.responses import Responses
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
 from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
@@ -39,6 +40,8 @@ from shoal.server.logprobs import TokenNames
 from shoal.server.ollama_routes import OllamaRoutes
 from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
+from shoal.server.response_routes import ResponseRoutes
+from shoal.server.response_store import NoStore, ResponseStore
 from shoal.server.settings import ServerSettings
 from shoal.server.stream import EventStream
 from shoal.server.whole import send_whole
@@ -48,7 +51,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 GONE = 499  # for the log: the client disconnected before the answer
-DIALECTS = (Completions, Chat, Messages, OllamaChat, OllamaGenerate)  # the APIs that are served
+DIALECTS = (Completions, Chat, Messages, OllamaChat, OllamaGenerate)  # the APIs that are served, beside responses
 SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
@@ -104,6 +107,7 @@ class Front:
         metrics: FrontCounters | None = None,
         spans: Spans | None = None,
         limiter: Limiter | None = None,
+        store: ResponseStore | None = None,
     ) -> None:
         self.settings = settings
         self.client = client
@@ -115,7 +119,10 @@ class Front:
         self.preparer = Preparer(settings, tokenizer, grammars, eos_ids, sampling_defaults, lambda: client.last_info)
         self.gate = KeyGate(limiter or NoLimiter(), self.metrics, lambda: client.last_info)
         names = TokenNames(tokenizer)
-        self.dialects: Sequence[Dialect] = [dialect(self.preparer, names) for dialect in DIALECTS]
+        self.responses = Responses(self.preparer, names, store or NoStore())
+        self.dialects: Sequence[Dialect] = [
+            *(dialect(self.preparer, names) for dialect in DIALECTS), self.responses
+        ]  # fmt: skip
         self.keys = Keys(settings.keys)
         self.answer_memory = AnswerMemory(settings.max_answer_logprobs)
         self.hosts = Hosts(settings.host, settings.allowed_hosts)
@@ -129,7 +136,7 @@ class Front:
             self._entry = CORSMiddleware(
                 self._answer,
                 allow_origins=settings.allowed_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("x-request-id", "x-shoal-warning", "retry-after"),
             )
@@ -139,6 +146,7 @@ class Front:
 
     def _routes(self) -> Router:
         info, debug, ollama = InfoRoutes(self), Debug(self), OllamaRoutes(self)
+        responses = ResponseRoutes(self, self.responses)
         paths: list[tuple[str, str, dict[str, Any]]] = [
             *(
                 (one.path, one.path, {"POST": partial(self._generate, dialect=one), "errors": one.error})
@@ -149,6 +157,14 @@ class Front:
                 "/v1/messages/count_tokens",
                 {"POST": info.count_tokens, "errors": Messages.error},
             ),
+            ("/v1/responses/input_tokens", "/v1/responses/input_tokens", {"POST": responses.input_tokens}),
+            (
+                "/v1/responses/{id}",
+                "/v1/responses/{id}",
+                {"GET": responses.retrieve, "DELETE": responses.delete},
+            ),
+            ("/v1/responses/{id}/cancel", "/v1/responses/{id}/cancel", {"POST": responses.cancel}),
+            ("/v1/responses/{id}/input_items", "/v1/responses/{id}/input_items", {"GET": responses.input_items}),
             ("/api/tags", "/api/tags", {"GET": ollama.tags, "errors": OllamaChat.error}),
             ("/api/ps", "/api/ps", {"GET": ollama.tags, "errors": OllamaChat.error}),
             ("/api/show", "/api/show", {"POST": ollama.show, "errors": OllamaChat.error}),
@@ -234,6 +250,7 @@ class Front:
             prepared = await dialect.prepare(body, exchange.uid, exchange.key)
             del body
             exchange.release_body()
+            exchange.rename(prepared.request_id)
             reservation = await self.gate.reserve_jobs(exchange.key, prepared.jobs)
             await asyncio.sleep(0)  # preparing many jobs has taken a while, and so does what follows
             if watcher.gone:  # from here to on_disconnect nothing is awaited
@@ -265,13 +282,14 @@ class Front:
                 return
             if call.error is not None:
                 raise call.error
-            pieces = dialect.whole(call, dialect.id_prefix + exchange.uid, int(time.time()))
+            await call.prepared.at_end(call.outputs)
+            pieces = dialect.whole(call, dialect.id_prefix + exchange.name, int(time.time()))
             await send_whole(exchange, call, pieces, warning(call.prepared))
         finally:
             self.answer_memory.close(call)
 
     async def _stream(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
-        writer = dialect.stream(call, dialect.id_prefix + exchange.uid, int(time.time()))
+        writer = dialect.stream(call, dialect.id_prefix + exchange.name, int(time.time()))
         stream = EventStream(call, writer, self.settings.max_unsent_bytes)
         stream.transport = (exchange.scope.get("extensions") or {}).get(TRANSPORT)
         await call.submit(stream.sinks)
@@ -293,6 +311,8 @@ class Front:
                 ],
             )
             await stream.write(exchange.send)
+            if not call.gone and call.error is None:
+                await call.prepared.at_end(call.outputs)
             await stream.finish(exchange.send, self._late_error(exchange, call))
         finally:
             self.streams.discard(stream)

@@ -1,7 +1,7 @@
 """Request bodies: the fields that all generation requests share, chat messages, and reading JSON into them.
 
-Owns which fields are refused or ignored; a field that no body declares is refused by name. The fields of one API are in
-its dialect. The ranges of sampling parameters are declared and checked in core/params.py. A large body is read in a
+A field that no body declares is refused by name; known_fields.py lists those without effect. The fields of one API are
+in its dialect. The ranges of sampling parameters are declared and checked in core/params.py. A large body is read in a
 thread, after its values have been counted. Knows no engine.
 """
 
@@ -11,55 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from shoal.core.params import MAX_STOPS, PARAMS
+from shoal.core.params import PARAMS
 from shoal.server.errors import HttpError, bad_body
+from shoal.server.field_names import known_at
 from shoal.server.json_size import MOST_DIGITS, MOST_IDS, MOST_VALUES, field_at, measure
+from shoal.server.known_fields import DEFAULT_ONLY, ELSEWHERE, IGNORED, NULL_ONLY, REFUSED
 from shoal.server.workers import PYTHON, off_loop
 
-# Fields of OpenAI's and similar APIs that are refused, and why. A null is accepted for all of them.
-REFUSED: dict[str, str] = {
-    "suffix": "is not supported: text cannot be inserted before a suffix; remove it",
-    "audio": "is not supported: answers are text only; remove it",
-    "modalities": "may only be ['text']; remove it",
-    "chat_template": "cannot be set per request; start the server with --chat-template",
-}
-# … where the body does not have them
-ELSEWHERE = dict.fromkeys(
-    ("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls"),
-    "belongs to chats; send it to /v1/chat/completions, or remove it",
-)
-# Accepted with any value and without effect; the answer's X-Shoal-Warning header names those that were sent.
-IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "verbosity", "request_id", "rid",
-)  # fmt: skip
-# Fields of OpenAI's, vLLM's and SGLang's APIs that have no meaning here but their default; clients send that, too.
-DEFAULT_ONLY: dict[str, Any] = {
-    "use_beam_search": False,
-    "length_penalty": 1.0,
-    "add_generation_prompt": True,
-    "continue_final_message": False,
-    "spaces_between_special_tokens": True,
-    "return_tokens_as_token_ids": False,
-    "return_hidden_states": False,
-    "no_stop_trim": False,
-    "separate_reasoning": True,
-    "stream_reasoning": True,
-    "skip_reading_prefix_cache": False,
-    "bad_words": [],
-    "logits_processors": [],
-    **dict.fromkeys(
-        (
-            *("documents", "mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens", "prompt_logprobs"),
-            *("allowed_token_ids", "logprob_token_ids", "kv_transfer_params", "vllm_xargs", "prompt_embeds"),
-            *("web_search_options", "prediction", "lora_path", "session_params", "custom_logit_processor", "ebnf"),
-            *("regex", "stop_regex", "repetition_detection"),
-        )
-    ),
-}
-NULL_ONLY = {name: "is not supported; remove it" for name, default in DEFAULT_ONLY.items() if default is None}
 MOST_BIASES = 1024
-MOST_STOP_IDS = 256
+MOST_STOP_IDS = PARAMS["stop_token_ids"].most
 MOST_SALT = 256  # characters
 MOST_MESSAGES = 4096
 SMALL_BODY = 16 * 2**10  # bytes; read on the event loop
@@ -72,6 +32,7 @@ def _hint(**schema: Any) -> Meta:
 
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Nothing = Annotated[None, Meta(description="Refused by name.")]
 # skipped, not decoded
 Ignored = Annotated[msgspec.Raw | UnsetType, Meta(description="Ignored; the answer's X-Shoal-Warning header names it.")]
@@ -86,20 +47,40 @@ class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
     strict: bool | None = None  # always treated as true
 
 
-class ResponseFormat(Struct, forbid_unknown_fields=True):
-    """text: anything; json_object: any JSON object; json_schema: JSON that fits the schema."""
+class StructuralTag(Struct, forbid_unknown_fields=True):
+    """The older form of a structural tag: text from `begin` to `end` holds JSON that fits the schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: str
+    end: str
+    schema: dict[str, Any] | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """text: anything; json_object: any JSON object; json_schema: JSON that fits the schema; structural_tag: text that
+    is constrained between certain marks, as `format` says, or in the older form `structures` and `triggers`."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None  # of json_object or json_schema, as some clients send it
+    format: dict[str, Any] | None = None
+    structures: Annotated[list[StructuralTag], Meta(min_length=1, max_length=256)] | None = None
+    triggers: Annotated[list[str], Meta(min_length=1, max_length=64)] | None = None
+    at_least_one: bool | None = None  # of the structures
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """What the answer must look like: exactly one of these."""
+    """What the answer must look like: exactly one of json, json_object, regex, choice, grammar and structural_tag."""
 
     json: dict[str, Any] | str | None = None  # a JSON schema
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=10_000)] | None = None
-    grammar: str | None = None  # Lark, as llguidance has it
+    grammar: str | None = None  # Lark, as llguidance has it, or GBNF
+    json_object: bool | None = None  # any JSON object
+    structural_tag: dict[str, Any] | str | None = None
+    whitespace_pattern: str | None = None  # a regex: what may stand between the parts of JSON
+    disable_any_whitespace: bool | None = None  # nothing but single spaces, as Python's json.dumps has them
+    disable_additional_properties: bool | None = None  # of the schema's outermost object, where it does not name them
+    disable_fallback: bool | None = None  # without effect: there is one grammar engine
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -130,8 +111,8 @@ def _type_of(name: str) -> Any:
         "number": Annotated[float, limits(name)],
         "integer": Annotated[int, limits(name)],
         "biases": Annotated[dict[TokenId, float], Meta(max_length=MOST_BIASES)],
-        "strings": str | Annotated[list[str], _hint(maxItems=MAX_STOPS)],
-        "token_ids": Annotated[list[TokenId], Meta(max_length=MOST_STOP_IDS)],
+        "strings": str | Annotated[list[str], _hint(maxItems=PARAMS[name].most)],
+        "token_ids": Annotated[list[TokenId], Meta(max_length=PARAMS[name].most)],
     }
     return kinds[PARAMS[name].kind] | None
 
@@ -143,6 +124,7 @@ if TYPE_CHECKING:
 
         n: int | None = None
         max_tokens: int | None = None
+        logprob_token_ids: list[int] | None = None
 else:
     SamplingBody = msgspec.defstruct(
         "SamplingBody",
@@ -164,11 +146,17 @@ def _default_only(default: Any) -> Any:
 if TYPE_CHECKING:
 
     class TolerantBody(SamplingBody, kw_only=True):
-        """The fields of DEFAULT_ONLY."""
+        """The fields of known_fields.py. Only these are set by name."""
+
+        metadata: Ignored = UNSET
+        service_tier: Ignored = UNSET
 else:
     TolerantBody = msgspec.defstruct(
         "TolerantBody",
-        [(name, _default_only(default), None) for name, default in DEFAULT_ONLY.items()],
+        [
+            *((name, _default_only(default), None) for name, default in DEFAULT_ONLY.items()),
+            *((name, Ignored, UNSET) for name in IGNORED),
+        ],
         bases=(SamplingBody,),
         kw_only=True,
         forbid_unknown_fields=True,
@@ -191,17 +179,17 @@ class GenerationBody(TolerantBody, forbid_unknown_fields=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MOST_SALT)] | None = None
     tier: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     return_token_ids: bool | None = None
-    # without effect
-    user: Ignored = UNSET
-    metadata: Ignored = UNSET
-    store: Ignored = UNSET
-    service_tier: Ignored = UNSET
-    safety_identifier: Ignored = UNSET
-    prompt_cache_key: Ignored = UNSET
-    prompt_cache_retention: Ignored = UNSET
-    verbosity: Ignored = UNSET
-    request_id: Ignored = UNSET
-    rid: Ignored = UNSET
+    return_tokens_as_token_ids: bool | None = None  # in logprobs, tokens are written as token_id:5
+    prompt_logprobs: Annotated[int, limits("prompt_logprobs")] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are left out; left by default
+    add_special_tokens: bool | None = None  # of a prompt that is a text; true by default
+    no_stop_trim: bool | None = None  # SGLang's name of include_stop_str_in_output
+    request_id: RequestId | None = None  # in the answer, its header and the log; X-Request-Id takes precedence there
+    rid: RequestId | None = None  # SGLang's name of it
+    json_schema: dict[str, Any] | str | None = None  # SGLang's names of the fields of structured_outputs
+    regex: str | None = None
+    ebnf: str | None = None  # GBNF
 
     def job_fields(self) -> dict[str, Any]:
         """The fields of a Job that are taken from the body alone."""
@@ -302,7 +290,8 @@ def _read(kind: type[Body], body: bytes) -> Body:
         read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         elsewhere = {name: why for name, why in ELSEWHERE.items() if name not in kind.__struct_fields__}
-        raise bad_body(error, REFUSED | NULL_ONLY | elsewhere) from None
+        refused = REFUSED | NULL_ONLY | elsewhere | getattr(kind, "refused", {})
+        raise bad_body(error, refused, lambda path: known_at(kind, path)) from None
     return read
 
 

@@ -13,7 +13,8 @@ from shoal.keys.api_key import ApiKey
 from shoal.server.answer_form import Reasoning, form_of
 from shoal.server.bodies import MOST_MESSAGES, SMALL_BODY, ChatMessage, GenerationBody, Nothing, limits
 from shoal.server.errors import BadField
-from shoal.server.prepare import ChatPrompt, PreparedRequest, Preparer
+from shoal.server.final_message import text_of
+from shoal.server.prepare import MOST_CUT, ChatPrompt, PreparedRequest, Preparer
 from shoal.server.tool_choice import FunctionChoice, FunctionList, ToolChoice, ToolList, ToolRequest, tools_of
 from shoal.server.workers import PYTHON, off_loop
 from shoal.text.reasoning import thought_after
@@ -28,6 +29,9 @@ class ChatRequest(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, limits("logprobs")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # variables for the chat template, such as enable_thinking
     reasoning_effort: Annotated[str, Meta(max_length=16)] | None = None  # for the chat template; none: no reasoning
+    add_generation_prompt: bool | None = None  # true by default: the template opens the answer
+    continue_final_message: bool | None = None  # the answer continues the last message
+    echo: bool | None = None  # the answer begins with the last message, if that is the assistant's
     include_reasoning: bool | None = None  # false: the reasoning is not shown
     thinking_token_budget: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # then the reasoning is closed
     tools: ToolList | None = None
@@ -46,6 +50,8 @@ async def prepare_chat(
     """`size`: of the body, in bytes; the work on the tools of a large one is done in a thread."""
     model = preparer.check_model(request.model)
     top = top_logprobs_of(request)
+    if top is not None and request.logprob_token_ids is not None:
+        top = len(request.logprob_token_ids)
     limit = max_tokens_of(request)
     params = preparer.params(
         request,
@@ -55,8 +61,16 @@ async def prepare_chat(
     )
     preparer.check_count(1, params.n, "n")
     tools = await off_loop(size, lambda: tool_request(request), PYTHON, SMALL_BODY)
-    prompt = await preparer.chat_prompt(request.messages, True, variables_of(request), tools=tools.shown)
-    ids = prompt.ids
+    keep = preparer.token_cut(request, params.max_tokens)
+    prompt = await preparer.chat_prompt(
+        request.messages,
+        request.add_generation_prompt is not False,
+        variables_of(request),
+        None if keep is None else MOST_CUT,
+        tools.shown,
+        continues_of(request),
+    )
+    ids = prompt.ids if keep is None else keep.of(prompt.ids)
     preparer.check_ids(ids, "messages")
     reasoning = Reasoning(
         thought_after(preparer.reasoning, prompt.end),
@@ -66,7 +80,10 @@ async def prepare_chat(
     form = await off_loop(
         size, lambda: form_of(request, tools, preparer.tool_format, preparer.tokenizer, reasoning), PYTHON, SMALL_BODY
     )
-    return await preparer.request(request, id, key, [ids], params, model=model, keep=params.n, top=top, form=form)
+    prefix = text_of(request.messages[-1]) if request.echo and request.messages[-1].role == "assistant" else ""
+    return await preparer.request(
+        request, id, key, [ids], params, model=model, keep=params.n, top=top, prefix=prefix, form=form
+    )
 
 
 async def chat_prompt(preparer: Preparer, request: ChatRequest, size: int, most: int) -> ChatPrompt:
@@ -83,6 +100,18 @@ def variables_of(request: ChatRequest) -> dict[str, Any]:
     reasons = effort != "none"
     own = {"reasoning_effort": effort, "enable_thinking": reasons, "thinking": reasons}
     return own | (request.chat_template_kwargs or {})
+
+
+def continues_of(request: ChatRequest) -> bool:
+    """Whether the answer continues the last message."""
+    if request.add_special_tokens:
+        raise BadField("add_special_tokens", "add_special_tokens: the chat template writes them all; leave it out")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise BadField(
+            "continue_final_message",
+            "continue_final_message and add_generation_prompt exclude each other; give one of them",
+        )
+    return bool(request.continue_final_message)
 
 
 def tool_request(request: ChatRequest) -> ToolRequest:

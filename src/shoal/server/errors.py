@@ -5,6 +5,8 @@ Owns the table from exceptions to statuses. Knows nothing of routes or of how an
 
 import math
 import re
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
 
 import msgspec
 
@@ -54,6 +56,7 @@ RETRY_S: dict[type[ShoalError], float] = {
     Evicted: 1.0,
 }
 INTERNAL = "an internal error occurred; the server's log has details under this request's id"
+MOST_MISSPELT = 64  # characters of an unknown field whose name is compared with known ones
 SHOWN = 200  # characters of a client's value that a message quotes
 
 
@@ -142,11 +145,14 @@ def _param(error: ShoalError) -> str | None:
 
 _PATH = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _NAMED = re.compile(r"Object (?P<how>contains unknown|missing required) field `(?P<name>[^`]*)`")
-_PART_TYPE = re.compile(r"messages\[\d+\]\.content\[\d+\]\.type")
+_PART_TYPE = re.compile(r"(messages|input)\[\d+\]\.(content|output)\[\d+\]\.type")
 
 
-def bad_body(error: Exception, refused: dict[str, str]) -> HttpError:
-    """The answer to a body that cannot be read. `refused`: known but unsupported fields, and why they are refused."""
+def bad_body(
+    error: Exception, refused: dict[str, str], known: Callable[[str], Collection[str]] = lambda path: ()
+) -> HttpError:
+    """The answer to a body that cannot be read. `refused`: known but unsupported fields, and why they are refused;
+    `known`: the fields of the object at a path."""
     if isinstance(error, RecursionError):
         return HttpError(400, "the body is nested too deeply", code="bad_json")
     if not isinstance(error, msgspec.ValidationError):
@@ -155,6 +161,7 @@ def bad_body(error: Exception, refused: dict[str, str]) -> HttpError:
     path = _PATH.search(what)
     if path:
         what, param = what[: path.start()], path["path"]
+    place = param
     named = _NAMED.match(what)
     if named:
         param = shorten(f"{param}.{named['name']}" if param else named["name"])
@@ -164,9 +171,19 @@ def bad_body(error: Exception, refused: dict[str, str]) -> HttpError:
     if named and named["how"].startswith("missing"):
         return HttpError(400, f"{param} is missing", param=param, code="missing_field")
     if named:
-        return HttpError(400, f"{param} is not a known field", param=param, code="unknown_field")
-    hint = "; only parts of type 'text' are supported" if _PART_TYPE.fullmatch(param) else ""
+        hint = did_you_mean(named["name"], known(place))
+        return HttpError(400, f"{param} is not a known field{hint}", param=param, code="unknown_field")
+    hint = "; only parts of text are supported" if _PART_TYPE.fullmatch(param) else ""
     return HttpError(400, f"{param or 'the body'}: {shorten(what)}{hint}", param=param or None, code="bad_value")
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """
+    >>> did_you_mean("tempature", ["temperature", "top_p"]), did_you_mean("x", ["temperature"])
+    ("; did you mean 'temperature'?", '; remove it')
+    """
+    close = get_close_matches(name.lower(), known, n=1) if len(name) <= MOST_MISSPELT else []
+    return f"; did you mean {close[0]!r}?" if close else "; remove it"
 
 
 def shorten(text: str) -> str:

@@ -46,12 +46,19 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.uid = secrets.token_hex(12)  # unique; names the jobs
         self.id = valid_id(self.headers.get(b"x-request-id")) or self.uid
+        self.name = self.uid  # in the answer's id
         self.route = "unknown"
         self.key: ApiKey | None = None  # the API key it came with; None where no keys are required
         self.error_body: Callable[[HttpError], bytes] = HttpError.body  # as its API writes errors
         self.status = 0  # 0: no answer has begun
         self.began_s = time.monotonic()
         self.facts: dict[str, Any] = {}  # for the log
+
+    def rename(self, request_id: str) -> None:
+        """The body brings a name for the request; the header's takes precedence in the log."""
+        if request_id:
+            self.name = request_id
+            self.id = request_id if self.id == self.uid else self.id
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 

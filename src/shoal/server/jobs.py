@@ -181,6 +181,8 @@ class CollectSink(Sink):
             return
         if not self.call.first_token_s:
             self.call.first_token()
+        if self.call.prepared.prompt_only:
+            return
         try:
             one.take(token, logprobs)
         except Exception as error:  # must not reach the engine client, which serves other jobs too

@@ -53,6 +53,18 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class PromptLogprob(Struct):
+    """The logprob of a token of the prompt; the likeliest token has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# of each token of the prompt: itself and the likeliest, by their ids; the first token has none
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
+
+
 class TokenNames:
     """How single tokens are written; without a tokenizer, by their ids."""
 
@@ -60,6 +72,10 @@ class TokenNames:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes | None] = {}
         self._names: dict[int, str] = {}
+
+    def written(self, as_ids: bool) -> "TokenNames":
+        """These, or the same tokens as their ids."""
+        return TokenIds(self._tokenizer) if as_ids else self
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes a token stands for wherever it stands; None without a tokenizer."""
@@ -105,6 +121,16 @@ class TokenNames:
         if raw is None or (self._tokenizer and self._tokenizer.pieces.is_silent(token, skip_special)):
             return 0
         return sum(byte & 0xC0 != 0x80 for byte in raw)  # the bytes that begin a character in UTF-8
+
+
+class TokenIds(TokenNames):
+    """Tokens are written by their ids, which tell all of them apart; their bytes and lengths stay."""
+
+    def text_of(self, token: int) -> str:
+        return f"token_id:{token}"
+
+    def name_of(self, token: int) -> str:
+        return f"token_id:{token}"
 
 
 def finite(logprob: float) -> float:
@@ -215,9 +241,31 @@ def _run_offsets(names: TokenNames, runs: Sequence[TokenRun], top: int, skip_spe
 
 def chat_pieces(names: TokenNames, known: LogprobList, top: int) -> Iterator[bytes]:
     """The JSON of ChatLogprobs."""
-    yield b'{"content":['
-    yield from _items([_token(names, one, top) for one in known[begin:end]] for begin, end in _cuts(len(known), top))
-    yield b'],"refusal":null}'
+    yield b'{"content":'
+    yield from token_pieces(names, known, top)
+    yield b',"refusal":null}'
+
+
+def token_pieces(names: TokenNames, known: LogprobList, top: int, first: int = 0) -> Iterator[bytes]:
+    """The JSON of a list of TokenLogprob, from the token numbered `first` on."""
+    yield b"["
+    cuts = ((first + begin, first + end) for begin, end in _cuts(len(known) - first, top))
+    yield from _items([_token(names, one, top) for one in known[begin:end]] for begin, end in cuts)
+    yield b"]"
+
+
+def prompt_pieces(names: TokenNames, known: LogprobList, top: int) -> Iterator[bytes]:
+    """The JSON of PromptLogprobs."""
+    yield b"[null" + (b"," if known else b"")
+    yield from _items([_ranked(names, one, top) for one in known[begin:end]] for begin, end in _cuts(len(known), top))
+    yield b"]"
+
+
+def _ranked(names: TokenNames, one: Logprobs, top: int) -> dict[str, PromptLogprob]:
+    found = {str(one.token): PromptLogprob(finite(one.logprob), one.rank, names.text_of(one.token))}
+    for rank, (token, logprob) in enumerate(zip(one.top_tokens[:top], one.top_logprobs[:top], strict=True), 1):
+        found.setdefault(str(token), PromptLogprob(finite(logprob), rank, names.text_of(token)))
+    return found
 
 
 def _cuts(tokens: int, top: int) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,10 @@ from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest
 from shoal.server.dialects.ollama import OllamaError
 from shoal.server.errors import ErrorBody
 from shoal.server.ollama_routes import OllamaShow, OllamaShowRequest, OllamaTags, OllamaVersion
+from shoal.server.response_items import ROLES
+from shoal.server.response_record import ResponseAnswer
+from shoal.server.response_routes import DeletedResponse, InputItemList, InputTokensAnswer
+from shoal.server.responses_body import InputTokensRequest
 from shoal.server.settings import ServerSettings
 
 Json = dict[str, Any]
@@ -57,6 +61,10 @@ def describe(settings: ServerSettings, dialects: Sequence[Dialect]) -> Json:
             *(one.error for one in operations.values()),
             CountTokensRequest,
             CountTokensAnswer,
+            InputTokensRequest,
+            InputTokensAnswer,
+            DeletedResponse,
+            InputItemList,
             OllamaShowRequest,
             OllamaShow,
             OllamaTags,
@@ -105,15 +113,41 @@ def _tighten(schemas: Json) -> None:
         {"properties": {"role": {"enum": ["assistant"]}}},
     ]
     schemas["TokenizeRequest"]["anyOf"] = _exactly_one(prompt="string", messages="array")
+    text, texts = {"type": "string"}, {"type": ["string", "array"]}
+    schemas["InputItem"]["anyOf"] = [
+        {"required": ["role", "content"], "properties": {
+            "type": {"enum": ["message", None]}, "role": {"enum": list(ROLES)}, "content": texts}},
+        {"required": ["type", "call_id", "name", "arguments"], "properties": {
+            "type": {"enum": ["function_call"]}, "call_id": text, "name": text, "arguments": text}},
+        {"required": ["type", "call_id", "output"], "properties": {
+            "type": {"enum": ["function_call_output"]}, "call_id": text, "output": texts}},
+        {"required": ["type"], "properties": {"type": {"enum": ["reasoning"]}}},
+        {"required": ["id"], "properties": {"type": {"enum": ["item_reference", None]}, "id": {"type": "string"}}},
+    ]  # fmt: skip
+    schemas["ContentPart"]["anyOf"] = [
+        {"required": ["text"], "properties": {"text": {"type": "string"}}},
+        {"required": ["refusal"], "properties": {"type": {"enum": ["refusal"]}, "refusal": {"type": "string"}}},
+    ]
     shapes = {"json": ["object", "string"], "regex": "string", "choice": "array", "grammar": "string"}
+    shapes |= {"json_object": "boolean", "structural_tag": ["object", "string"]}
     schemas["StructuredOutputs"]["anyOf"] = _exactly_one(**shapes)
     schemas["ResponseFormat"]["anyOf"] = [
-        {"properties": {"type": {"enum": ["text", "json_object"]}, "json_schema": {"type": "null"}}},
-        {
-            "required": ["json_schema"],
-            "properties": {"type": {"enum": ["json_schema"]}, "json_schema": {"type": "object"}},
-        },
+        _format("text"),
+        _format("json_object"),
+        _format("json_schema", json_schema="object"),
+        _format("structural_tag", format="object"),
+        _format("structural_tag", structures="array", triggers="array"),
     ]
+
+
+def _format(kind: str, **types: str) -> Json:
+    """A response_format that has these fields and no other."""
+    others = ("json_schema", "schema", "format", "structures", "triggers", "at_least_one")
+    nulls: Json = {name: {"type": "null"} for name in others}
+    return {
+        "required": [*types],
+        "properties": {**nulls, "type": {"enum": [kind]}, **{name: {"type": one} for name, one in types.items()}},
+    }
 
 
 def _exactly_one(**types: Any) -> list[Json]:
@@ -130,6 +164,7 @@ def _exactly_one(**types: Any) -> list[Json]:
 def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Json:
     return {
         **{path: _generation(one, settings) for path, one in operations.items()},
+        **_stored_responses(settings),
         "/v1/models": _get("The model's names", answers.ModelList),
         "/v1/models/{model}": _get(
             "One of them",
@@ -182,6 +217,34 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
         "/version": _get("The server's version", answers.Version),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
         "/openapi.json": _get("This document", None),
+    }
+
+
+def _stored_responses(settings: ServerSettings) -> Json:
+    """The paths of what /v1/responses has stored."""
+    id: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    options: list[Json] = [
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
+        {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+        {"name": "after", "in": "query", "schema": {"type": "string"}},
+    ]
+    found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id])
+    gone = _get("Delete it", DeletedResponse, 404, 503, parameters=[id])["get"]
+    items = _get("The items of its input", InputItemList, 400, 404, 503, parameters=[id, *options])
+    cancel = _get("Refused: a response that can be found has ended", None, 400, 404, 503, parameters=[id])["get"]
+    del cancel["responses"]["200"]
+    return {
+        "/v1/responses/{id}": {**found, "delete": gone},
+        "/v1/responses/{id}/input_items": items,
+        "/v1/responses/{id}/cancel": {"post": cancel},
+        "/v1/responses/input_tokens": _post(
+            "Tokens of an input",
+            InputTokensRequest,
+            InputTokensAnswer,
+            {"model": settings.model, "input": "Say hello."},
+            429,
+            503,
+        ),
     }
 
 

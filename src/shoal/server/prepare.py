@@ -16,12 +16,14 @@ from shoal.core.job import EngineInfo, GrammarSpec, Job
 from shoal.core.params import PARAMS, SamplingParams
 from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
 from shoal.keys.api_key import ApiKey
+from shoal.output.outputs import Outputs
 from shoal.output.parser import Parser, PlainParser
 from shoal.server.answer_form import AnswerForm, form_of
 from shoal.server.answer_size import check_logprobs
 from shoal.server.auth import salt_of
 from shoal.server.bodies import ChatMessage, GenerationBody
 from shoal.server.errors import BadField, HttpError, shorten
+from shoal.server.final_message import cut, marked
 from shoal.server.history import plain_messages, size_of
 from shoal.server.rules import (
     check_defaults,
@@ -29,6 +31,7 @@ from shoal.server.rules import (
     check_priority,
     continuous_usage,
     include_usage,
+    priority_ignored,
     tier_ignored,
     tier_of,
 )
@@ -36,16 +39,20 @@ from shoal.server.settings import ServerSettings
 from shoal.server.templates import Templates, TemplatesHere
 from shoal.server.tool_choice import NO_TOOLS, ToolRequest
 from shoal.server.workers import PYTHON, off_loop
+from shoal.text.bad_words import bad_word_ids
 from shoal.text.detok import prepare_stops
 from shoal.text.length import LeastTokens
 from shoal.text.reasoning import reasoning_for
+from shoal.text.stop_regex import prepare_regex
 from shoal.text.tokenizer import Tokenizer
 from shoal.text.tools.formats import format_for
+from shoal.text.tools.harmony import Harmony, channel_messages
 from shoal.text.tools.prompt import with_tools
 
 PROMPT_END = 200  # characters at the end of a prompt, in which reasoning may have been opened
 EXACT = 2**16  # characters; of so many the exact number of tokens is told, and not only that they are too many
 BLAME_S = 4.0  # for finding the one of several schemas that cannot be used
+MOST_CUT = 2**18  # tokens of a prompt that is cut to fewer
 CALL = 32  # characters whose tokenizing takes as long as a call of the tokenizer
 NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
@@ -72,7 +79,12 @@ class PreparedRequest:
     continuous_usage: bool = False  # in every event
     top: int | None = None  # alternatives to show for each token; None: no logprobs at all
     echo: list[str] | None = None  # the text of each prompt, where it is repeated before the answer
+    prefix: str = ""  # text that is repeated before each answer
+    prompt_top: int | None = None  # alternatives to show for each token of the prompt; None: no logprobs of it
+    prompt_only: bool = False  # nothing is generated; the one token that was is not shown
     token_ids: bool = False  # show token ids
+    tokens_as_ids: bool = False  # in logprobs, write tokens as their ids
+    request_id: str = ""  # the client's own name for it
     warnings: list[str]  # fields that have no effect
     make_parser: Callable[[], Parser] = PlainParser
     tools: ToolRequest = NO_TOOLS
@@ -85,6 +97,9 @@ class PreparedRequest:
     @property
     def skip_special(self) -> bool:
         return self.jobs[0].params.skip_special_tokens
+
+    async def at_end(self, outputs: Outputs) -> None:
+        """All samples have ended well; the end of the answer is sent after this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +168,9 @@ class Preparer:
         variables: Mapping[str, Any] | None,
         most: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        continues: bool = False,
     ) -> ChatPrompt:
+        """`continues`: the prompt ends with the last message, which the answer is to continue."""
         tokenizer = self.need_tokenizer("messages")
         given = dict(variables or {})
         for name in given:
@@ -163,15 +180,20 @@ class Preparer:
                 )
         check_depth(given, "chat_template_kwargs")
         plain = await off_loop(size_of(messages), lambda: plain_messages(messages), PYTHON)
+        if isinstance(self.tool_format, Harmony):
+            plain = channel_messages(plain)
         if not self.tool_format.in_template:
             plain = with_tools(plain, tools)
         elif tools:
             given["tools"] = tools
+        plain, mark = marked(plain) if continues else (plain, "")
         try:
             templates = self.templates or TemplatesHere(tokenizer.renderer)
-            rendered = await templates.render(plain, add_generation_prompt, given)
+            rendered = await templates.render(plain, add_generation_prompt and not continues, given)
         except BadChat as error:
             raise BadField("messages", str(error)) from error
+        if continues:
+            rendered = cut(rendered, mark)
 
         def encode() -> list[int]:
             self.check_length(rendered.text, "messages", most)
@@ -198,20 +220,26 @@ class Preparer:
         keep: int,
         top: int | None,
         echo: list[str] | None = None,
+        prefix: str = "",
+        prompt_only: bool = False,
         form: AnswerForm | None = None,
     ) -> PreparedRequest:
         """The last step: jobs for the encoded prompts, and how they are to be answered."""
         form = form or form_of(body, NO_TOOLS, self.tool_format, self.tokenizer)
         info, lengths = self.info(), [len(prompt) for prompt in prompts]
         context = None if info is None else info.max_model_len
-        check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream))
+        of_prompt = body.prompt_logprobs
+        check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream), of_prompt=of_prompt)
         check_priority(body, key)
+        await off_loop(
+            sum(map(len, params.stop_regex)) * CALL, lambda: [prepare_regex(one) for one in params.stop_regex], PYTHON
+        )
         await off_loop(sum(map(len, params.stop)), lambda: prepare_stops(tuple(params.stop)), PYTHON)
         await self._check_grammar(form, params)
         if form.shows_special:
             params = replace(params, skip_special_tokens=False)
         return PreparedRequest(
-            jobs=self._jobs(body, id, key, prompts, params, form.grammar),
+            jobs=await self._jobs(body, id, key, prompts, params, form.grammar),
             keep=keep,
             model=model,
             stream=bool(body.stream),
@@ -220,17 +248,41 @@ class Preparer:
             top=top,
             echo=echo,
             token_ids=self.tokenizer is None if body.return_token_ids is None else body.return_token_ids,
-            warnings=body.ignored() + tier_ignored(body, key) + form.tools.warnings + [*form.ignored],
+            prefix=prefix,
+            prompt_top=of_prompt,
+            prompt_only=prompt_only,
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            request_id=body.request_id or body.rid or "",
+            warnings=[
+                *body.ignored(),
+                *tier_ignored(body, key),
+                *priority_ignored(body, self.settings.uses_priority),
+                *form.tools.warnings,
+                *form.ignored,
+            ],
             make_parser=form.make_parser,
             tools=form.tools,
         )
 
     def params(self, body: GenerationBody, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}
+        if body.no_stop_trim:
+            given["include_stop_str_in_output"] = True
+        if body.logprob_token_ids is not None:
+            if more.get("logprobs") is None:
+                raise BadField("logprob_token_ids", "logprob_token_ids requires logprobs; ask for them, too")
+            more["logprobs"] = len(body.logprob_token_ids)
+        if body.prompt_logprobs is not None:
+            if body.stream:
+                raise BadField("prompt_logprobs", "prompt_logprobs cannot be streamed; leave stream out")
+            of_echo = more.get("prompt_logprobs")
+            if of_echo is None or not 0 <= body.prompt_logprobs < of_echo:
+                more["prompt_logprobs"] = body.prompt_logprobs
         params = SamplingParams(**given, **more).resolved(self.defaults)
         check_defaults(body)
-        if params.stop and self.tokenizer is None:
-            raise BadField("stop", f"stop strings cannot be found: {NO_TOKENIZER}; use stop_token_ids")
+        for name in ("stop", "stop_regex", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise BadField(name, f"{name} cannot be used: {NO_TOKENIZER}; use stop_token_ids or logit_bias")
         if body.stream_options is not None and not body.stream:
             raise BadField("stream_options", "stream_options requires stream to be true")
         return params
@@ -243,8 +295,10 @@ class Preparer:
             param = field if prompts == 1 else "prompt"
             raise BadField(param, f"{asks} for {choices} answers, limit {limit}; split it into several requests")
 
-    async def encode(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """The ids of every prompt. Many short texts are encoded together, as one long one."""
+    async def encode(
+        self, prompts: Sequence[str | list[int]], add_special: bool = True, keep: "TokenCut | None" = None
+    ) -> list[list[int]]:
+        """The ids of every prompt, or those of them that are kept. Many short texts are encoded together, as one."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded: list[list[int]] = []
         if texts:
@@ -252,12 +306,15 @@ class Preparer:
 
             def encode_all() -> list[list[int]]:
                 for number, text in enumerate(texts):
-                    self.check_length(text, f"prompt {number}" if len(prompts) > 1 else "prompt")
-                return [tokenizer.encode(text) for text in texts]
+                    where = f"prompt {number}" if len(prompts) > 1 else "prompt"
+                    self.check_length(text, where, MOST_CUT if keep is not None else None)
+                return [tokenizer.encode(text, add_special) for text in texts]
 
             encoded = await off_loop(sum(len(text) + CALL for text in texts), encode_all)
         of_texts = iter(encoded)
         ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
+        if keep is not None:
+            ids = [keep.of(one) for one in ids]
         for number, one in enumerate(ids):
             self.check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
         return ids
@@ -325,7 +382,18 @@ class Preparer:
         finally:
             self._grammars_waiting -= 1
 
-    def _jobs(
+    def token_cut(self, body: GenerationBody, max_tokens: int | None) -> "TokenCut | None":
+        """Which tokens of a prompt the body keeps; None: all."""
+        most, info = body.truncate_prompt_tokens, self.info()
+        if most is None:
+            return None
+        if most == 0:
+            raise BadField("truncate_prompt_tokens", "truncate_prompt_tokens 0 leaves no prompt; raise it, or use -1")
+        if most < 0:
+            most = MOST_CUT if info is None else max(1, info.max_model_len - (max_tokens or 1))
+        return TokenCut(most, body.truncation_side == "right")
+
+    async def _jobs(
         self,
         body: GenerationBody,
         id: str,
@@ -339,6 +407,10 @@ class Preparer:
         tenant = key.name if key is not None else ""
         salt = salt_of(self.settings.salt_secret, tenant, body.cache_salt or "")
         tier = tier_of(body, key)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words and self.tokenizer is not None:
+            tokenizer, words = self.tokenizer, params.bad_words
+            bad_words = await off_loop(sum(map(len, words)) * 2, lambda: bad_word_ids(tokenizer, words))
         return [
             Job(
                 id=f"{id}.{number}",
@@ -350,10 +422,22 @@ class Preparer:
                 salt=salt,
                 grammar=grammar,
                 tier=tier,
+                bad_words=bad_words,
                 **body.job_fields(),
             )
             for number, prompt in enumerate(prompts)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCut:
+    """How many tokens of a prompt are kept: its last ones, or its first."""
+
+    most: int
+    first: bool = False
+
+    def of(self, ids: list[int]) -> list[int]:
+        return ids[: self.most] if self.first else ids[-self.most :]
 
 
 def compile_grammar(grammars: GrammarChecker, form: AnswerForm) -> None:

@@ -44,6 +44,7 @@ class ServerSettings:
     default_max_tokens: int | None = 16  # of /v1/completions, as OpenAI has it; None: until the context is full
     default_chat_max_tokens: int | None = None
     log_prompts: bool = False
+    uses_priority: bool = True  # whether the order of the queue looks at requests' priority
     seed: int | None = None  # makes the seeds of requests without one repeatable
     tool_format: str = "auto"  # how the model writes tool calls: a name of text/tools/formats.py; auto: by its template
     reasoning_format: str = "auto"  # the marks around reasoning: a name of text/reasoning.py; auto: by its template

@@ -145,6 +145,8 @@ class StreamSink(Sink):
         try:
             if not self.opened[sample]:
                 self._open(sample)
+            if call.prepared.prompt_only:
+                return
             before = len(one.tokens)
             parsed = one.parser.push(one.take(token, None))  # logprobs are sent at once and not kept
             if not self.shows_tokens:

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from shoal.errors import BadParameter
 from shoal.text.pieces import Pieces
+from shoal.text.stop_regex import RegexStops
 from shoal.text.tokenizer import Tokenizer
 
 _CONTEXT = 4  # tokens kept as context, more than any known decoder looks back
@@ -25,7 +26,7 @@ class Detokenizer:
 
     `prompt_ids` matter only where a tokenizer drops the space before its first word: after a prompt it is kept. Of
     several stop strings the first complete one counts; of two that are complete at once, the longer. The text of the
-    first `min_tokens` tokens is not searched.
+    first `min_tokens` tokens is not searched. A text that matches a stop regex is part of what is shown.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special: bool = True,
         min_tokens: int = 0,
+        stop_regex: Sequence[str] = (),
     ) -> None:
+        self._regexes = RegexStops(stop_regex)
         self._min_tokens = min_tokens
         self._stream = _open_stream(tokenizer, prompt_ids, skip_special)
         self._stops = _StopFinder(stop)
@@ -77,15 +80,18 @@ class Detokenizer:
         if self._tokens <= self._min_tokens:
             self._shown.append(new)
             return new
-        found = self._stops.feed(new)
+        found, matched = self._stops.feed(new), self._regexes.feed(new)
         text = self._held + new
-        if found is None:
-            border = len(text) - self._stops.held
+        if matched is not None and (found is None or matched < found[0]):
+            self.stopped, self.stop_at = self._regexes.matched, self._stream.token_at(matched)
+            border = len(self._held) + matched
+        elif found is not None:
+            end, stop = found
+            self.stopped, self.stop_at = stop, self._stream.token_at(end)
+            border = len(self._held) + end - (0 if self._include_stop else len(stop))
         else:
-            end, self.stopped = found
-            self.stop_at = self._stream.token_at(end)
-            border = len(self._held) + end - (0 if self._include_stop else len(self.stopped))
-        self._held = text[border:] if found is None else ""
+            border = len(text) - self._stops.held
+        self._held = text[border:] if self.stopped is None else ""
         if border:
             self._shown.append(text[:border])
         return text[:border]

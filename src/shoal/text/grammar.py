@@ -22,6 +22,7 @@ from shoal.core.job import GrammarSpec
 from shoal.core.names import pick
 from shoal.errors import BadGrammar, GrammarTimeout, QueueFull, UnknownName
 from shoal.files.source import ModelFiles, eos_ids
+from shoal.text.gbnf import is_gbnf, lark_of
 from shoal.text.matcher import Matcher, shortened
 from shoal.text.thinking import ThinkingMatcher
 from shoal.text.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ WHAT = {
     "regex": "regex",
     "choice": "choice",
     "grammar": "Lark grammar",
+    "structural_tag": "structural tag",
     "composed": "grammar of tools and answer",
 }
 HINTS = {  # pattern in llguidance's message → what to change
@@ -341,7 +343,9 @@ def source_of(spec: GrammarSpec) -> str:
     if spec.kind == "choice":  # one terminal, which may have far more alternatives than a rule
         quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices_of(spec))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(quoted)}")
-    return spec.text if spec.kind == "composed" else LLMatcher.grammar_from_lark(spec.text)
+    if spec.kind == "composed":
+        return spec.text
+    return LLMatcher.grammar_from_lark(lark_of(spec.text) if is_gbnf(spec.text) else spec.text)
 
 
 def choices_of(spec: GrammarSpec) -> list[str]:
@@ -358,4 +362,5 @@ def choices_of(spec: GrammarSpec) -> list[str]:
 
 def bad(spec: GrammarSpec, why: str) -> BadGrammar:
     hint = next((hint for words, hint in HINTS.items() if re.search(words, why)), "correct it")
-    return BadGrammar(f"the {WHAT[spec.kind]} cannot be used: {shortened(why)}; {hint}")
+    what = "GBNF grammar" if spec.kind == "grammar" and is_gbnf(spec.text) else WHAT[spec.kind]
+    return BadGrammar(f"the {what} cannot be used: {shortened(why)}; {hint}")

@@ -4,7 +4,6 @@ Owns which marks a chat template speaks of, and the parser that splits reasoning
 by another parser. Knows no tokens and no API.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +20,8 @@ class ReasoningMarks:
 
     opens: str
     closes: str
+    sign: str = ""  # what a template with them contains; "": the closing one
+    after: str = ""  # what a prompt ends with before them; "": anything
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ REASONING: Mapping[str, ReasoningMarks | None] = {
     "none": None,
     "think": ReasoningMarks("<think>", "</think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
+    "harmony": ReasoningMarks(
+        "<|channel|>analysis<|message|>", "<|end|>", "<|channel|>analysis", "<|start|>assistant"
+    ),  # read by tools/harmony.py
 }
 
 
@@ -43,12 +47,12 @@ def reasoning_for(template: str | None, name: str = "auto") -> ReasoningMarks | 
     """The marks called `name`; "auto": those that the chat template speaks of. None: the model does not reason.
 
     >>> reasoning_for("… <think>\\\\n\\\\n</think> …"), reasoning_for("{{ messages }}")
-    (ReasoningMarks(opens='<think>', closes='</think>'), None)
+    (ReasoningMarks(opens='<think>', closes='</think>', sign='', after=''), None)
     """
     if name != "auto":
         return pick(REASONING, name, "reasoning format")
     for marks in REASONING.values():
-        if marks is not None and template is not None and re.search(re.escape(marks.closes), template):
+        if marks is not None and template is not None and (marks.sign or marks.closes) in template:
             return marks
     return None
 
@@ -61,7 +65,7 @@ def thought_after(marks: ReasoningMarks | None, prompt_end: str) -> Thought | No
     >>> thought_after(REASONING["think"], "<think>\\n\\n</think>\\n\\n")
     """
     end = prompt_end.rstrip()
-    if marks is None or end.endswith(marks.closes):
+    if marks is None or end.endswith(marks.closes) or not end.endswith(marks.after):
         return None
     return Thought(marks.opens, marks.closes, end.endswith(marks.opens))
 

@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 UNCOMPILABLE = (TemplateError, RecursionError, ValueError, MemoryError)  # the last three: nested too deep
-_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 
 
 class OutputTooLong(Exception):

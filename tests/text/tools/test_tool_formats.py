@@ -51,6 +51,12 @@ ANSWERS = {
 }
 ANSWERS["hermes"] = (ANSWERS["hermes"][0], ANSWERS["hermes"][0] + str(ANSWERS["hermes"][1]))
 ANSWERS["generic"] = ANSWERS["hermes"]
+XML = (
+    "<tool_call>\n<function=get>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>"
+    "\n</tool_call>"
+)
+ANSWERS["qwen3-coder"] = (XML, f"{XML}\n<tool_call>\n<function=get_x>\n</function>\n</tool_call>")
+PLAIN = [name for name in FORMATS if name != "harmony"]  # which has channels, and tests of its own
 
 
 def tool(name: str, schema: Any = None, strict: bool = True) -> Tool:
@@ -99,12 +105,12 @@ def facts(parsed: Parsed) -> tuple[str, list[tuple[str, str]]]:
 
 def test_every_format_can_be_chosen_by_flag() -> None:
     assert ("auto", *FORMATS) == TOOL_FORMATS
-    assert set(ANSWERS) == set(FORMATS)
+    assert set(ANSWERS) == set(PLAIN)
 
 
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("required", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_call_fits_its_grammar_and_is_read_back(name: str, required: bool, marked: bool) -> None:
     use = ToolUse(TOOLS, required, parallel=True)
     spec = grammar(name, use, marked)
@@ -123,7 +129,7 @@ def test_a_call_fits_its_grammar_and_is_read_back(name: str, required: bool, mar
 
 
 @pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_text_without_a_call_is_free(name: str, marked: bool) -> None:
     use = ToolUse(TOOLS)
     spec = grammar(name, use, marked)
@@ -135,7 +141,7 @@ def test_text_without_a_call_is_free(name: str, marked: bool) -> None:
     assert fits(grammar(name, ToolUse(TOOLS, required=True), marked), "Hello.", marked) is False
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral-args", "generic"])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral-args", "generic", "qwen3-coder"])
 def test_text_may_come_before_a_call_and_loses_the_space_between_them(name: str) -> None:
     use = ToolUse(TOOLS)
     text = f"Let me see.\n\n{ANSWERS[name][0]}"
@@ -143,7 +149,7 @@ def test_text_may_come_before_a_call_and_loses_the_space_between_them(name: str)
     assert facts(FORMATS[name].reader(use).parse(text)) == ("Let me see.", [("get", ONE)])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_pieces_are_the_whole_wherever_the_text_is_cut(name: str) -> None:
     use = ToolUse(TOOLS, parallel=True)
     before = "" if name in ("llama3", "pythonic") else "é 日本 { < [TOOL <tool_c "
@@ -161,7 +167,7 @@ def test_pieces_are_the_whole_wherever_the_text_is_cut(name: str) -> None:
         assert all(call.id for call in named)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_call_that_is_cut_keeps_what_it_has(name: str) -> None:
     use = ToolUse(TOOLS)
     answer = ANSWERS[name][0]
@@ -296,6 +302,8 @@ TEMPLATES = {
     "pythonic": "{{ tools }} [func_name1(params_name1=params_value1), func_name2(…)]",
     "mistral": "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS] [",
     "mistral-args": "{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]",
+    "qwen3-coder": "{{ tools }} <tool_call>\\n<function=example>\\n<parameter=one>\\nvalue\\n</parameter>",
+    "harmony": "{{ tools }} <|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>",
     "generic": "{{ messages }} <tool_call>",
 }
 

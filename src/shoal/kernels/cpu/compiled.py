@@ -35,7 +35,7 @@ _spare: Path | None = None  # see keep_in
 SOURCE = Path(__file__).with_name("native.c")  # includes the others
 VARIABLE = "SHOAL_CPU_KERNELS"
 LEVELS = ("auto", "amx", "avx512", "avx2", "neon", "portable", "off")
-COMPILE_TIMEOUT_S = 120
+COMPILE_TIMEOUT_S = 600  # with many neighbours 120 were too few, and plain torch would be slower all day
 
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma", "f16c")
 # the CPU features that a level needs; best first

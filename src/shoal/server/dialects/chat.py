@@ -23,13 +23,21 @@ from shoal.server.dialects.common import (
     answer_pieces,
     choice_pieces,
     encode,
+    filled,
     reason_of,
     shown_ids,
     usage_of,
 )
 from shoal.server.errors import HttpError
 from shoal.server.jobs import Call
-from shoal.server.logprobs import ChatLogprobs, TokenNames, chat_logprobs, chat_pieces
+from shoal.server.logprobs import (
+    ChatLogprobs,
+    PromptLogprobs,
+    TokenNames,
+    chat_logprobs,
+    chat_pieces,
+    prompt_pieces,
+)
 from shoal.server.prepare import PreparedRequest, Preparer
 from shoal.text.parts import joined
 
@@ -87,6 +95,7 @@ class ChatAnswer(Struct):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(Struct):
@@ -167,24 +176,30 @@ class Chat:
     def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
         prepared = call.prepared
         ids = shown_ids(prepared, prepared.jobs[0].prompt)
-        answer = ChatAnswer(id, "chat.completion", created, prepared.model, [], usage_of(call), ids)
-        return answer_pieces(answer, (self._choice(prepared, sample) for sample in call.outputs.samples[0]))
+        top = prepared.prompt_top
+        hole = UNSET if top is None else None
+        answer = ChatAnswer(id, "chat.completion", created, prepared.model, [], usage_of(call), ids, hole)
+        pieces = answer_pieces(answer, (self._choice(prepared, sample) for sample in call.outputs.samples[0]))
+        if top is None:
+            return pieces
+        names, known = self.names.written(prepared.tokens_as_ids), call.outputs.prompt_logprobs[0]
+        return filled(pieces, b'"prompt_logprobs":null', prompt_pieces(names, known, top))
 
     def _choice(self, prepared: PreparedRequest, sample: Sample) -> Iterator[bytes]:
         parsed = sample.parsed
         choice = ChatChoice(
             sample.index,
-            message_of(parsed, prepared.tools.legacy),
+            message_of(parsed, prepared.tools.legacy, prepared.prefix),
             None,
             finish_reason(sample, bool(calls_of(parsed)), prepared),
             sample.stop_reason,
             shown_ids(prepared, sample.tokens),
         )
-        top = prepared.top
-        return choice_pieces(choice, None if top is None else chat_pieces(self.names, sample.logprobs, top))
+        top, names = prepared.top, self.names.written(prepared.tokens_as_ids)
+        return choice_pieces(choice, None if top is None else chat_pieces(names, sample.logprobs, top))
 
     def stream(self, call: Call, id: str, created: int) -> "ChatChunkStream":
-        return ChatChunkStream(call, self.names, id, created)
+        return ChatChunkStream(call, self.names.written(call.prepared.tokens_as_ids), id, created)
 
     def error(self, error: HttpError) -> bytes:
         return error.body()
@@ -198,9 +213,10 @@ def finish_reason(sample: Sample, called: bool, prepared: PreparedRequest) -> Fi
     return "function_call" if tools.legacy else "tool_calls"
 
 
-def message_of(parsed: Parsed, legacy: bool) -> AnswerMessage:
+def message_of(parsed: Parsed, legacy: bool, prefix: str = "") -> AnswerMessage:
+    """`prefix`: text that is repeated before it."""
     calls, reasoning = calls_of(parsed), reasoning_of(parsed) or UNSET
-    message = AnswerMessage("assistant", content_of(parsed) or (None if calls or reasoning else ""))
+    message = AnswerMessage("assistant", prefix + content_of(parsed) or (None if calls or reasoning else ""))
     message.reasoning = message.reasoning_content = reasoning
     functions = [CalledFunction(call.name, call.arguments) for call in calls]
     if functions and legacy:
@@ -258,7 +274,8 @@ class ChatChunks(ChunkFrame):
     def opening(self) -> bytes:
         prepared = self.prepared
         ids = b',"prompt_token_ids":%b' % encode(prepared.jobs[0].prompt) if self.shows_prompt_ids else b""
-        return self.start(ids) + ROLE + self.stream.close()
+        opened = self.start(ids) + ROLE + self.stream.close()
+        return opened + self.full(prepared.prefix) if prepared.prefix else opened
 
     def field(self, parsed: Parsed) -> bytes:
         if isinstance(parsed, str):

@@ -4,6 +4,7 @@ Owns the body's fields, the answer's fields and the chunks of a stream. Knows th
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import UNSET, Struct, UnsetType
@@ -23,6 +24,7 @@ from shoal.server.dialects.common import (
     answer_pieces,
     choice_pieces,
     encode,
+    filled,
     reason_of,
     shown_ids,
     usage_of,
@@ -31,11 +33,13 @@ from shoal.server.errors import BadField, HttpError
 from shoal.server.jobs import Call
 from shoal.server.logprobs import (
     LegacyLogprobs,
+    PromptLogprobs,
     TokenNames,
     TokenRun,
     completion_logprobs,
     completion_pieces,
     mean_logprob,
+    prompt_pieces,
 )
 from shoal.server.prepare import NO_TOKENIZER, PreparedRequest, Preparer
 
@@ -110,6 +114,7 @@ class CompletionChoice(Struct):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionAnswer(Struct):
@@ -165,6 +170,9 @@ class Completions:
             raise BadField("prompt", "prompt is an empty list; give at least one prompt")
         keep, sampled = samples_of(request)
         limit = request.max_tokens
+        prompt_only = limit == 0 and (bool(request.echo) or request.prompt_logprobs is not None)
+        if prompt_only:  # the prompt's logprobs need a pass, and a pass draws a token
+            limit = 1
         params = preparer.params(
             request,
             n=sampled,
@@ -172,15 +180,30 @@ class Completions:
             logprobs=request.logprobs if sampled == keep else request.logprobs or 0,  # best_of ranks by them
             prompt_logprobs=request.logprobs if request.echo else None,
         )
+        if prompt_only:
+            params = replace(params, ignore_eos=True, stop_token_ids=())
         preparer.check_count(len(prompts), sampled, "n" if sampled == keep else "best_of")
         if request.echo and preparer.tokenizer is None:
             raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
         if request.echo and request.stream and request.logprobs is not None and sampled > 1:
             raise BadField("echo", "echo with logprobs and n above 1 cannot be streamed; leave one of them out")
-        ids = await preparer.encode(prompts)
+        ids = await preparer.encode(
+            prompts, request.add_special_tokens is not False, preparer.token_cut(request, params.max_tokens)
+        )
+        if request.echo and request.truncate_prompt_tokens is not None:
+            prompts = [*ids]
         echo = await preparer.texts(prompts, params) if request.echo else None
         return await preparer.request(
-            request, id, key, ids, params, model=model, keep=keep, top=request.logprobs, echo=echo
+            request,
+            id,
+            key,
+            ids,
+            params,
+            model=model,
+            keep=keep,
+            top=None if request.logprobs is None else params.logprobs,
+            echo=echo,
+            prompt_only=prompt_only,
         )
 
     def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
@@ -195,6 +218,7 @@ class Completions:
 
     def _choice(self, call: Call, job: int, sample: Sample, index: int) -> Iterator[bytes]:
         prepared = call.prepared
+        of_prompt = prepared.prompt_top
         choice = CompletionChoice(
             index,
             echo_of(prepared, job) + content_of(sample.parsed),
@@ -203,18 +227,25 @@ class Completions:
             sample.stop_reason,
             shown_ids(prepared, sample.tokens),
             shown_ids(prepared, prepared.jobs[job].prompt),
+            UNSET if of_prompt is None else None,
         )
-        return choice_pieces(choice, None if prepared.top is None else self._logprobs(call, job, sample, prepared.top))
+        logprobs = None if prepared.top is None else self._logprobs(call, job, sample, prepared.top)
+        pieces = choice_pieces(choice, logprobs)
+        if of_prompt is None:
+            return pieces
+        known = call.outputs.prompt_logprobs[job]
+        names = self.names.written(prepared.tokens_as_ids)
+        return filled(pieces, b'"prompt_logprobs":null', prompt_pieces(names, known, of_prompt))
 
     def _logprobs(self, call: Call, job: int, sample: Sample, top: int) -> Iterator[bytes]:
         prepared = call.prepared
         runs = [TokenRun(sample.tokens, sample.logprobs, len(echo_of(prepared, job)))]
         if prepared.echo is not None:
             runs.insert(0, TokenRun(prepared.jobs[job].prompt, call.outputs.prompt_logprobs[job], 0, skipped=1))
-        return completion_pieces(self.names, runs, top, prepared.skip_special)
+        return completion_pieces(self.names.written(prepared.tokens_as_ids), runs, top, prepared.skip_special)
 
     def stream(self, call: Call, id: str, created: int) -> "CompletionChunkStream":
-        return CompletionChunkStream(call, self.names, id, created)
+        return CompletionChunkStream(call, self.names.written(call.prepared.tokens_as_ids), id, created)
 
     def error(self, error: HttpError) -> bytes:
         return error.body()

@@ -10,6 +10,7 @@ from shoal.core.job import GrammarSpec
 from shoal.text.reasoning import Thought
 from shoal.text.tools.calls import ToolUse
 from shoal.text.tools.formats import ToolFormat
+from shoal.text.tools.harmony import Harmony
 from shoal.text.tools.lark import LarkRules, one_of
 
 ANSWER = "answer"  # the name of the grammar that the request itself brought
@@ -32,7 +33,9 @@ def composed(
     """
     own = (format.texts if format else "") + (thought.opens + thought.closes if thought else "")
     rules = LarkRules(marks, [id for mark, id in marks.items() if id not in special and mark not in own])
-    if use is None or format is None:
+    if isinstance(format, Harmony):
+        start, thought = format.whole(rules, use, f"@{ANSWER}" if answer is not None else None), None
+    elif use is None or format is None:
         start = rules.text() if answer is None else f"@{ANSWER}"
     elif use.required:
         start = format.rules(rules, use)

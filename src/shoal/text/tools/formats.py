@@ -11,9 +11,11 @@ from typing import Protocol
 from shoal.core.names import pick
 from shoal.text.parts import Parsed
 from shoal.text.tools.calls import ToolUse
+from shoal.text.tools.harmony import Harmony
 from shoal.text.tools.json_calls import JsonFormat
 from shoal.text.tools.lark import LarkRules
 from shoal.text.tools.pythonic import Pythonic
+from shoal.text.tools.xml_calls import XmlCalls
 
 
 class CallParser(Protocol):
@@ -86,14 +88,16 @@ GENERIC = JsonFormat(
     in_template=False,
 )
 FORMATS: Mapping[str, ToolFormat] = {
-    one.name: one for one in (HERMES, LLAMA3, Pythonic(), MISTRAL, MISTRAL_ARGS, GENERIC)
+    one.name: one for one in (HERMES, XmlCalls(), LLAMA3, Pythonic(), MISTRAL, MISTRAL_ARGS, Harmony(), GENERIC)
 }
 # what a template contains → the format it speaks of; the first match counts
 SIGNS: tuple[tuple[str, str], ...] = (
+    (r"<\|channel\|>[\s\S]*<\|message\|>", "harmony"),
     (r"\[TOOL_CALLS\][\s\S]*\[ARGS\]", "mistral-args"),
     (r"\[TOOL_CALLS\]", "mistral"),
     (r"<\|python_start\|>|func_name1\(", "pythonic"),
     (r"<\|python_tag\|>|\"parameters\": dictionary", "llama3"),
+    (r"<tool_call>[\s\S]*<function=[\s\S]*<parameter=", "qwen3-coder"),
     (r"<tool_call>(?![\s\S]*<(function|arg_key)[=>])", "hermes"),
 )
 

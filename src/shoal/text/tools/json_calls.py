@@ -65,7 +65,7 @@ class JsonFormat:
             begin=self.begin,
             middle=self.middle,
             again=None if again is None else self.end + again,
-            arguments=JsonArguments,
+            arguments=lambda name: JsonArguments(),
             short_ids=self.short_ids,
         )
 

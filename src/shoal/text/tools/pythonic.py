@@ -9,16 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.errors import BadGrammar
 from shoal.text.tools.calls import Tool, ToolUse
 from shoal.text.tools.lark import ANY, LarkRules, one_of, pattern, quoted
 from shoal.text.tools.reading import CallReader
-from shoal.text.tools.schema import SEPARATORS
+from shoal.text.tools.schema import SEPARATORS, flat_properties
 
-SHARED = ("$defs", "definitions")  # what the schema of a single property may refer to
-WHOLE = frozenset(
-    {"type", "properties", "required", "additionalProperties", "description", "title", "$schema", "strict", *SHARED}
-)  # keywords that this format can follow in a tool's own schema
 WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -54,7 +49,7 @@ class Pythonic:
             begin="",
             middle="(",
             again=", " if use.parallel else None,
-            arguments=PythonArguments,
+            arguments=lambda name: PythonArguments(),
         )
 
     def _calls(self, rules: LarkRules, use: ToolUse) -> str:
@@ -71,18 +66,7 @@ class Pythonic:
 def arguments_of(tool: Tool, rules: LarkRules) -> str:
     """The items between the brackets: the properties in the order of the schema, those that are not required or not
     at all."""
-    schema = tool.parameters
-    beyond = sorted(set(schema) - WHOLE)
-    if beyond:
-        raise BadGrammar(
-            f"the schema of {tool.name!r} has {', '.join(beyond)[:80]} at its top, which calls in Python's form cannot "
-            "follow; use type, properties and required there"
-        )
-    required = set(schema.get("required") or ())
-    shared = {key: schema[key] for key in SHARED if key in schema}
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    if required - set(properties):
-        raise BadGrammar(f"the schema of {tool.name!r} requires properties that it does not describe; describe them")
+    properties, required, shared = flat_properties(tool.name, tool.parameters)
     first = rest = ""
     for name, one in reversed(list(properties.items())):
         item = f"{quoted(f'{key_of(name)}=')} {value_of(one, shared, rules)}"

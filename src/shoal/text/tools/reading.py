@@ -82,7 +82,7 @@ class CallReader:
         begin: str,
         middle: str,
         again: str | None,
-        arguments: Callable[[], Arguments],
+        arguments: Callable[[str], Arguments],  # by the tool's name
         short_ids: bool = False,
     ) -> None:
         self._opens, self._heads, self._begin, self._middle, self._again = opens, heads, begin, middle, again
@@ -90,7 +90,7 @@ class CallReader:
         self._state = ReadState.TEXT
         self._held = ""  # text that is not understood yet
         self._calls = 0
-        self._arguments = arguments()
+        self._arguments = arguments("")
 
     def push(self, text: str) -> Parsed:
         if self._state is ReadState.ARGUMENTS and not self._held:  # most of a call's text
@@ -186,7 +186,7 @@ class CallReader:
     def _open(self, name: str, calls: list[ToolCall]) -> None:
         calls.append(ToolCall(self._calls, "", self._new_id(), name))
         self._calls += 1
-        self._arguments = self._make_arguments()
+        self._arguments = self._make_arguments(name)
         self._state = ReadState.ARGUMENTS
 
     def _end(self) -> None:

@@ -25,6 +25,10 @@ KNOWN_FORMATS = frozenset(
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas under any names
 VALUES = ("enum", "const", "default", "examples", "example")  # values, which are no schemas
 COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "additionalProperties", "unevaluatedProperties")
+SHARED = ("$defs", "definitions")  # what the schema of a single property may refer to
+WHOLE = frozenset(
+    {"type", "properties", "required", "additionalProperties", "description", "title", "$schema", "strict", *SHARED}
+)  # keywords at the top of a schema that a format of single arguments can follow
 SEPARATORS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}  # as json.dumps has them
 
 
@@ -52,6 +56,22 @@ def prepared(schema: Mapping[str, Any] | None, strict: bool) -> tuple[dict[str, 
     if not strict:
         given = _relieved(given, dropped)
     return given, sorted(set(dropped))
+
+
+def flat_properties(name: str, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], set[str], dict[str, Any]]:
+    """(the properties of a tool's schema, those that are required, what they may refer to), for a format that writes
+    arguments one by one. Raises BadGrammar for a schema that says more than these."""
+    beyond = sorted(set(schema) - WHOLE)
+    if beyond:
+        raise BadGrammar(
+            f"the schema of {name!r} has {', '.join(beyond)[:80]} at its top, which this model's form of calls cannot "
+            "follow; use type, properties and required there"
+        )
+    required = set(schema.get("required") or ())
+    properties: Mapping[str, Any] = schema.get("properties") or {}
+    if required - set(properties):
+        raise BadGrammar(f"the schema of {name!r} requires properties that it does not describe; describe them")
+    return properties, required, {key: schema[key] for key in SHARED if key in schema}
 
 
 def is_text(value: object) -> bool:

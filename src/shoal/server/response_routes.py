@@ -1,0 +1,152 @@
+"""What is done with stored responses: retrieve, delete, list their input items; and counting the tokens of an input.
+
+Owns these answers. A response is found by its id and its key alone. Knows a front as a FrontView.
+"""
+
+from typing import Any, Literal
+from urllib.parse import parse_qs
+
+import msgspec
+from msgspec import Struct
+
+from shoal.server.bodies import read
+from shoal.server.chat_body import chat_prompt
+from shoal.server.dialects.responses import Responses, tenant_of
+from shoal.server.errors import BadField, HttpError, shorten
+from shoal.server.exchange import Exchange
+from shoal.server.front_view import FrontView
+from shoal.server.response_record import NOT_STORED
+from shoal.server.response_store import StoredResponse
+from shoal.server.responses_body import InputTokensRequest, chat_of, own_names
+from shoal.server.workers import PYTHON, off_loop
+
+MOST_TOKENS = 2**18  # counted at once, where the context is not longer
+MOST_LISTED = 100
+LISTED = 20  # items, where no limit is given
+
+
+class DeletedResponse(Struct):
+    """DELETE /v1/responses/{id}"""
+
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class InputItemList(Struct):
+    """GET /v1/responses/{id}/input_items"""
+
+    object: Literal["list"]
+    data: list[Any]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokensAnswer(Struct):
+    """POST /v1/responses/input_tokens"""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ResponseRoutes:
+    """Their handlers."""
+
+    def __init__(self, front: FrontView, dialect: Responses) -> None:
+        self.front, self.dialect, self.store = front, dialect, dialect.store
+
+    async def retrieve(self, exchange: Exchange) -> None:
+        found = await self._find(exchange)
+        if query_of(exchange).get("stream", "false").lower() == "true":
+            raise BadField(
+                "stream", "stream: only a response made in the background can be streamed again; leave it out"
+            )
+        await exchange.reply(200, found.answered)
+
+    async def delete(self, exchange: Exchange) -> None:
+        id = id_of(exchange)
+        if not await self.store.delete(tenant_of(exchange.key), id):
+            raise no_response(id)
+        await exchange.reply_json(DeletedResponse(id, "response", True))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        await self._find(exchange)
+        raise HttpError(
+            400,
+            "this response has ended: only one made in the background could be cancelled; to cancel a running answer, "
+            "close its connection",
+            code="not_cancellable",
+        )
+
+    async def input_items(self, exchange: Exchange) -> None:
+        query = query_of(exchange)
+        order, after, most = query.get("order", "desc"), query.get("after"), limit_of(query)
+        if order not in ("asc", "desc"):
+            raise BadField("order", f"order must be asc or desc, not {shorten(order)!r}")
+        found = await self._find(exchange)
+
+        def work() -> bytes:
+            items: list[dict[str, Any]] = msgspec.json.decode(found.asked)
+            if order == "desc":
+                items.reverse()
+            ids = [item["id"] for item in items]
+            if after is not None and after not in ids:
+                raise BadField("after", f"after: the response has no input item {shorten(after)!r}")
+            first = 0 if after is None else ids.index(after) + 1
+            page = items[first : first + most]
+            begin, end = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+            return msgspec.json.encode(InputItemList("list", page, begin, end, first + most < len(items)))
+
+        await exchange.reply(200, await off_loop(len(found.asked), work, PYTHON))
+
+    async def input_tokens(self, exchange: Exchange) -> None:
+        data = await exchange.json_body()
+        body = await read(InputTokensRequest, data)
+        preparer = self.front.preparer
+        preparer.check_model(body.model)
+        if body.input is None and body.previous_response_id is None:
+            raise BadField("input", "input is missing")
+        reservation = await self.front.gate.reserve_text(exchange.key, len(data))
+        used = 0
+        try:
+            messages = await self.dialect.messages(body, tenant_of(exchange.key), len(data))
+            info = self.front.client.last_info
+            most = max(MOST_TOKENS, 0 if info is None else info.max_model_len)
+            used = len((await chat_prompt(preparer, chat_of(body, messages), len(data), most)).ids)
+        except BadField as error:
+            raise own_names(error) from None
+        finally:
+            reservation.settle(used)
+        await exchange.reply_json(InputTokensAnswer("response.input_tokens", used))
+
+    async def _find(self, exchange: Exchange) -> StoredResponse:
+        id = id_of(exchange)
+        found = await self.store.get(tenant_of(exchange.key), id)
+        if found is None:
+            raise no_response(id)
+        return found
+
+
+def id_of(exchange: Exchange) -> str:
+    return str(exchange.scope["path_params"]["id"])
+
+
+def no_response(id: str) -> HttpError:
+    return HttpError(404, f"there is no response {shorten(id)!r}; {NOT_STORED}", code="response_not_found")
+
+
+def query_of(exchange: Exchange) -> dict[str, str]:
+    """The last value of each parameter."""
+    text = bytes(exchange.scope.get("query_string") or b"").decode("latin-1")
+    try:
+        return {name: values[-1] for name, values in parse_qs(text, max_num_fields=64).items()}
+    except ValueError:
+        raise HttpError(400, "the query has too many parameters; send fewer", code="bad_value") from None
+
+
+def limit_of(query: dict[str, str]) -> int:
+    text = query.get("limit", str(LISTED))
+    if not text.isdecimal() or not text.isascii() or not 1 <= int(text[:9]) <= MOST_LISTED:
+        raise BadField("limit", f"limit must be between 1 and {MOST_LISTED}, not {shorten(text)!r}")
+    return int(text)
