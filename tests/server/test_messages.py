@@ -70,6 +70,32 @@ def test_why_it_ended() -> None:
     assert post(made(CALL)[0], tools=TOOLS).json()["stop_reason"] == "tool_use"
 
 
+def test_the_form_of_the_answer_is_constrained() -> None:
+    form = {"type": "json_schema", "schema": CITY}
+    for body in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
+        app, client = made('{"city": "Rome"}')
+        assert post(app, **body).json()["content"] == [{"type": "text", "text": '{"city": "Rome"}'}]
+        grammar = client.submitted[0].grammar
+        assert grammar is not None
+        assert json.loads(grammar.text) == CITY
+    assert post(made()[0], output_config={"format": {"type": "xml", "schema": {}}}).status_code == 400
+
+
+def test_a_thread_is_refused_so_that_clients_go_on_without() -> None:
+    answer = post(made()[0], thread={"type": "create"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["details"]["error_code"] == "thread_unsupported_request"
+    assert post(made()[0], thread=None, container=None, mcp_servers=[]).status_code == 200
+    assert post(made()[0], container="one").status_code == 400
+
+
+def test_what_has_no_effect_is_named() -> None:
+    answer = post(made()[0], metadata={"user_id": "u"}, speed="fast", cache_control={"type": "ephemeral"})
+    assert set(answer.headers["x-shoal-warning"].removeprefix("ignored: ").split(", ")) == {
+        "metadata", "speed", "cache_control",
+    }  # fmt: skip
+
+
 def test_calls_are_blocks_and_results_come_back() -> None:
     answer = post(made(f"Wait. {CALL}{SECOND}")[0], tools=TOOLS).json()
     text, first, second = answer["content"]

@@ -170,3 +170,18 @@ def test_ollamas_own_client() -> None:
             await client._client.aclose()
 
     run(work)
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_json_need_not_be_declared_except_by_a_page(kind: str | None) -> None:
+    """Ollama's docs use `curl -d`, which declares a form; browsers mark what pages of other sites send."""
+    body = json.dumps({"prompt": "Warm?", "options": LIMIT, "keep_alive": "5m"}).encode()
+    headers = {"content-type": kind} if kind else {}
+    answer = ask(made()[0], "POST", "/api/generate", content=body, headers=headers)
+    assert answer.status_code == 200
+    assert answer.headers["x-shoal-warning"] == "ignored: keep_alive"
+    for name, value in (("origin", "https://page.example"), ("sec-fetch-site", "cross-site")):
+        assert (
+            ask(made()[0], "POST", "/api/generate", content=body, headers={**headers, name: value}).status_code == 415
+        )
+    assert ask(made()[0], "POST", "/v1/completions", content=b"{}", headers=headers).status_code == 415

@@ -41,7 +41,8 @@ OPERATIONS = [
     ("/v1/responses/{id}", "GET"), ("/v1/responses/{id}", "DELETE"), ("/v1/responses/{id}/cancel", "POST"),
     ("/v1/responses/{id}/input_items", "GET"), ("/tokenize", "POST"), ("/detokenize", "POST"),
     ("/v1/models", "GET"), ("/v1/models/{model}", "GET"), ("/health", "GET"), ("/version", "GET"), ("/metrics", "GET"),
-    ("/openapi.json", "GET"),
+    ("/openapi.json", "GET"), ("/v1/chat/completions/batch", "POST"), ("/ping", "GET"), ("/ping", "POST"),
+    ("/load", "GET"), ("/server_info", "GET"), ("/tokenizer_info", "GET"), ("/reset_prefix_cache", "POST"),
 ]  # fmt: skip
 
 
@@ -146,10 +147,13 @@ def test_generated_requests_get_answers_that_are_described(schema: Any, path: st
     @given(case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes]))
     def work(case: schemathesis.Case) -> None:
         if isinstance(case.body, dict) and case.meta.generation.mode == GenerationMode.POSITIVE:
-            for name in ("model", "previous_response_id"):
-                case.body.pop(name, None)
+            case.body.pop("model", None)
+            had = case.body.pop("previous_response_id", None) is not None
+            if had or path == "/v1/responses/input_tokens":
+                case.body["input"] = "Hi"
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     statuses: set[int] = set()
     work()
-    assert 200 in statuses or "{" in path, "some of it must have been served"
+    refused = 403 if path == "/reset_prefix_cache" else 200  # not from this machine
+    assert {200, refused} & statuses or "{" in path, "some of it must have been served"

@@ -121,6 +121,24 @@ def test_a_conversation_that_goes_on_is_kept_longer(store: SqliteStore, time: Ti
     assert do(store.get("a", "first")) is not None
 
 
+def test_what_is_made_in_the_background_ends_once(store: SqliteStore, time: Time) -> None:
+    do(store.put("a", StoredResponse("r1", None, b"asked", b"begun", ended=False)))
+    time.now_s += 5
+    found = do(store.get("a", "r1"))
+    assert found is not None
+    assert (found.ended, found.silent_s) == (False, 5.0)
+    assert do(store.beat(["r1", "none"])) == []
+    do(store.ask_to_cancel("b", "r1"))
+    assert do(store.beat(["r1"])) == [], "by its own tenant alone"
+    do(store.ask_to_cancel("a", "r1"))
+    assert do(store.beat(["r1"])) == ["r1"]
+    assert do(store.finish("b", "r1", b"no")) is False
+    assert do(store.finish("a", "r1", b"a long answer")) is True
+    assert do(store.finish("a", "r1", b"another")) is False
+    assert do(store.get("a", "r1")) == StoredResponse("r1", None, b"asked", b"a long answer")
+    content_bytes(store.path)
+
+
 def test_only_this_user_can_read_it(store: SqliteStore, tmp_path: Path) -> None:
     do(store.put("a", one("r1")))
     files = list(tmp_path.glob("r.sqlite*"))

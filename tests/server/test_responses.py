@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from shoal.core.job import Ending
 from shoal.keys.file import hashed
 from shoal.server.app import Front
-from shoal.server.response_store import SqliteStore
+from shoal.server.response_store import SqliteStore, StoredResponse
 from tests.server.fake_client import FakeClient, until
 from tests.server.fronts import ask, ask_async, error_of, front, run, tokenizer
 from tests.server.test_tools import CALL, CITY, SECOND, Recorded, says
@@ -234,6 +235,8 @@ def test_logprobs_come_where_they_are_included() -> None:
     ("body", "param"),
     [
         ({"background": True}, "background"),
+        ({"background": True, "stream": True}, "stream"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"input": None}, "input"),
@@ -361,6 +364,94 @@ def test_what_has_ended_cannot_be_cancelled(store: SqliteStore) -> None:
     assert error_of(ask(app, "POST", f"{PATH}/{id}/cancel"), 400)["code"] == "not_cancellable"
     assert error_of(ask(app, "POST", f"{PATH}/no/cancel"), 404)
     assert error_of(ask(app, "GET", f"{PATH}/{id}?stream=true"), 400)["param"] == "stream"
+
+
+# ---- the background
+
+
+async def until_ended(app: Front, id: str) -> Any:
+    while (found := (await ask_async(app, "GET", f"{PATH}/{id}")).json())["status"] == "in_progress":
+        await asyncio.sleep(0.01)
+    return found
+
+
+def test_a_response_is_made_in_the_background(store: SqliteStore) -> None:
+    app, client = made(store=store)
+    client.tick_s = None
+
+    async def work() -> None:
+        body = {"input": "Warm?", "background": True, "max_output_tokens": 500}
+        asked = asyncio.create_task(ask_async(app, "POST", PATH, json=body))
+        id = ""
+        while not id:  # the answer comes at once; the test's own transport waits for the end of the request, too
+            await asyncio.sleep(0.01)
+            id = next(iter(app.responses.running._running), "")
+        begun = (await ask_async(app, "GET", f"{PATH}/{id}")).json()
+        assert (begun["status"], begun["output"], begun["background"]) == ("in_progress", [], True)
+        early = await ask_async(app, "POST", PATH, json={"input": "So?", "previous_response_id": id})
+        assert error_of(early, 400)["param"] == "previous_response_id"
+        while client.running:
+            client.tick()
+            await asyncio.sleep(0)
+        found = await until_ended(app, id)
+        assert found["status"] == "completed"
+        assert found["output"][0]["content"][0]["text"] == "Yes."
+        assert found["usage"]["output_tokens"] > 0
+        assert (await asked).json()["status"] == "in_progress"
+        again = await ask_async(app, "POST", f"{PATH}/{id}/cancel")
+        assert again.json() == found, "what has ended stays as it is"
+        assert not app.responses.running._running
+
+    run(work)
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["here", "at another front"])
+def test_what_runs_in_the_background_is_cancelled(store: SqliteStore, other: bool) -> None:
+    app, client = made(store=store)
+    second = SqliteStore(store.path, 2**20, 1000.0)
+    asked_there = made(store=second)[0] if other else app
+    client.tick_s = None
+
+    async def work() -> None:
+        body = {"input": "Warm?", "background": True}
+        asked = asyncio.create_task(ask_async(app, "POST", PATH, json=body))
+        while not app.responses.running._running:
+            await asyncio.sleep(0.01)
+        (id,) = app.responses.running._running
+        done = (await ask_async(asked_there, "POST", f"{PATH}/{id}/cancel")).json()
+        assert (done["status"], done["error"]) == ("cancelled", None)
+        assert (await ask_async(app, "GET", f"{PATH}/{id}")).json() == done
+        await asked
+        assert not client.running
+        assert len(client.aborted) == 1
+
+    run(work)
+
+
+def test_what_fails_in_the_background_says_so(store: SqliteStore) -> None:
+    app, client = made(store=store)
+    client.failure = Ending("error", error="boom")
+    id = post(app, background=True).json()["id"]
+    found = ask(app, "GET", f"{PATH}/{id}").json()
+    assert found["status"] == "failed"
+    assert found["error"]["code"] == "server_error"
+    assert "boom" not in str(found)
+
+
+def test_what_a_front_has_left_behind_has_failed(store: SqliteStore) -> None:
+    app, _ = made(store=store)
+    times = [time.time()]
+    store._clock = lambda: times[0]
+    lost = StoredResponse(
+        "resp_lost", None, b"[]", b'{"id":"resp_lost","status":"in_progress","error":null}', ended=False
+    )
+    asyncio.run(store.put("", lost))
+    assert ask(app, "GET", f"{PATH}/resp_lost").json()["status"] == "in_progress"
+    times[0] += 60.0
+    for _ in range(2):
+        found = ask(app, "GET", f"{PATH}/resp_lost").json()
+        assert found["status"] == "failed"
+        assert "send the request again" in found["error"]["message"]
 
 
 def test_a_client_that_leaves_stores_nothing(store: SqliteStore) -> None:

@@ -218,7 +218,11 @@ def smol_requests() -> list[tuple[Any, SamplingParams]]:
 
 @smollm2
 @pytest.mark.parametrize(
-    ("draft", "least"), [({"draft_layers": 10}, 0.03), ({"draft_quantization": "int8"}, 0.75)], ids=["layers", "int8"]
+    ("draft", "least"),
+    [
+        pytest.param({"draft_layers": 10}, 0.03, id="layers", marks=pytest.mark.slow),
+        pytest.param({"draft_quantization": "int8"}, 0.75, id="int8"),
+    ],
 )
 def test_smollm2_drafts_for_itself(draft: dict[str, Any], least: float, smol_tokens: Tokens) -> None:
     with LLM(dtype="float32", kv_memory="128MiB", max_model_len=256, speculate="draft", draft_tokens=4, **draft) as llm:

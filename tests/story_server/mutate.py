@@ -96,7 +96,7 @@ GOOD: list[tuple[str, dict[str, Json]]] = [
     (
         "/v1/responses",
         {
-            "input": "Hi", "max_output_tokens": 3, "previous_response_id": None, "store": False,
+            "input": "Hi", "max_output_tokens": 3, "previous_response_id": None, "store": None, "background": True,
             "text": {"format": {"type": "json_schema", "name": "fish", "schema": SCHEMA}, "verbosity": "low"},
         },
     ),

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from shoal.server.app import Front
+from shoal.server.response_store import SqliteStore
 from shoal.text.grammar import Grammars
 from tests.server.fake_client import INFO, FakeClient, until
 from tests.server.fronts import EOS, complete, front, listening, run, tokenizer
@@ -102,9 +103,14 @@ def assert_well(app: Front, client: FakeClient) -> None:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", FRONT)
-def test_bodies_and_headers_against_the_front(count: int) -> None:
+def test_bodies_and_headers_against_the_front(count: int, tmp_path: Path) -> None:
     client = FakeClient()
-    app = front(client, grammars=Grammars(tokenizer(), INFO.vocab_size, [EOS]), allowed_origins=("https://a.example",))
+    app = front(
+        client,
+        grammars=Grammars(tokenizer(), INFO.vocab_size, [EOS]),
+        store=SqliteStore(tmp_path / "responses.sqlite", 2**20, 1000.0),
+        allowed_origins=("https://a.example",),
+    )
     statuses: dict[int, int] = {}
 
     async def work() -> None:

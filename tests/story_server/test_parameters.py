@@ -149,3 +149,32 @@ def test_a_chat_is_continued_where_its_last_message_ends(tiny: Server) -> None:
     assert answer["choices"][0]["message"]["content"].startswith(STORY)
     same = choice(tiny, prompt=encoded(text), temperature=0, max_tokens=8)
     assert answer["choices"][0]["token_ids"] == same["token_ids"]
+
+
+def cached_tokens(server: Server) -> int:
+    answer = server.complete(prompt=PROMPT * 10, max_tokens=1).json()
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_the_prefix_cache_can_be_emptied(tiny: Server) -> None:
+    cached_tokens(tiny)
+    assert cached_tokens(tiny) > 100
+    tiny.wait_until_idle()
+    answer = tiny.http.post(f"{tiny.url}/reset_prefix_cache")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["forgotten_blocks"] >= 8
+    assert cached_tokens(tiny) == 0
+    assert tiny.http.post(f"{tiny.url}/reset_prefix_cache").json()["forgotten_blocks"] >= 8
+    load = tiny.http.get(f"{tiny.url}/load").json()
+    assert load["server_load"] == load["running"] + load["waiting"]
+    assert tiny.http.get(f"{tiny.url}/server_info").json()["vocab_size"] == 320
+    assert tiny.http.post(f"{tiny.url}/ping").status_code == 200
+
+
+def test_a_batch_of_chats_is_answered_as_the_chats_are(tiny: Server) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("The quick", "Once upon", "a fish")]
+    more = {"model": "tiny", "max_tokens": 8, "temperature": 0, **ON}
+    together = tiny.post("/v1/chat/completions/batch", {"messages": chats, **more}).json()["choices"]
+    for found, chat in zip(together, chats, strict=True):
+        alone = tiny.post("/v1/chat/completions", {"messages": chat, **more}).json()["choices"][0]
+        assert found["message"] == alone["message"]

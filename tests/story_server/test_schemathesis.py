@@ -80,6 +80,8 @@ def with_our_model(body: Any) -> Any:
     if not isinstance(body, dict):
         return body
     known = {name: value for name, value in body.items() if name != "previous_response_id"}
+    if len(known) < len(body) and body.get("input") is None:
+        known["input"] = "Hi"
     return {**known, "model": "tiny"} if "model" in known else known
 
 

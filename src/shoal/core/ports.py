@@ -127,7 +127,8 @@ class EngineClient(Protocol):
         """A stop string was found in output token number `outputs` (from 1): the sample ends there, as "stop"."""
 
     async def ask(self, what: str, engine: int | None = None) -> Any:
-        """'metrics': an engine's metrics as Prometheus text; 'state': its tables, as a dictionary.
+        """'metrics': an engine's metrics as Prometheus text; 'state' and 'load': its tables and its load, as
+        dictionaries; 'reset_prefix_cache': forget the cached blocks that no request holds, and how many these were.
 
         `engine`: its number; None: any one.
 

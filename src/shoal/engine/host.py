@@ -99,7 +99,7 @@ class Host:
         make_grammar: MakeGrammar | None = None,
         suspects: Suspected | None = None,
     ) -> None:
-        """`answers`: to questions of fronts, by name. The host itself answers "state" and "load". For "metrics" the
+        """`answers`: to questions of fronts, by name. The host itself answers the others of wire.Ask. For "metrics" the
         caller names the function of the observer that counts them."""
         self.loop = loop
         self.socket = socket
@@ -110,6 +110,7 @@ class Host:
         self.answers = {
             "state": lambda: json.dumps(self.state()).encode(),
             "load": lambda: json.dumps(self.meter.load()).encode(),
+            "reset_prefix_cache": lambda: json.dumps({"forgotten": loop.scheduler.kv.forget_all()}).encode(),
             **(answers or {}),
         }
         self.make_grammar = make_grammar

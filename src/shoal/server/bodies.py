@@ -197,7 +197,13 @@ class GenerationBody(TolerantBody, forbid_unknown_fields=True, kw_only=True):
 
     def ignored(self) -> list[str]:
         """The fields that were sent and have no effect."""
-        return [name for name in IGNORED if getattr(self, name) is not UNSET]
+        given = ((name, getattr(self, name)) for name in IGNORED)
+        return [name for name, value in given if value is not UNSET and bytes(value) != b"null"]
+
+
+def ignored_fields(body: Struct) -> list[str]:
+    """The fields that were sent and have no effect, of any body."""
+    return [name for name in body.__struct_fields__ if isinstance(getattr(body, name), msgspec.Raw)]
 
 
 class TextPart(Struct):
@@ -249,25 +255,6 @@ class ChatMessage(Struct, kw_only=True):
         if calls:
             message["tool_calls"] = list(calls)
         return message
-
-
-class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /tokenize: a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)] | None = None
-    add_special_tokens: bool | None = None  # for a prompt; true by default
-    add_generation_prompt: bool | None = None  # for messages; true by default
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /detokenize"""
-
-    model: str | None = None
-    tokens: list[TokenId]
-    skip_special_tokens: bool | None = None  # false by default: special tokens are shown
 
 
 Body = TypeVar("Body", bound=Struct)

@@ -4,6 +4,7 @@ Owns the fields of /v1/chat/completions and the path from them to a PreparedRequ
 bodies into this one. Knows no HTTP beyond its errors.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -48,6 +49,18 @@ async def prepare_chat(
     preparer: Preparer, request: ChatRequest, size: int, id: str, key: ApiKey | None
 ) -> PreparedRequest:
     """`size`: of the body, in bytes; the work on the tools of a large one is done in a thread."""
+    return await prepare_chats(preparer, request, [request.messages], size, id, key)
+
+
+async def prepare_chats(
+    preparer: Preparer,
+    request: ChatRequest,
+    chats: Sequence[list[ChatMessage]],
+    size: int,
+    id: str,
+    key: ApiKey | None,
+) -> PreparedRequest:
+    """Several conversations with the same parameters, one job each."""
     model = preparer.check_model(request.model)
     top = top_logprobs_of(request)
     if top is not None and request.logprob_token_ids is not None:
@@ -59,19 +72,21 @@ async def prepare_chat(
         max_tokens=limit if limit is not None else preparer.settings.default_chat_max_tokens,
         logprobs=top,
     )
-    preparer.check_count(1, params.n, "n")
+    preparer.check_count(len(chats), params.n, "n")
     tools = await off_loop(size, lambda: tool_request(request), PYTHON, SMALL_BODY)
     keep = preparer.token_cut(request, params.max_tokens)
-    prompt = await preparer.chat_prompt(
-        request.messages,
-        request.add_generation_prompt is not False,
-        variables_of(request),
-        None if keep is None else MOST_CUT,
-        tools.shown,
-        continues_of(request),
-    )
-    ids = prompt.ids if keep is None else keep.of(prompt.ids)
-    preparer.check_ids(ids, "messages")
+    prompts: list[list[int]] = []
+    for number, messages in enumerate(chats):
+        prompt = await preparer.chat_prompt(
+            messages,
+            request.add_generation_prompt is not False,
+            variables_of(request),
+            None if keep is None else MOST_CUT,
+            tools.shown,
+            continues_of(request),
+        )
+        prompts.append(prompt.ids if keep is None else keep.of(prompt.ids))
+        preparer.check_ids(prompts[-1], f"messages[{number}]" if len(chats) > 1 else "messages")
     reasoning = Reasoning(
         thought_after(preparer.reasoning, prompt.end),
         request.include_reasoning is not False,
@@ -80,9 +95,10 @@ async def prepare_chat(
     form = await off_loop(
         size, lambda: form_of(request, tools, preparer.tool_format, preparer.tokenizer, reasoning), PYTHON, SMALL_BODY
     )
-    prefix = text_of(request.messages[-1]) if request.echo and request.messages[-1].role == "assistant" else ""
+    last = chats[0][-1]
+    prefix = text_of(last) if request.echo and last.role == "assistant" else ""
     return await preparer.request(
-        request, id, key, [ids], params, model=model, keep=params.n, top=top, prefix=prefix, form=form
+        request, id, key, prompts, params, model=model, keep=params.n, top=top, prefix=prefix, form=form
     )
 
 

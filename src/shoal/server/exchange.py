@@ -25,8 +25,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
+OF_PAGES = (b"origin", b"sec-fetch-site")  # headers by which browsers mark what pages of other sites send
 MOST_ID = 128  # characters of an X-Request-Id
-POLLED = ("/health", "/metrics", "/debug/requests")  # polled every few seconds by monitoring
+POLLED = ("/health", "/ping", "/load", "/metrics", "/debug/requests")  # polled every few seconds by monitoring
 
 
 class Exchange:
@@ -49,6 +50,7 @@ class Exchange:
         self.name = self.uid  # in the answer's id
         self.route = "unknown"
         self.key: ApiKey | None = None  # the API key it came with; None where no keys are required
+        self.any_kind = False  # its clients do not all declare JSON
         self.error_body: Callable[[HttpError], bytes] = HttpError.body  # as its API writes errors
         self.status = 0  # 0: no answer has begun
         self.began_s = time.monotonic()
@@ -65,7 +67,7 @@ class Exchange:
     async def json_body(self) -> bytes:
         """The body, if declared as JSON: for a page of another site, that requires a CORS preflight."""
         kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if kind != JSON:
+        if kind != JSON and not (self.any_kind and not any(name in self.headers for name in OF_PAGES)):
             raise HttpError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
         if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise HttpError(415, "send the body as it is, without Content-Encoding")

@@ -11,7 +11,7 @@ import msgspec
 from shoal.obs.engines import join_engines
 from shoal.server import openapi
 from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList, TokenizeAnswer, Version
-from shoal.server.bodies import SMALL_BODY, DetokenizeRequest, TokenizeRequest, read
+from shoal.server.bodies import SMALL_BODY, read
 from shoal.server.chat_body import chat_prompt
 from shoal.server.debug import ask_engines
 from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, chat_of
@@ -20,6 +20,8 @@ from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
 from shoal.server.pages import load_pages
 from shoal.server.prepare import no_model
+from shoal.server.token_bodies import DetokenizeRequest, TokenizeRequest
+from shoal.server.tool_choice import tools_of
 from shoal.server.workers import PYTHON, off_loop
 
 MOST_TOKENIZED = 2**18  # tokens of one /tokenize or /detokenize, where the context is not longer
@@ -67,14 +69,35 @@ class InfoRoutes:
         used = 0
         try:
             if body.messages is not None:
-                opens = body.add_generation_prompt is not False
-                ids = (await preparer.chat_prompt(body.messages, opens, body.chat_template_kwargs, most)).ids
+                ids = await self._chat_ids(body, len(data), most)
             else:
                 ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False, most)
             used = len(ids)
         finally:
             reservation.settle(used)
-        await exchange.reply_json(TokenizeAnswer(len(ids), self._max_model_len(), ids))
+        answer = TokenizeAnswer(len(ids), self._max_model_len(), ids)
+
+        def encoded() -> bytes:
+            if body.return_token_strs:
+                written = preparer.need_tokenizer("prompt").backend.id_to_token
+                answer.token_strs = [written(token) or "" for token in ids]
+            return msgspec.json.encode(answer)
+
+        await exchange.reply(200, await off_loop(len(ids), encoded, PYTHON))
+
+    async def _chat_ids(self, body: TokenizeRequest, size: int, most: int) -> list[int]:
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            raise BadField(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt exclude each other; give one of them",
+            )
+        tools = await off_loop(size, lambda: tools_of(body.tools, None, None), PYTHON, SMALL_BODY)
+        opens = body.add_generation_prompt is not False
+        prompt = await self.front.preparer.chat_prompt(
+            body.messages or (), opens, body.chat_template_kwargs, most, tools.shown, continues
+        )
+        return prompt.ids
 
     async def count_tokens(self, exchange: Exchange) -> None:
         data = await exchange.json_body()

@@ -56,6 +56,6 @@ DEFAULT_ONLY: dict[str, Any] = {
 NULL_ONLY = {name: "is not supported; remove it" for name, default in DEFAULT_ONLY.items() if default is None}
 # Why some of them are not, where that helps.
 WHY = {
-    "use_beam_search": "is not supported: beams would be scored apart from the draws that make answers repeatable; "
-    "ask for n samples, or best_of in /v1/completions",
+    "use_beam_search": "is not supported: beams share no prefix within a KV block, so every token of every beam would "
+    "compute part of a block again; ask for n samples, or best_of in /v1/completions",
 }

@@ -10,7 +10,6 @@ import msgspec
 
 from shoal.core.params import PARAMS
 from shoal.server import answers
-from shoal.server.bodies import DetokenizeRequest, TokenizeRequest
 from shoal.server.dialects.base import SSE, Dialect, Operation
 from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, MessagesError
 from shoal.server.dialects.ollama import OllamaError
@@ -20,7 +19,9 @@ from shoal.server.response_items import ROLES
 from shoal.server.response_record import ResponseAnswer
 from shoal.server.response_routes import DeletedResponse, InputItemList, InputTokensAnswer
 from shoal.server.responses_body import InputTokensRequest
+from shoal.server.server_routes import CacheReset, Load, ServerInfo, TokenizerInfo
 from shoal.server.settings import ServerSettings
+from shoal.server.token_bodies import DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]
 PLACE = "#/components/schemas/{name}"
@@ -44,7 +45,7 @@ ALWAYS = (401, 405, 421, 431, 500)
 OF_BODIES = (400, 404, 408, 413, 415, 503)
 INFO_ANSWERS = (
     answers.ModelList, answers.ModelCard, answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Health,
-    answers.Version,
+    answers.Version, Load, ServerInfo, TokenizerInfo, CacheReset,
 )  # fmt: skip
 
 
@@ -124,6 +125,11 @@ def _tighten(schemas: Json) -> None:
         {"required": ["type"], "properties": {"type": {"enum": ["reasoning"]}}},
         {"required": ["id"], "properties": {"type": {"enum": ["item_reference", None]}, "id": {"type": "string"}}},
     ]  # fmt: skip
+    for name in ("ResponsesRequest", "InputTokensRequest"):
+        schemas[name]["anyOf"] = [
+            {"required": ["input"], "properties": {"input": texts}},
+            {"required": ["previous_response_id"], "properties": {"previous_response_id": text}},
+        ]
     schemas["ContentPart"]["anyOf"] = [
         {"required": ["text"], "properties": {"text": {"type": "string"}}},
         {"required": ["refusal"], "properties": {"type": {"enum": ["refusal"]}, "refusal": {"type": "string"}}},
@@ -213,8 +219,20 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
             error=OllamaError,
         ),
         "/api/version": _get("A version for Ollama's clients", OllamaVersion, error=OllamaError),
+        **_of_the_server(),
+    }
+
+
+def _of_the_server() -> Json:
+    """What operators and their programs ask."""
+    return {
         "/health": _health(),
+        "/ping": {**_health(), "post": {**_health()["get"], "operationId": "ping"}},
         "/version": _get("The server's version", answers.Version),
+        "/load": _get("Requests that run or wait", Load),
+        "/server_info": _get("What is served", ServerInfo),
+        "/tokenizer_info": _get("The tokenizer and its chat template", TokenizerInfo, 400),
+        "/reset_prefix_cache": _reset(),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
         "/openapi.json": _get("This document", None),
     }
@@ -231,8 +249,7 @@ def _stored_responses(settings: ServerSettings) -> Json:
     found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id])
     gone = _get("Delete it", DeletedResponse, 404, 503, parameters=[id])["get"]
     items = _get("The items of its input", InputItemList, 400, 404, 503, parameters=[id, *options])
-    cancel = _get("Refused: a response that can be found has ended", None, 400, 404, 503, parameters=[id])["get"]
-    del cancel["responses"]["200"]
+    cancel = _get("Cancel it, if it is made in the background", ResponseAnswer, 400, 404, 503, parameters=[id])["get"]
     return {
         "/v1/responses/{id}": {**found, "delete": gone},
         "/v1/responses/{id}/input_items": items,
@@ -318,6 +335,11 @@ def _get(
     if open:
         found["security"] = []
     return {"get": found}
+
+
+def _reset() -> Json:
+    path = _get("Forget cached prefixes, for operators", CacheReset, 403, 408, 413, 415)
+    return {"post": path["get"]}
 
 
 def _health() -> Json:

@@ -9,6 +9,7 @@ is stored without logprobs. Knows no HTTP and no events.
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ from shoal.output.outputs import Outputs
 from shoal.output.parser import Parsed, calls_of, content_of, reasoning_of
 from shoal.output.sample import Sample
 from shoal.server.dialects.common import encode, reason_of
-from shoal.server.errors import HttpError
+from shoal.server.errors import BadField, HttpError
 from shoal.server.prepare import PreparedRequest
 from shoal.server.response_items import (
     FunctionCallItem,
@@ -35,7 +36,7 @@ from shoal.server.workers import PYTHON, SHORT, off_loop
 from shoal.text.tokenizer import Tokenizer
 
 NOT_STORED = "it was deleted, is too old, was not stored (`store` or the server's settings), or belongs to another key"
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class InputDetails(Struct):
@@ -111,7 +112,7 @@ def echo_of(body: ResponsesRequest, prepared: PreparedRequest) -> bytes:
     """The fields that repeat the body, as JSON without the brackets around."""
     params, text, reasoning = prepared.jobs[0].params, body.text, body.reasoning
     fields = {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
@@ -154,8 +155,30 @@ class ResponseRecord:
         self.stored = pending is not None
         self.status: Status = "in_progress"
         self._echo = echo_of(body, prepared)
-        self._tokenizer, self._store, self._tenant = tokenizer, store, tenant
+        self._tokenizer, self._store, self.tenant = tokenizer, store, tenant
         self._previous, self._pending = body.previous_response_id, pending
+        self.cancelled = False  # its client said so
+        self._is_begun = False  # it is made in the background, and stored already
+
+    async def begin(self) -> bytes:
+        """Store it before it is made, for the background; returns what its client is told. Raises StoreFailed."""
+        assert self._pending is not None
+        answered = self.written("in_progress")
+        one = StoredResponse(self.id, self._previous, self._pending.data, answered, ended=False)
+        if not await self._store.put(self.tenant, one):
+            raise BadField("input", "input is too large to be stored, which background requires; send less")
+        self._pending, self._is_begun = None, True
+        return answered
+
+    async def fail(self, error: HttpError) -> None:
+        """It was made in the background, and has failed or was cancelled."""
+        self.status = "cancelled" if self.cancelled else "failed"
+        self.answered = self.written(self.status, error=None if self.cancelled else error)
+        await self._finish()
+
+    async def _finish(self) -> None:
+        with suppress(StoreFailed):  # which was logged
+            self.stored = await self._store.finish(self.tenant, self.id, self.answered)
 
     async def end(self, outputs: Outputs) -> None:
         """Compose the response, and store it where it is to be."""
@@ -172,6 +195,8 @@ class ResponseRecord:
             self.answered = await off_loop(
                 len(sample.tokens), lambda: self.written(self.status, items, usage, incomplete=incomplete), PYTHON
             )
+            if self._is_begun:
+                await self._finish()
 
     async def _keep(
         self,
@@ -187,7 +212,7 @@ class ResponseRecord:
         self.answered = await off_loop(size, compose, PYTHON)
         try:
             one = StoredResponse(self.id, self._previous, pending.data, self.answered)
-            self.stored = await self._store.put(self._tenant, one)
+            self.stored = await self._store.put(self.tenant, one)
         except StoreFailed:  # which was logged; an answer is worth more than its record
             self.stored = False
         if not self.stored:

@@ -50,6 +50,15 @@ class InputTokensAnswer(Struct):
     input_tokens: int
 
 
+class HowMade(Struct):
+    """The part of a stored response that says how it was made."""
+
+    background: bool = False
+
+
+MadeInBackground = msgspec.json.Decoder(HowMade)
+
+
 class ResponseRoutes:
     """Their handlers."""
 
@@ -59,9 +68,7 @@ class ResponseRoutes:
     async def retrieve(self, exchange: Exchange) -> None:
         found = await self._find(exchange)
         if query_of(exchange).get("stream", "false").lower() == "true":
-            raise BadField(
-                "stream", "stream: only a response made in the background can be streamed again; leave it out"
-            )
+            raise BadField("stream", "stream: a response is not streamed again; leave it out")
         await exchange.reply(200, found.answered)
 
     async def delete(self, exchange: Exchange) -> None:
@@ -71,13 +78,18 @@ class ResponseRoutes:
         await exchange.reply_json(DeletedResponse(id, "response", True))
 
     async def cancel(self, exchange: Exchange) -> None:
-        await self._find(exchange)
-        raise HttpError(
-            400,
-            "this response has ended: only one made in the background could be cancelled; to cancel a running answer, "
-            "close its connection",
-            code="not_cancellable",
-        )
+        found, tenant = await self._find(exchange), tenant_of(exchange.key)
+        if found.ended and not is_of_background(found):
+            raise HttpError(
+                400,
+                "only a response made in the background can be cancelled; to cancel a running answer, close its "
+                "connection",
+                code="not_cancellable",
+            )
+        if not found.ended:
+            await self.dialect.running.cancel(tenant, found.id)
+            found = await self._find(exchange)
+        await exchange.reply(200, found.answered)
 
     async def input_items(self, exchange: Exchange) -> None:
         query = query_of(exchange)
@@ -122,10 +134,14 @@ class ResponseRoutes:
 
     async def _find(self, exchange: Exchange) -> StoredResponse:
         id = id_of(exchange)
-        found = await self.store.get(tenant_of(exchange.key), id)
+        found = await self.dialect.running.find(tenant_of(exchange.key), id)
         if found is None:
             raise no_response(id)
         return found
+
+
+def is_of_background(found: StoredResponse) -> bool:
+    return MadeInBackground.decode(found.answered).background
 
 
 def id_of(exchange: Exchange) -> str:

@@ -38,13 +38,17 @@ SCHEMA = """
 CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, previous TEXT, created_s REAL NOT NULL, used_s REAL NOT NULL,
-    bytes INTEGER NOT NULL, asked BLOB NOT NULL, answered BLOB NOT NULL
+    bytes INTEGER NOT NULL, asked BLOB NOT NULL, answered BLOB NOT NULL,
+    ended INTEGER NOT NULL, beat_s REAL NOT NULL, cancel INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS by_age ON responses (created_s);
 CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_s);
 CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
     INSERT INTO tenants VALUES (new.tenant, new.bytes)
         ON CONFLICT (tenant) DO UPDATE SET bytes = bytes + excluded.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF bytes ON responses BEGIN
+    UPDATE tenants SET bytes = bytes + new.bytes - old.bytes WHERE tenant = old.tenant;
 END;
 CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
     UPDATE tenants SET bytes = bytes - old.bytes WHERE tenant = old.tenant;
@@ -68,6 +72,8 @@ class StoredResponse:
     previous: str | None  # the response it follows
     asked: bytes
     answered: bytes
+    ended: bool = True  # False: it is being made in the background
+    silent_s: float = 0.0  # … and for how long its front has not said so
 
 
 class PendingMemory:
@@ -115,6 +121,15 @@ class ResponseStore(Protocol):
 
     async def get(self, tenant: str, id: str) -> StoredResponse | None: ...
 
+    async def finish(self, tenant: str, id: str, answered: bytes) -> bool:
+        """A response that was made in the background has ended. False: it has ended before, or was removed."""
+
+    async def beat(self, ids: Sequence[str]) -> list[str]:
+        """These are still being made; returns those that are to be cancelled."""
+
+    async def ask_to_cancel(self, tenant: str, id: str) -> None:
+        """Have the front that makes a response cancel it."""
+
     async def conversation(self, tenant: str, id: str, most_bytes: int) -> "Conversation":
         """A response and all those it follows, the first one first."""
 
@@ -147,6 +162,15 @@ class NoStore:
 
     async def get(self, tenant: str, id: str) -> StoredResponse | None:
         return None
+
+    async def finish(self, tenant: str, id: str, answered: bytes) -> bool:
+        return False
+
+    async def beat(self, ids: Sequence[str]) -> list[str]:
+        return []
+
+    async def ask_to_cancel(self, tenant: str, id: str) -> None:
+        """There is nothing to cancel."""
 
     async def conversation(self, tenant: str, id: str, most_bytes: int) -> Conversation:
         return Conversation((), missing=id)
@@ -192,6 +216,15 @@ class SqliteStore:
 
     async def get(self, tenant: str, id: str) -> StoredResponse | None:
         return await self._do(lambda file: self._get(file, tenant, id))
+
+    async def finish(self, tenant: str, id: str, answered: bytes) -> bool:
+        return await self._do(lambda file: self._finish(file, tenant, id, answered))
+
+    async def beat(self, ids: Sequence[str]) -> list[str]:
+        return await self._do(lambda file: self._beat(file, ids))
+
+    async def ask_to_cancel(self, tenant: str, id: str) -> None:
+        await self._do(lambda file: self._ask_to_cancel(file, tenant, id))
 
     async def conversation(self, tenant: str, id: str, most_bytes: int) -> Conversation:
         return await self._do(lambda file: self._conversation(file, tenant, id, most_bytes))
@@ -250,8 +283,8 @@ class SqliteStore:
         now_s = self._clock()
         with Transaction(file):
             file.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (one.id, tenant, one.previous, now_s, now_s, size, one.asked, one.answered),
+                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)",
+                (one.id, tenant, one.previous, now_s, now_s, size, one.asked, one.answered, one.ended, now_s),
             )
             self._sweep(file, now_s)
             self._make_room(file)
@@ -274,10 +307,37 @@ class SqliteStore:
 
     def _get(self, file: sqlite3.Connection, tenant: str, id: str) -> StoredResponse | None:
         row = file.execute(
-            "SELECT id, previous, asked, answered FROM responses WHERE id = ? AND tenant = ? AND created_s >= ?",
+            "SELECT id, previous, asked, answered, ended, beat_s FROM responses "
+            "WHERE id = ? AND tenant = ? AND created_s >= ?",
             (id, tenant, self._clock() - self.most_age_s),
         ).fetchone()
-        return None if row is None else StoredResponse(*row)
+        if row is None:
+            return None
+        id, previous, asked, answered, ended, beat_s = row
+        return StoredResponse(id, previous, asked, answered, bool(ended), 0.0 if ended else self._clock() - beat_s)
+
+    def _finish(self, file: sqlite3.Connection, tenant: str, id: str, answered: bytes) -> bool:
+        with Transaction(file):
+            done = file.execute(
+                "UPDATE responses SET bytes = bytes - length(answered) + ?, answered = ?, ended = 1 "
+                "WHERE id = ? AND tenant = ? AND ended = 0",
+                (len(answered), answered, id, tenant),
+            )
+            self._make_room(file)
+            return done.rowcount > 0
+
+    def _beat(self, file: sqlite3.Connection, ids: Sequence[str]) -> list[str]:
+        now_s, wanted = self._clock(), list[str]()
+        with Transaction(file):
+            for id in ids:
+                file.execute("UPDATE responses SET beat_s = ? WHERE id = ?", (now_s, id))
+                wanted += [row[0] for row in file.execute("SELECT id FROM responses WHERE id = ? AND cancel", (id,))]
+        return wanted
+
+    @staticmethod
+    def _ask_to_cancel(file: sqlite3.Connection, tenant: str, id: str) -> None:
+        with Transaction(file):
+            file.execute("UPDATE responses SET cancel = 1 WHERE id = ? AND tenant = ? AND ended = 0", (id, tenant))
 
     def _conversation(self, file: sqlite3.Connection, tenant: str, id: str, most_bytes: int) -> Conversation:
         turns: list[StoredResponse] = []

@@ -36,7 +36,6 @@ from shoal.server.tool_choice import (
 LOGPROBS = "message.output_text.logprobs"
 MOST_METADATA = 16
 REFUSED = {
-    "background": "is not supported: an answer ends with its connection; leave it out, and stream the answer instead",
     "conversation": "is not supported; use previous_response_id",
     "prompt": "is not supported: there are no stored prompts; send input and instructions",
     "context_management": "is not supported; use truncation",
@@ -147,8 +146,8 @@ class ResponsesRequest(InputTokensRequest, forbid_unknown_fields=True, kw_only=T
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MOST_SALT)] | None = None
     tier: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    background: bool | None = None  # true: answered at once, and made in the background
     # refused by name
-    background: bool | None = None  # true
     prompt: None = None
     context_management: None = None
     moderation: None = None
@@ -163,8 +162,10 @@ class ResponsesRequest(InputTokensRequest, forbid_unknown_fields=True, kw_only=T
 
 def check_body(body: ResponsesRequest) -> None:
     """Rules across its fields."""
-    if body.background:
-        raise BadField("background", f"background {REFUSED['background']}")
+    if body.background and body.stream:
+        raise BadField("stream", "stream cannot be used with background: retrieve the response when it has ended")
+    if body.background and body.store is False:
+        raise BadField("background", "background requires store; leave out 'store': false")
     if body.input is None and body.previous_response_id is None:
         raise BadField("input", "input is missing")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:

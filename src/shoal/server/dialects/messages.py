@@ -16,7 +16,19 @@ from shoal.core.request import Logprobs
 from shoal.keys.api_key import ApiKey
 from shoal.output.parser import Parsed, ToolCall, calls_of, content_of, reasoning_of
 from shoal.output.sample import Sample
-from shoal.server.bodies import MOST_MESSAGES, SMALL_BODY, ChatMessage, Ignored, TextPart, limits, read
+from shoal.server.bodies import (
+    MOST_MESSAGES,
+    SMALL_BODY,
+    ChatMessage,
+    Ignored,
+    JsonSchemaFormat,
+    Nothing,
+    ResponseFormat,
+    TextPart,
+    ignored_fields,
+    limits,
+    read,
+)
 from shoal.server.chat_body import ChatRequest, prepare_chat
 from shoal.server.dialects.base import Operation
 from shoal.server.dialects.common import encode, reason_of
@@ -76,6 +88,20 @@ class Thinking(Struct):
     budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
+class OutputFormat(Struct):
+    """The form of the answer: JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct):
+    """The form of the answer, and how much the model reasons."""
+
+    format: OutputFormat | None = None
+    effort: Annotated[str, Meta(max_length=16)] | None = None  # for the chat template
+
+
 class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/messages/count_tokens"""
 
@@ -85,10 +111,16 @@ class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     tools: Annotated[list[MessagesTool], Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
     # without effect
     cache_control: Ignored = UNSET
     context_management: Ignored = UNSET
-    output_config: Ignored = UNSET
+    diagnostics: Ignored = UNSET
+    inference_geo: Ignored = UNSET
+    speed: Ignored = UNSET
+    user_profile_id: Ignored = UNSET
+    workspace_id: Ignored = UNSET
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True):
@@ -100,6 +132,9 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     temperature: Annotated[float, limits("temperature")] | None = None
     top_p: Annotated[float, limits("top_p")] | None = None
     top_k: Annotated[int, limits("top_k")] | None = None
+    thread: dict[str, Any] | None = None  # refused as Anthropic's servers do: clients then send the whole history
+    container: Nothing = None
+    mcp_servers: Annotated[list[Any], Meta(max_length=0)] | None = None
     metadata: Ignored = UNSET
     service_tier: Ignored = UNSET
 
@@ -110,7 +145,7 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
     for number, turn in enumerate(body.messages):
         messages += messages_of(turn, f"messages[{number}]")
     thinks = body.thinking is not None and body.thinking.type != "disabled"
-    choice = body.tool_choice
+    choice, output = body.tool_choice, body.output_config or OutputConfig()
     request = ChatRequest(
         messages=messages,
         model=body.model,
@@ -120,6 +155,8 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
         tools=[ToolBody("function", function_of(tool)) for tool in body.tools or ()] or None,
         tool_choice=choice_of(choice),
         parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+        reasoning_effort=output.effort,
+        response_format=format_of(output.format or body.output_format),
     )
     if isinstance(body, MessagesRequest):
         request.max_tokens, request.stream = body.max_tokens, body.stream
@@ -128,6 +165,10 @@ def chat_of(body: CountTokensRequest) -> ChatRequest:
         request.top_k = body.top_k  # type: ignore[attr-defined]
         request.metadata, request.service_tier = body.metadata, body.service_tier
     return request
+
+
+def format_of(format: OutputFormat | None) -> ResponseFormat | None:
+    return None if format is None else ResponseFormat("json_schema", JsonSchemaFormat(format.schema))
 
 
 def messages_of(turn: Turn, where: str) -> list[ChatMessage]:
@@ -252,6 +293,7 @@ class MessagesErrorDetail(Struct):
     type: str
     message: str
     param: str | None = None
+    details: dict[str, Any] | UnsetType = UNSET  # for programs
 
 
 class MessagesError(Struct):
@@ -267,6 +309,7 @@ class CountTokensAnswer(Struct):
     input_tokens: int
 
 
+NO_THREADS = "thread_unsupported_request"  # at which Anthropic's client goes on without a thread
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -334,10 +377,14 @@ class Messages:
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
         request = await read(MessagesRequest, body)
+        if request.thread is not None:
+            raise BadField("thread", "thread is not supported: no conversation is kept here; send all messages")
         if request.max_tokens < PARAMS["max_tokens"].low:
             raise BadField("max_tokens", f"max_tokens must be at least 1, not {request.max_tokens}")
         chat = await off_loop(len(body), lambda: chat_of(request), PYTHON, SMALL_BODY)
-        return await prepare_chat(self.preparer, chat, len(body), id, key)
+        prepared = await prepare_chat(self.preparer, chat, len(body), id, key)
+        prepared.warnings.extend(name for name in ignored_fields(request) if name not in prepared.warnings)
+        return prepared
 
     def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
         sample = call.outputs.samples[0][0]
@@ -353,7 +400,8 @@ class Messages:
     def error(error: HttpError) -> bytes:
         detail = error.detail
         kind = ERROR_TYPES.get(error.status, "invalid_request_error")
-        return encode(MessagesError("error", MessagesErrorDetail(kind, detail.message, detail.param)))
+        known = {"error_code": NO_THREADS, "unsupported": ["thread"]} if detail.param == "thread" else UNSET
+        return encode(MessagesError("error", MessagesErrorDetail(kind, detail.message, detail.param, known)))
 
 
 def event(kind: str, body: bytes) -> bytes:

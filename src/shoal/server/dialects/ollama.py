@@ -16,7 +16,16 @@ from shoal.core.request import Logprobs
 from shoal.keys.api_key import ApiKey
 from shoal.output.parser import Parsed, ToolCall, calls_of, content_of, reasoning_of
 from shoal.output.sample import Sample
-from shoal.server.bodies import MOST_MESSAGES, SMALL_BODY, ChatMessage, Ignored, JsonSchemaFormat, ResponseFormat, read
+from shoal.server.bodies import (
+    MOST_MESSAGES,
+    SMALL_BODY,
+    ChatMessage,
+    Ignored,
+    JsonSchemaFormat,
+    ResponseFormat,
+    ignored_fields,
+    read,
+)
 from shoal.server.chat_body import ChatRequest, prepare_chat
 from shoal.server.dialects.base import Operation
 from shoal.server.dialects.common import encode, reason_of
@@ -286,7 +295,9 @@ class OllamaChat(OllamaDialect):
             return as_chat_request(request, [message_of(message) for message in request.messages], served)
 
         chat = await off_loop(len(body), as_chat, PYTHON, SMALL_BODY)
-        return await prepare_chat(self.preparer, chat, len(body), id, key)
+        prepared = await prepare_chat(self.preparer, chat, len(body), id, key)
+        prepared.warnings.extend(ignored_fields(request))
+        return prepared
 
 
 class OllamaGenerate(OllamaDialect):
@@ -311,13 +322,17 @@ class OllamaGenerate(OllamaDialect):
         messages.append(ChatMessage(role="user", content=request.prompt))
         chat = as_chat_request(request, messages, preparer.settings.models)
         if not request.raw:
-            return await prepare_chat(preparer, chat, len(body), id, key)
+            prepared = await prepare_chat(preparer, chat, len(body), id, key)
+            prepared.warnings.extend(ignored_fields(request))
+            return prepared
         if request.system:
             raise BadField("system", "system cannot be used with raw: there is no template to put it into; remove it")
         model = preparer.check_model(chat.model)
         params = preparer.params(chat, n=1, max_tokens=chat.max_tokens)
         prompts = await preparer.encode([request.prompt])
-        return await preparer.request(chat, id, key, prompts, params, model=model, keep=1, top=None)
+        prepared = await preparer.request(chat, id, key, prompts, params, model=model, keep=1, top=None)
+        prepared.warnings.extend(ignored_fields(request))
+        return prepared
 
 
 class OllamaStream:

@@ -7,7 +7,7 @@ Call; no HTTP.
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -28,6 +28,7 @@ from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.jobs import Call
 from shoal.server.logprobs import TokenNames, token_pieces
 from shoal.server.prepare import PreparedRequest, Preparer
+from shoal.server.response_background import BackgroundResponses
 from shoal.server.response_items import InputItem, ResponseEvent, Source, messages_of, stored_items
 from shoal.server.response_record import NOT_STORED, ResponseAnswer, ResponseRecord
 from shoal.server.response_store import ResponseStore, StoredResponse
@@ -53,9 +54,30 @@ class PreparedResponse(PreparedRequest):
     """A request whose answer may be stored."""
 
     record: ResponseRecord
+    background: bool
+
+    running: BackgroundResponses
+
+    @property
+    def in_background(self) -> bool:
+        return self.background
+
+    async def at_begin(self, cancel: Callable[[], None]) -> bytes:
+        begun = await self.record.begin()
+        self.running.add(self.record, cancel)
+        return begun
 
     async def at_end(self, outputs: Outputs) -> None:
-        await self.record.end(outputs)
+        try:
+            await self.record.end(outputs)
+        finally:
+            self.running.discard(self.record.id)
+
+    async def at_failure(self, error: HttpError) -> None:
+        try:
+            await self.record.fail(error)
+        finally:
+            self.running.discard(self.record.id)
 
 
 class Responses:
@@ -77,6 +99,7 @@ class Responses:
         self.preparer = preparer
         self.names = names
         self.store = store
+        self.running = BackgroundResponses(store)
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedResponse:
         request = await read(ResponsesRequest, body)
@@ -93,7 +116,10 @@ class Responses:
         own = {one.name: getattr(prepared, one.name) for one in fields(prepared)}
         if request.store and not record.stored:
             own["warnings"] = [*prepared.warnings, "store"]
-        return PreparedResponse(**own, record=record)
+        background = bool(request.background)
+        if background and not record.stored:
+            raise BadField("background", "background requires that the response is stored, which it is not here")
+        return PreparedResponse(**own, record=record, background=background, running=self.running)
 
     def _record(self, request: ResponsesRequest, prepared: PreparedRequest, uid: str, tenant: str) -> ResponseRecord:
         pending = None
@@ -143,6 +169,8 @@ class Responses:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
+        if found.turns and not found.turns[-1].ended:
+            raise BadField("previous_response_id", "the response before has not ended; wait for it, or cancel it")
         if found.cut and request.truncation != "auto":
             raise BadField(
                 "previous_response_id",
