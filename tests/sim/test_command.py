@@ -117,6 +117,7 @@ def test_no_torch_is_loaded() -> None:
         ([*PROFILE, "--prompt-scale", "0"], "above 0"),
         ([*PROFILE, "--presets", "none"], "none"),
         ([*PROFILE, "--speculate", "ngram"], "not simulated"),
+        ([*PROFILE, "--presets", "splitwise"], "disaggregated prefill is not simulated"),
         ([*PROFILE, "--arrivals", "replay"], "no arrival times"),
         ([*PROFILE, "--requests", "30000", "--rates", "0"], "at once"),
     ],

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.workload.traces import Fitted, TraceRequest
 
 DETAILED = 20_000  # requests of a run with plots; longer ones have figures alone, in bounded memory
+SIMULATED = tuple(name for name in PRESETS if PRESETS[name].settings.get("prefill") != "disaggregated")
 DRAWN = 20_000  # lengths drawn from a table; after that many they repeat
 
 
@@ -47,7 +48,7 @@ def add_simulate(commands: Any) -> None:
     add_trace(parser, scale=1.0, count=1000)
     group = parser.add_argument_group("what is simulated")
     group.add_argument(
-        "--presets", default="shoal", metavar="NAMES", help=f"all, or some of: {', '.join(PRESETS)} (default: shoal)"
+        "--presets", default="shoal", metavar="NAMES", help=f"all, or some of: {', '.join(SIMULATED)} (default: shoal)"
     )
     group.add_argument("--rates", default="4", metavar="R,R,…", help="requests per second; 0: all at once (default: 4)")
     group.add_argument("--users", type=int, default=0, help="closed loop: this many users, instead of rates")
@@ -145,7 +146,7 @@ def plan_of(args: argparse.Namespace, profile: "Profile") -> "tuple[ComparePlan,
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise BadConfig(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     args.seed = getattr(args, "seed", None)
-    names = tuple(PRESETS) if args.presets == "all" else tuple(args.presets.split(","))
+    names = SIMULATED if args.presets == "all" else tuple(args.presets.split(","))
     for name in names:
         EngineConfig.from_mapping(preset_of(name).settings)  # fails now if it is invalid
     context = getattr(args, "max_model_len", None) or profile.model.max_model_len
