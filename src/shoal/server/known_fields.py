@@ -24,9 +24,7 @@ IGNORED = (
 )  # fmt: skip
 # Those that have no meaning here but their default, which clients send, too.
 DEFAULT_ONLY: dict[str, Any] = {
-    "use_beam_search": False,
     "early_stopping": False,
-    "length_penalty": 1.0,
     "spaces_between_special_tokens": True,
     "return_hidden_states": False,
     "return_routed_experts": False,
@@ -54,8 +52,3 @@ DEFAULT_ONLY: dict[str, Any] = {
     ),
 }
 NULL_ONLY = {name: "is not supported; remove it" for name, default in DEFAULT_ONLY.items() if default is None}
-# Why some of them are not, where that helps.
-WHY = {
-    "use_beam_search": "is not supported: beams share no prefix within a KV block, so every token of every beam would "
-    "compute part of a block again; ask for n samples, or best_of in /v1/completions",
-}
