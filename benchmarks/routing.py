@@ -3,19 +3,31 @@
     python -m benchmarks.routing [--requests 480] [--rate 12] [--seed 0]
 
 Eight prefixes of 2,000 tokens, shared by all requests, over four engines; the KV cache of each holds three of the
-prefixes beside its running requests. The scheduler, the KV cache, the reports and the router are the real ones; a pass
-takes what a linear model says. "one big cache" is one engine with the speed, the slots and the memory of all four. The
-second table has one hot prefix for most requests: there, no engine may get much more work than the others.
+prefixes beside its running requests. The scheduler, the KV cache, the reports and the router are the real ones, on the
+simulator's virtual clock; a pass takes what a linear model says. "one big cache" is one engine with the speed, the
+slots and the memory of all four. The second table has one hot prefix for most requests: there, no engine may get much
+more work than the others.
 """
 
 import argparse
 import random
+from collections import Counter
+from dataclasses import dataclass
 
-from shoal.core.request import Request
+import numpy as np
+
+from shoal.bench.record import RequestRecord
+from shoal.bench.recorder import RunRecorder
+from shoal.config.engine import EngineConfig
+from shoal.core.events import PassEvents
+from shoal.engine.loop import EngineLoop
+from shoal.sched.admission import Limits
+from shoal.sched.make import make_scheduler
 from shoal.sched.scheduler import Scheduler
-from tests.fakes import VOCAB, make_scheduler
-from tests.fleet import Figures, Fleet
-from tests.sim import Costs, scripted
+from shoal.sim.cost import CostModel, DeviceTimes
+from shoal.sim.request import RequestMaker
+from shoal.sim.virtual import OpenArrivals, VirtualServer, virtual_loop
+from shoal.workload.traces import TraceRequest
 
 ENGINES, PREFIXES, PREFIX_TOKENS, BLOCK, SLOTS = 4, 8, 2000, 16, 16
 SUFFIX, OUTPUT = (16, 96), (16, 96)  # tokens, at random between
@@ -23,48 +35,71 @@ CACHED = 3  # prefixes that fit into one engine's KV cache beside its running re
 POLICIES = ("round-robin", "least-load", "prefix")
 
 
-def scheduler(engines: int = 1) -> Scheduler:
-    """One that has the slots and the memory of so many engines."""
+@dataclass(frozen=True)
+class Figures:
+    """What came of one run."""
+
+    requests: list[RequestRecord]
+    seconds: float
+    work: tuple[int, ...]  # positions computed, by engine
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens; the first output token of each request comes with its prompt."""
+        return sum(self.work) - sum(len(one.token_s) - 1 for one in self.requests)
+
+    def ttft_s(self, percent: float) -> float:
+        return float(np.percentile([one.ttft_s for one in self.requests], percent))
+
+
+def engine(engines: int = 1) -> EngineLoop:
+    """One that has the slots, the memory and the speed of so many."""
     own = SLOTS * -(-(SUFFIX[1] + OUTPUT[1] + BLOCK) // BLOCK)  # blocks that running requests do not share
-    return make_scheduler(
-        blocks=engines * (CACHED * PREFIX_TOKENS // BLOCK + own),
-        block_size=BLOCK,
-        max_model_len=PREFIX_TOKENS + SUFFIX[1] + OUTPUT[1] + 1,
-        max_num_seqs=engines * SLOTS,
-        max_num_batched_tokens=engines * 512,
-    )
+    slots, tokens = engines * SLOTS, engines * 512
+    config = EngineConfig(block_size=BLOCK, max_num_seqs=slots, max_num_batched_tokens=tokens)
+    limits = Limits(PREFIX_TOKENS + SUFFIX[1] + OUTPUT[1] + 1, slots, tokens, vocab_size=1000)
+    blocks = engines * (CACHED * PREFIX_TOKENS // BLOCK + own)
+    points = ((1, 0.0105), (1001, 0.0105 + 0.5 / engines))
+    return virtual_loop(make_scheduler(config, limits, blocks), CostModel(DeviceTimes(points, points)), depth=1)
 
 
-def requests(count: int, rate: float, seed: int, hot: float = 0.0) -> list[tuple[float, Request]]:
+def requests(count: int, rate: float, seed: int, hot: float = 0.0) -> list[TraceRequest]:
     """Poisson arrivals; a share `hot` of them has the first prefix, the others any."""
     chance = random.Random(seed)
-    prefixes = [[chance.randrange(2, VOCAB) for _ in range(PREFIX_TOKENS)] for _ in range(PREFIXES)]
     at_s, found = 0.0, []
-    for number in range(count):
+    for _ in range(count):
         at_s += chance.expovariate(rate)
-        prefix = prefixes[0 if chance.random() < hot else chance.randrange(PREFIXES)]
-        suffix = [chance.randrange(2, VOCAB) for _ in range(chance.randint(*SUFFIX))]
-        found.append((at_s, scripted(f"r{number}", prefix + suffix, chance.randint(*OUTPUT), OUTPUT[1])))
+        prefix = 0 if chance.random() < hot else chance.randrange(PREFIXES)
+        prompt = PREFIX_TOKENS + chance.randint(*SUFFIX)
+        found.append(TraceRequest(at_s, prompt, chance.randint(*OUTPUT), (prefix,), PREFIX_TOKENS))
     return found
 
 
-def measured(policy: str, count: int, rate: float, seed: int, hot: float = 0.0) -> Figures:
-    return Fleet(ENGINES, policy, scheduler).run(requests(count, rate, seed, hot)).figures()
+class ByEngine(RunRecorder):
+    """Counts the positions that each engine computed, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: Counter[Scheduler] = Counter()
+
+    def passed(self, events: PassEvents, scheduler: Scheduler) -> None:
+        super().passed(events, scheduler)
+        self.work[scheduler] += events.computed_tokens
 
 
-def one_big_cache(count: int, rate: float, seed: int, hot: float = 0.0) -> Figures:
-    """All engines as one, with the speed of all."""
-    usual = Costs()
-    costs = Costs(constant_s=usual.constant_s, token_s=usual.token_s / ENGINES)
-    return Fleet(1, "round-robin", lambda: scheduler(ENGINES), costs).run(requests(count, rate, seed, hot)).figures()
+def measured(policy: str, loops: list[EngineLoop], trace: list[TraceRequest]) -> Figures:
+    recorder = ByEngine()
+    server = VirtualServer(loops, recorder, RequestMaker(OUTPUT[1], BLOCK), routing=policy)
+    seconds = server.run(OpenArrivals(trace))
+    return Figures(recorder.requests, seconds, tuple(recorder.work[loop.scheduler] for loop in loops))
 
 
 def line(name: str, one: Figures, big: Figures) -> str:
-    rate = sum(one.requests) / one.seconds
+    rate = len(one.requests) / one.seconds
     shares = " ".join(f"{work * len(one.work) / sum(one.work):.2f}" for work in one.work)
     return (
-        f"{name:<14} {one.computed:>9,} {one.computed / big.computed:>6.2f} {one.ttft_p50_s:>9.3f} "
-        f"{one.ttft_p99_s:>9.3f} {rate:>8.2f}   {shares}"
+        f"{name:<14} {one.computed:>9,} {one.computed / big.computed:>6.2f} {one.ttft_s(50):>9.3f} "
+        f"{one.ttft_s(99):>9.3f} {rate:>8.2f}   {shares}"
     )
 
 
@@ -80,12 +115,13 @@ def main() -> None:
         (f"{PREFIXES} prefixes, {args.rate:g} requests/s", args.rate, 0.0),
         (f"one hot prefix ({args.hot:.0%}), {args.hot_rate:g} requests/s", args.hot_rate, args.hot),
     ):
-        big = one_big_cache(args.requests, rate, args.seed, hot)
+        trace = requests(args.requests, rate, args.seed, hot)
+        big = measured("round-robin", [engine(ENGINES)], trace)
         print(f"{title}, {args.requests} requests")
         print(f"{'':<14} {'prompt tokens':>16} {'TTFT p50':>9} {'TTFT p99':>9} {'req/s':>8}   work by engine, mean 1")
         print(line("one big cache", big, big))
         for policy in POLICIES:
-            print(line(policy, measured(policy, args.requests, rate, args.seed, hot), big))
+            print(line(policy, measured(policy, [engine() for _ in range(ENGINES)], trace), big))
         print()
 
 

@@ -25,6 +25,7 @@ ARROWS: dict[str, set[str]] = {
     "spec": {"config", "core"},
     "routing": {"kv", "core"},
     "engine": {"sched", "routing", "kv", "core"},
+    "sim": {"engine", "routing", "sched", "workload", "config", "core"},
     "files": {"core"},
     "text": {"files", "core"},
     "output": {"text", "core"},
@@ -65,6 +66,7 @@ ARROWS: dict[str, set[str]] = {
         "obs",
         "runner",
         "sched",
+        "sim",
         "spec",
         "llm",
         "bench",
@@ -103,7 +105,7 @@ LIBRARIES: dict[str, set[str]] = {
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "spec", "routing", "core", "config", "models", "kernels", "cluster"}
+WITHOUT_CLOCK = {"kv", "sched", "sim", "spec", "routing", "core", "config", "models", "kernels", "cluster"}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
@@ -168,6 +170,7 @@ def test_a_wrong_arrow_is_noticed(tmp_path: Path) -> None:
         "shoal.sched.make",
         "shoal.spec.make",
         "shoal.engine.loop",
+        "shoal.sim.engines",
         "shoal.config.engine",
         "shoal.processes.front",
         "shoal.cli",

@@ -14,7 +14,7 @@ from shoal.sched.queue import PATIENCE
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.steptime import StepModel
 from tests.fakes import make_request, make_scheduler
-from tests.sim import Costs, Sim, scripted
+from tests.virtual import Costs, Sim, scripted
 
 TIERS: dict[str, dict[str, object]] = {
     "premium": {"ttft": 0.3, "itl": 0.04, "weight": 3},

@@ -17,7 +17,7 @@ from shoal.sched.speculation import Speculation
 from shoal.sched.steptime import StepModel
 from shoal.spec.synthetic import SyntheticDrafter
 from tests.fakes import VOCAB, make_scheduler
-from tests.sim import Costs, Sim, scripted
+from tests.virtual import Costs, Sim, scripted
 
 FREE = Costs(constant_s=0.010, token_s=0.0002)  # a few positions more cost little
 DEAR = Costs(constant_s=0.0005, token_s=0.001)  # a pass takes about as long as it has positions

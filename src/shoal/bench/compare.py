@@ -2,12 +2,12 @@
 
 Groups are swept (static by size, dynamic by window at the size of the slots) at the middle rate, and the best of each
 by median normalised latency is kept, so that the baseline is a fair one. Takes a make_engine, which builds an engine
-with given settings over the model loaded once.
+with given settings over the model loaded once, or a simulated one; and a RunOnce, which sends the requests through it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
@@ -82,7 +82,24 @@ def count_runs(plan: ComparePlan) -> int:
     return tried + len(plan.presets) * (len(plan.rates) - 1)
 
 
-def compare(plan: ComparePlan, make_engine: MakeEngine, progress: bool = True) -> Results:
+class RunOnce(Protocol):
+    """One preset at one rate, on a new engine."""
+
+    def __call__(
+        self,
+        plan: ComparePlan,
+        make_engine: MakeEngine,
+        preset: str,
+        label: str,
+        settings: dict[str, Any],
+        rate: float,
+        bar: "tqdm[Any] | None" = None,
+    ) -> RunRecord: ...
+
+
+def compare(
+    plan: ComparePlan, make_engine: MakeEngine, progress: bool = True, run_once: RunOnce | None = None
+) -> Results:
     """Run everything. Variants are tried at the middle rate; the best of each preset runs at the other rates."""
     results = Results()
     middle = plan.rates[len(plan.rates) // 2]
@@ -90,7 +107,7 @@ def compare(plan: ComparePlan, make_engine: MakeEngine, progress: bool = True) -
     with bar:
         for preset in plan.presets:
             tried = [
-                run_one(plan, make_engine, preset, label, settings, middle, bar)
+                run_one(plan, make_engine, preset, label, settings, middle, bar, run_once)
                 for label, settings in variants(preset, plan)
             ]
             best = min(tried, key=lambda run: _latency(run, plan))
@@ -99,7 +116,9 @@ def compare(plan: ComparePlan, make_engine: MakeEngine, progress: bool = True) -
                 name: best.settings[name] for name in ("group_size", "window_ms") if name in best.settings
             }
             for rate in plan.rates:
-                again = best if rate == middle else run_one(plan, make_engine, preset, best.label, extra, rate, bar)
+                again = best
+                if rate != middle:
+                    again = run_one(plan, make_engine, preset, best.label, extra, rate, bar, run_once)
                 results.kept.append(again)
     return results
 
@@ -118,6 +137,7 @@ def run_one(
     settings: dict[str, Any],
     rate: float,
     bar: "tqdm[Any] | None" = None,
+    run_once: RunOnce | None = None,
 ) -> RunRecord:
     """One preset at one rate, repeated if other programs disturbed it; returns the least disturbed run."""
     name = f"{label} at {rate:g}/s" if rate else label
@@ -128,11 +148,11 @@ def run_one(
         if runs and runs[-1].noise and bar is not None:
             bar.write(f"{name}: {runs[-1].noise.remark()}; running it again")
             bar.total = (bar.total or 0) + len(plan.trace)
-        runs.append(run_once(plan, make_engine, preset, label, settings, rate, bar))
+        runs.append((run_once or run_live)(plan, make_engine, preset, label, settings, rate, bar))
     return min(runs, key=lambda run: run.noise.share if run.noise else 0.0)
 
 
-def run_once(
+def run_live(
     plan: ComparePlan,
     make_engine: MakeEngine,
     preset: str,
@@ -141,7 +161,7 @@ def run_once(
     rate: float,
     bar: "tqdm[Any] | None" = None,
 ) -> RunRecord:
-    """One run on a new engine."""
+    """One run on a new engine, in real time."""
     chosen = {**preset_of(preset).settings, **settings}
     loop = make_engine(chosen)
     watch = NoiseWatch()

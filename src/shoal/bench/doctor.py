@@ -40,7 +40,7 @@ def examine(level: str = "auto", threads: int | None = None) -> dict[str, Any]:
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if usable else "cpu",
+        "device": gpu_name() if usable else "cpu",
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "allowed_cpus": allowed,
@@ -90,6 +90,10 @@ def best_s(work: Callable[[], object], runs: int = 3) -> float:
         work()
         found.append(time.perf_counter() - begun)
     return min(found[1:])
+
+
+def gpu_name() -> str:
+    return str(torch.cuda.get_device_name())
 
 
 def cpu_name() -> str:

@@ -42,6 +42,7 @@ class StreamClient(asyncio.Protocol):
         self.body = body
         self.done = done
         self.id = ""
+        self.sent_s = 0.0
         self.arrived_s: list[float] = []
         self.problem = ""
         self._rest = b""
@@ -49,6 +50,7 @@ class StreamClient(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
+        self.sent_s = time.monotonic()
         transport.write(HEADERS.format(len(self.body)).encode() + self.body)
 
     def data_received(self, data: bytes) -> None:
@@ -90,6 +92,12 @@ class Arrivals:
 
     streams: dict[str, list[float]] = field(default_factory=dict)  # request id → when its tokens arrived
     problems: list[str] = field(default_factory=list)
+    sent_s: dict[str, float] = field(default_factory=dict)  # request id → when it was sent
+
+    def add(self, other: "Arrivals") -> None:
+        self.streams |= other.streams
+        self.problems += other.problems
+        self.sent_s |= other.sent_s
 
 
 async def read_streams(host: str, port: int, streams: int, tokens: int) -> Arrivals:
@@ -102,6 +110,7 @@ async def read_streams(host: str, port: int, streams: int, tokens: int) -> Arriv
     await asyncio.gather(*(loop.create_connection(lambda one=one: one, host, port) for one in clients))  # type: ignore[misc]
     await asyncio.gather(*(one.done for one in clients))
     found = Arrivals({one.id: one.arrived_s for one in clients if one.id})
+    found.sent_s = {one.id: one.sent_s for one in clients if one.id}
     found.problems = [one.problem for one in clients if one.problem]
     return found
 
@@ -117,9 +126,11 @@ def run_streams(host: str, port: int, streams: int, tokens: int) -> Arrivals:
 def figures(sent: dict[str, list[float]], seen: Arrivals, offered: float) -> dict[str, Any]:
     """Rate and added delay over the middle of the run, when all streams are open."""
     delays, arrived, missing = [], [], 0
+    before = []  # between a request and its first token in the engine
     for id, times in seen.streams.items():
         left = sent.get(f"{id.removeprefix('cmpl-')}.0.0", [])  # its first prompt, its first sample
         missing += len(left) - len(times)
+        before += [left[0] - seen.sent_s[id]] if left and id in seen.sent_s else []
         delays += [there - then for then, there in zip(left, times, strict=False)]
         arrived += times
     if not arrived:
@@ -132,6 +143,7 @@ def figures(sent: dict[str, list[float]], seen: Arrivals, offered: float) -> dic
         "offered_tok_s": offered,
         "tok_s": middle / max(last - first, 1e-9),
         "delay_ms": dict(zip(("p50", "p90", "p99", "max"), (round(float(one), 2) for one in spread), strict=True)),
+        "before_ms": round(float(np.median(before)) * 1000, 3) if before else 0.0,
         "streams": len(seen.streams),
         "tokens": len(arrived),
         "missing": missing,

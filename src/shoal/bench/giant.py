@@ -43,7 +43,7 @@ class GiantReplay(Replay):
     warm_passes = 0
 
     def _arrive(self) -> None:
-        warm = min(len(record.token_s) for record in self.records[:-1]) >= self.warm_passes
+        warm = min(len(record.token_s) for record in self.recorder.requests[:-1]) >= self.warm_passes
         self.users = len(self.trace) if warm else len(self.trace) - 1
         super()._arrive()
 
@@ -56,7 +56,7 @@ def _one(
     replay.warm_passes = warm_passes
     watch = NoiseWatch()
     seconds, busy_s = replay.run()
-    records, passes, noise = replay.records, replay.passes, watch.noise()
+    records, passes, noise = replay.recorder.requests, replay.recorder.passes, watch.noise()
     return RunRecord(way, way, 0.0, {"prefill": way}, streams + 1, records, passes, seconds, busy_s, noise)
 
 

@@ -129,8 +129,8 @@ class Lab:
             noise = watch.noise()
         finally:
             loop.close()
-        slots, records = self.sizes.slots, replay.records
-        return RunRecord(label, label, 0.0, settings, slots, records, replay.passes, seconds, busy_s, noise)
+        slots, records, passes = self.sizes.slots, replay.recorder.requests, replay.recorder.passes
+        return RunRecord(label, label, 0.0, settings, slots, records, passes, seconds, busy_s, noise)
 
     def chats(self, count: int, seed: int = 0) -> list[TraceRequest]:
         """Lengths of chats, scaled to this machine."""

@@ -12,7 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from shoal.bench.record import PassRecord, RequestRecord, RunRecord
+from shoal.bench.record import RunRecord
+from shoal.bench.recorder import RunRecorder
 from shoal.core.events import PassEvents
 from shoal.core.params import SamplingParams
 from shoal.core.plan import SCRIPTED_END
@@ -32,16 +33,14 @@ class Replay:
     users: int = 0  # 0: open loop
 
     def __post_init__(self) -> None:
-        self.records = [RequestRecord(one.at_s, one.prompt, one.output) for one in self.trace]
-        self.passes: list[PassRecord] = []
-        self.busy_s = 0.0
+        self.recorder = RunRecorder(self.trace)
         self._coming = deque(range(len(self.trace)))
         self._open = 0
         self._begun_s = 0.0
 
     def run(self, bar: "tqdm[Any] | None" = None) -> tuple[float, float]:
         """(seconds, busy seconds) of the whole run."""
-        self._begun_s = self.loop.clock.now_s()
+        self._begun_s = self.recorder.begun_s = self.loop.clock.now_s()
         while self._coming or not self.loop.idle:
             self._arrive()
             if self.loop.idle:
@@ -51,7 +50,7 @@ class Replay:
             ended = self._note(self.loop.step(until_s))
             if bar is not None:
                 bar.update(ended)
-        return self.loop.clock.now_s() - self._begun_s, self.busy_s
+        return self.loop.clock.now_s() - self._begun_s, self.recorder.busy_s
 
     def _arrive(self) -> None:
         """Submit every request whose arrival time has passed."""
@@ -62,7 +61,7 @@ class Replay:
                 break
             self._coming.popleft()
             at_s = now_s if self.users else self.trace[number].at_s
-            self.records[number].arrived_s = at_s
+            self.recorder.arrived(number, self.trace[number], self._begun_s + at_s)
             self._open += 1
             self.loop.scheduler.submit(self._request(number), self._begun_s + at_s)
         # in a closed loop, a request arrives only after another has ended
@@ -77,43 +76,10 @@ class Replay:
 
     def _note(self, events: PassEvents) -> int:
         """Record one pass; returns how many requests ended in it."""
-        planned_s, now_s = events.planned_s - self._begun_s, events.committed_s - self._begun_s
-        for id in events.scheduled_ids:
-            record = self.records[int(id)]
-            if record.started_s is None:
-                record.started_s = planned_s
-        for id in events.owners:
-            self.records[int(id)].token_s.append(now_s)
-        for end in events.finished:
-            record = self.records[int(end.id)]
-            record.ended_s, record.reason = now_s, end.reason.value
-            record.preemptions, record.cached_tokens = end.preemptions, end.cached_tokens
-            self._open -= 1
-        if events.scheduled_ids:
-            self.busy_s += events.busy_s
-            self.passes.append(self._pass(events, planned_s, now_s))
+        self.recorder.passed(events, self.loop.scheduler)
+        self.recorder.delivered(events, events.committed_s)
+        self._open -= len(events.finished)
         return len(events.finished)
-
-    def _pass(self, events: PassEvents, planned_s: float, now_s: float) -> PassRecord:
-        scheduler = self.loop.scheduler
-        size = scheduler.kv.block_size
-        rows = zip(events.scheduled_ids, events.scheduled_starts, events.scheduled_counts, strict=True)
-        held = events.blocks_held * size
-        return PassRecord(
-            planned_s=planned_s,
-            committed_s=now_s,
-            rows=tuple((int(id), start, count) for id, start, count in rows),
-            useful=events.computed_tokens,
-            padded=events.padded_tokens,
-            recomputed=events.recomputed_tokens,
-            dead_rows=events.dead_rows,
-            budget=max(events.budget_tokens, events.computed_tokens + events.padded_tokens),
-            waiting=events.waiting,
-            running=len(events.scheduled_ids),
-            kv_held=held,
-            kv_used=min(held, sum(request.computed for request in scheduler.running)),
-            kv_total=events.blocks_total * size,
-        )
 
 
 def replay(
@@ -132,4 +98,4 @@ def replay(
     run = Replay(loop, trace, prompts, max_tokens, users)
     seconds, busy_s = run.run(bar)
     slots = loop.scheduler.limits.max_num_seqs
-    return RunRecord(preset, label, rate, {}, slots, run.records, run.passes, seconds, busy_s)
+    return RunRecord(preset, label, rate, {}, slots, run.recorder.requests, run.recorder.passes, seconds, busy_s)

@@ -1,14 +1,16 @@
 """Figures as tables. Knows how results are shown, not how they were measured."""
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.bench.cpu_noise import noise_figures, noise_in, under_banner
-from shoal.bench.floor import Floor, Machine
-from shoal.bench.throughput import Throughput
+
+if TYPE_CHECKING:  # they load torch, which a simulation does not need
+    from shoal.bench.floor import Floor, Machine
+    from shoal.bench.throughput import Throughput
 
 
-def throughput_figures(run: Throughput, least: Floor, machine: Machine, model: str, dtype: str) -> dict[str, Any]:
+def throughput_figures(run: "Throughput", least: "Floor", machine: "Machine", model: str, dtype: str) -> dict[str, Any]:
     """All figures of one throughput run, for machines."""
     return {
         "model": model,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from shoal import __version__
 from shoal.cli.bench import add_bench
+from shoal.cli.calibrate import add_calibrate
 from shoal.cli.chat import add_chat
 from shoal.cli.common import Command
 from shoal.cli.compare import add_compare
@@ -20,6 +21,7 @@ from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
 from shoal.cli.restart import add_restart
 from shoal.cli.serve import add_serve
+from shoal.cli.simulate import add_simulate
 from shoal.cli.top import add_top
 from shoal.errors import ShoalError, one_line
 
@@ -68,6 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat(commands)
     add_bench(commands)
     add_compare(commands)
+    add_simulate(commands)
+    add_calibrate(commands)
     add_key(commands)
     add_top(commands)
     add_restart(commands)

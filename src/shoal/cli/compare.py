@@ -48,19 +48,14 @@ def add_compare(commands: Any) -> None:
         "--max-tokens", type=int, help="max_tokens of requests; default: the longest output of the trace"
     )
     group.add_argument(
-        "--promise-ttft", type=float, default=2.0, metavar="S", help="promised time to the first token (default: 2)"
-    )
-    group.add_argument(
-        "--promise-gap", type=float, default=0.5, metavar="S", help="promised mean gap between tokens (default: 0.5)"
-    )
-    group.add_argument("--price-per-hour", type=float, default=0.10, help="price of this machine, for the cost column")
-    group.add_argument(
         "--repeats", type=int, default=0, help="most repeats of a run that other programs disturbed (default: 0)"
     )
     group.add_argument(
-        "--out", default="shoal-compare", metavar="DIR", help="folder for the report (default: shoal-compare)"
+        "--simulate",
+        metavar="PROFILE",
+        help="run all of it on virtual time, with this profile's costs; no model is loaded (see shoal simulate)",
     )
-    group.add_argument("--json", action="store_true", help="print the figures as JSON too")
+    add_promise(parser, out="shoal-compare")
     add_flags(parser)
 
 
@@ -70,22 +65,48 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
 
 
-def add_trace(parser: argparse.ArgumentParser) -> None:
+def add_promise(parser: argparse.ArgumentParser, out: str) -> None:
+    group = parser.add_argument_group("report")
+    group.add_argument(
+        "--promise-ttft", type=float, default=2.0, metavar="S", help="promised time to the first token (default: 2)"
+    )
+    group.add_argument(
+        "--promise-gap", type=float, default=0.5, metavar="S", help="promised mean gap between tokens (default: 0.5)"
+    )
+    group.add_argument(
+        "--price-per-hour", type=float, default=0.10, help="price of this machine, for the cost column (default: 0.1)"
+    )
+    group.add_argument("--out", default=out, metavar="DIR", help=f"folder for the report (default: {out})")
+    group.add_argument("--json", action="store_true", help="print the figures as JSON too")
+
+
+def add_trace(parser: argparse.ArgumentParser, scale: float | None = None, count: int = 48) -> None:
+    """The flags of a workload; `scale`: default of both scales, else those that suit a small model on a CPU."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--trace",
         default="azure-conv",
         help="a trace file, or azure-conv / azure-code: lengths drawn like those traces'",
     )
-    group.add_argument("--requests", type=int, default=48, help="number of requests (default: 48)")
-    group.add_argument("--prompt-scale", type=float, default=1 / 48, help="factor of prompt lengths (default: 1/48)")
-    group.add_argument("--output-scale", type=float, default=1 / 24, help="factor of output lengths (default: 1/24)")
+    group.add_argument("--requests", type=int, default=count, help=f"number of requests (default: {count})")
+    for what, usual in (("prompt", 48), ("output", 24)):
+        shown = f"{scale:g}" if scale else f"1/{usual}"
+        group.add_argument(
+            f"--{what}-scale",
+            type=float,
+            default=scale or 1 / usual,
+            help=f"factor of {what} lengths (default: {shown})",
+        )
     group.add_argument("--arrivals", default="poisson", help="poisson, replay, or gamma:CV for bursts")
 
 
 def run_compare(args: argparse.Namespace) -> int:
     from shoal.bench.compare import by_batching, compare, in_words, rows_of, speed_up
 
+    if args.simulate:
+        from shoal.cli.simulate import simulate_compare
+
+        return simulate_compare(args)
     folder = Path(args.out)
     make_folder(folder)
     loaded = load_once(args)
@@ -177,6 +198,13 @@ def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[ComparePlan,
     return plan, fitted
 
 
+def kv_tokens_for(plan: "ComparePlan") -> int:
+    """A KV cache for the worst case of 3/4 of the slots, so that memory is short at times."""
+    longest = max(one.prompt for one in plan.trace) + plan.max_tokens
+    worst = sum(sorted((one.prompt + plan.max_tokens for one in plan.trace), reverse=True)[: plan.slots])
+    return max(longest, worst * 3 // 4)
+
+
 def engine_maker(
     args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan"
 ) -> "Callable[[dict[str, Any]], EngineLoop]":
@@ -188,9 +216,7 @@ def engine_maker(
     config = EngineConfig.from_args(args)
     given, kept = asdict(config), kv_dtype(config, loaded.dtype)
     flags = {name: value for name, value in given.items() if name in vars(args)}
-    longest = max(one.prompt for one in plan.trace) + plan.max_tokens
-    worst = sum(sorted((one.prompt + plan.max_tokens for one in plan.trace), reverse=True)[: plan.slots])
-    tokens = args.kv_tokens or max(longest, worst * 3 // 4)
+    tokens = args.kv_tokens or kv_tokens_for(plan)
 
     def make(settings: dict[str, Any]) -> "EngineLoop":
         size = flags.get("block_size", 16)

@@ -60,8 +60,8 @@ def run_frontend(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
-    """One rate, with new processes."""
+def measure(args: argparse.Namespace, rate: float, rounds: int = 1) -> dict[str, Any]:
+    """One rate, with new processes. `rounds`: how often all streams are opened and read, one after the other."""
     from shoal.bench.cpu_noise import NoiseWatch, noise_figures
     from shoal.bench.frontend import figures, run_streams
     from shoal.machine.cpus import allowed_cpus
@@ -85,14 +85,17 @@ def measure(args: argparse.Namespace, rate: float) -> dict[str, Any]:
             pin(processes)
         wait_healthy(address(serve, listener))
         watch = NoiseWatch(cpus=cpus)
+        idle_s = sum(cpu_seconds(process.pid) for process in processes[1:])  # to start
         seen = run_streams(host, port, args.streams, tokens)
+        for _ in range(rounds - 1):
+            seen.add(run_streams(host, port, args.streams, tokens))
         noise = noise_figures(watch.noise())
-        cpu_s = [cpu_seconds(process.pid) for process in processes[1:]]
+        cpu_s = sum(cpu_seconds(process.pid) for process in processes[1:]) - idle_s
         for process in reversed(processes):  # the engine last; it writes its emission times
             process.send_signal(signal.SIGTERM)
             process.wait(30)
         found = figures(json.loads((folder / "sent").read_text()), seen, rate)
-    return {**found, **noise, "front_cpu_us_per_token": round(sum(cpu_s) / max(found.get("tokens", 1), 1) * 1e6, 1)}
+    return {**found, **noise, "front_cpu_us_per_token": round(cpu_s / max(found.get("tokens", 1), 1) * 1e6, 1)}
 
 
 class Running:

@@ -209,6 +209,10 @@ class Request:
     def output_tokens(self) -> list[int]:
         return self.tokens[self.prompt_len :]
 
+    def ids(self, start: int, end: int) -> list[int]:
+        """The token ids of these positions. A simulated request has none, and plans are made without them."""
+        return self.tokens[start:end]
+
     @property
     def newcomer(self) -> bool:
         """Whether it takes one of the places for requests that wait to start."""

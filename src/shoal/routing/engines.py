@@ -6,7 +6,7 @@ yet, which it will have. Knows no other engines.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.core.report import EngineReport, split_names
@@ -47,7 +47,7 @@ class RoutedEngine:
         """Tokens that it has to compute before it is idle, about."""
         return self.queued + self._unreported_tokens
 
-    def hits(self, names: BlockNames) -> int:
+    def hits(self, names: BlockNames | Sequence[bytes]) -> int:
         """How many of the first blocks it holds, or will hold when the prompts that were sent there are computed."""
         count, known, promised = 0, self.names, self.promised
         while count < len(names) and (names[count] in known or names[count] in promised):

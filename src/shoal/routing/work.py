@@ -45,7 +45,7 @@ class Work:
     tokens: int  # prompt and output so far: positions to compute where none is cached
     most_outputs: int | None  # tokens that each sample may still generate; None: up to the context's end
     samples: int
-    names: BlockNames
+    names: BlockNames | Sequence[bytes]  # of the full blocks, less that of the last token
 
     @classmethod
     def of(cls, job: Job, outputs: dict[int, list[int]], block_size: int) -> "Work":

@@ -124,7 +124,8 @@ class Admission:
         if not request.prompt_len:
             raise EmptyPrompt("the prompt has no tokens; give at least one (a BOS token will do)")
         vocab = self.limits.vocab_size
-        for token in (min(request.tokens), max(request.tokens)):
+        own = request.ids(0, len(request.tokens))
+        for token in (min(own), max(own)) if own else ():
             if not 0 <= token < vocab:
                 raise BadParameter(f"token id {token} is not in the vocabulary; ids run from 0 to {vocab - 1}")
         for name, ids in (

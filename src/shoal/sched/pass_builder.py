@@ -100,7 +100,7 @@ def row_start(request: Request) -> RowStart:
     return RowStart(
         request.row,
         request.generation,
-        tuple(request.tokens),
+        tuple(request.ids(0, len(request.tokens))),
         request.prompt_len,
         request.params,
         request.seed,
@@ -136,12 +136,12 @@ def count_on(
         last = end - len(drafts)
         drawing = 1 + len(drafts) if last == known + pending else 0
         draws.append(drawing)
-        if last <= known:
-            tokens += ids[start:last]
-        elif last - start == 1:
-            tokens.append(FROM_DEVICE)
+        if last - start == 1:
+            tokens.append(ids[start] if last <= known else FROM_DEVICE)
+        elif last <= known:
+            tokens += request.ids(start, last)
         else:
-            tokens += ids[start:known] + [FROM_DEVICE] * (last - max(start, known))
+            tokens += request.ids(start, known) + [FROM_DEVICE] * (last - max(start, known))
         if drafts:
             tokens += drafts
         if start < request.furthest:

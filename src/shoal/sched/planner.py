@@ -260,7 +260,7 @@ class Planner:
         events.dead_rows = dead
         events.scheduled_ids = rows.ids
         events.scheduled_starts, events.scheduled_counts = starts, counts
-        events.computed_tokens = len(tokens)
+        events.computed_tokens = sum(counts)
         rejected = None
         if drafted or any(flight.drafted for flight in tables.flights):
             rejected = [request.rejected for request in rows.requests]

@@ -275,16 +275,14 @@ class Preparer:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             length_penalty=length_penalty(body),
             request_id=body.request_id or body.rid or "",
-            warnings=[
-                *body.ignored(),
-                *tier_ignored(body, key),
-                *priority_ignored(body, self.settings.uses_priority),
-                *form.tools.warnings,
-                *form.ignored,
-            ],
+            warnings=[*self._ignored(body, key), *form.tools.warnings, *form.ignored],
             make_parser=form.make_parser,
             tools=form.tools,
         )
+
+    def _ignored(self, body: GenerationBody, key: ApiKey | None) -> list[str]:
+        """Fields of the body without effect."""
+        return body.ignored() + tier_ignored(body, key) + priority_ignored(body, self.settings.uses_priority)
 
     def params(self, body: GenerationBody, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}

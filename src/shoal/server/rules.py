@@ -12,7 +12,7 @@ from shoal.keys.api_key import ApiKey
 from shoal.server.beams import MOST_BEAMS
 from shoal.server.bodies import GenerationBody
 from shoal.server.errors import BadField, HttpError
-from shoal.server.known_fields import DEFAULT_ONLY
+from shoal.server.known_fields import DEFAULT_ONLY, WHY
 
 NESTED = (dict, list)
 MOST_DEPTH = 64  # of free-form values: schemas, tool calls, template variables
@@ -23,8 +23,8 @@ def check_defaults(body: GenerationBody) -> None:
     for name, default in DEFAULT_ONLY.items():
         value = getattr(body, name)
         if value is not None and value != default:
-            only = msgspec.json.encode(default).decode()
-            raise BadField(name, f"{name} is not supported; remove it, or set it to {only}")
+            accepted = msgspec.json.encode(default).decode()
+            raise BadField(name, f"{name} is not supported: {WHY[name]}; remove it, or set it to {accepted}")
 
 
 def continuous_usage(body: GenerationBody) -> bool:

@@ -8,6 +8,7 @@ closed    a fixed number of users, each with one request at a time (times are 0;
 
 import math
 import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shoal.errors import BadConfig
@@ -41,15 +42,36 @@ def poisson(requests: list[TraceRequest], rate: float, seed: int = 0) -> list[Tr
 
 def gamma(requests: list[TraceRequest], rate: float, cv: float, seed: int = 0) -> list[TraceRequest]:
     """Gaps from a Gamma distribution with this coefficient of variation; 1 is Poisson, 5 is very bursty."""
+    return list(spaced(requests, rate, cv, seed))
+
+
+def spaced(requests: Iterable[TraceRequest], rate: float, cv: float, seed: int = 0) -> Iterator[TraceRequest]:
+    """As gamma(), one by one."""
     _positive("rate", rate)
     _positive("coefficient of variation", cv)
     source = random.Random(seed)
     shape = 1 / cv**2
-    at_s, timed = 0.0, []
+    at_s = 0.0
     for request in requests:
-        timed.append(replace(request, at_s=at_s))
+        yield replace(request, at_s=at_s)
         at_s += source.gammavariate(shape, 1 / (shape * rate))
-    return timed
+
+
+def repeated(requests: Sequence[TraceRequest], count: int) -> Iterator[TraceRequest]:
+    """The first `count` requests of a trace that begins again whenever it ends. Shared prefixes differ each time.
+
+    >>> [(one.at_s, one.prefix) for one in repeated([TraceRequest(0, 9, 1, (7,), 4), TraceRequest(6, 9, 1)], 4)]
+    [(0.0, (7,)), (6.0, ()), (12.0, (8,)), (18.0, ())]
+    """
+    span_s = requests[-1].at_s * (1 + 1 / max(len(requests) - 1, 1))  # and one gap more
+    most = max((id for one in requests for id in one.prefix), default=0) - min(
+        (id for one in requests for id in one.prefix), default=0
+    )
+    for number in range(count):
+        turn, index = divmod(number, len(requests))
+        one = requests[index]
+        prefix = tuple(id + turn * (most + 1) for id in one.prefix) if turn else one.prefix
+        yield replace(one, at_s=one.at_s + turn * span_s, prefix=prefix)
 
 
 def at_once(requests: list[TraceRequest]) -> list[TraceRequest]:

@@ -1,0 +1,205 @@
+"""shoal calibrate: measures how long this machine takes for a model, and writes a profile for shoal simulate."""
+
+import argparse
+import shlex
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.common import check_writable, new_command
+from shoal.cli.compare import add_model, load_once
+from shoal.config.engine import EngineConfig, add_flags
+from shoal.errors import BadConfig, EngineError
+
+if TYPE_CHECKING:
+    from shoal.build import Built, Loaded
+    from shoal.engine.loop import EngineLoop
+    from shoal.sim.calibrate import Calibration
+    from shoal.sim.front import FrontTimes
+    from shoal.sim.profile import Profile
+
+SWAPPED_TOKENS = 1024  # KV cache of the stage in which memory is short
+
+
+def add_calibrate(commands: Any) -> None:
+    parser = new_command(
+        commands,
+        "calibrate",
+        "measure how long passes take on this machine, and write a profile for shoal simulate",
+        "shoal calibrate --model SmolLM2 --seconds 180 --out profile.json",
+        run_calibrate,
+    )
+    add_model(parser)
+    group = parser.add_argument_group("calibration")
+    group.add_argument("--out", default="shoal-profile.json", metavar="FILE", help="default: %(default)s")
+    group.add_argument("--name", help="of the profile; default: the file's")
+    group.add_argument("--seconds", type=float, default=180.0, help="time for the engine's passes (default: 180)")
+    group.add_argument("--no-front", action="store_true", help="do not measure the fronts: their times are 0")
+    group.add_argument("--provisional", metavar="WHY", help="mark the profile as not to be relied on, and why")
+    group.add_argument("--json", action="store_true", help="print the profile too")
+    add_flags(parser)
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    from shoal.bench.cpu_noise import NoiseWatch
+    from shoal.sim.fit import fit_costs
+    from shoal.sim.profile import profile_text
+
+    if not 0 < args.seconds < 86_400:
+        raise BadConfig(f"--seconds must be above 0 and at most a day, not {args.seconds:g}")
+    check_writable(args.out)
+    loaded = load_once(args)
+    watch = NoiseWatch()
+    calibration, built = measure_passes(args, loaded)
+    noise = watch.noise()
+    fit = fit_costs(calibration.passes, calibration.copies)
+    front = None if args.no_front else measure_front(args, loaded)
+    profile = make_profile(args, loaded, built, front)
+    profile = replace(
+        profile,
+        error=fit.held_back["p90"],
+        device=fit.costs.device,
+        host=fit.costs.host,
+        copies=fit.costs.copies,
+        held_back=fit.held_back,
+    )
+    if noise is not None and noise.disturbs and not args.provisional:
+        profile = replace(profile, quality="provisional", note=noise.remark())
+    Path(args.out).write_text(profile_text(profile))
+    if args.json:
+        print(profile_text(profile), end="")
+    else:
+        print(in_words(profile, len(calibration.passes)))
+    return 0
+
+
+def measure_passes(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Calibration, Built]":
+    """All stages on engines over the one loaded model; also an engine as the user configured it, closed."""
+    from tqdm import tqdm
+
+    from shoal.build import assemble
+    from shoal.build_types import kv_dtype
+    from shoal.runner.kvstore import bytes_per_block
+    from shoal.sim.calibrate import Calibration, stages, swap_stage
+
+    config = EngineConfig.from_args(args)
+    usual = assemble(loaded, config)
+    usual.loop.close()
+    flags = {name: value for name, value in asdict(config).items() if name in vars(args) and value is not None}
+    short = -(-SWAPPED_TOKENS // config.block_size) * bytes_per_block(
+        loaded.spec, config.block_size, kv_dtype(config, loaded.dtype)
+    )
+
+    def make(settings: dict[str, Any]) -> "EngineLoop":
+        memory = {"kv_memory": short} if settings.get("when_short") == "swap" else {}
+        return assemble(loaded, EngineConfig.from_mapping({**flags, **settings, **memory, "model": None})).loop
+
+    limits = usual.limits
+    calibration = Calibration(make, loaded.spec.vocab_size)
+    planned = [*stages(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)]
+    planned.append(swap_stage(min(limits.max_num_seqs, 16), SWAPPED_TOKENS))
+    with tqdm(planned, unit="stage", disable=not sys.stderr.isatty()) as bar:
+        for stage in bar:
+            bar.set_description(stage.name)
+            calibration.run(stage, args.seconds / len(planned))
+    return calibration, usual
+
+
+def measure_front(args: argparse.Namespace, loaded: "Loaded") -> "FrontTimes":
+    """A real front with a paced engine: one stream, then many. And the model's tokenizer."""
+    from shoal.cli.frontend import measure
+    from shoal.sim.front import FrontTimes
+
+    many = 32
+    few = argparse.Namespace(streams=1, seconds=1.0, api_workers=1, pin=False)
+    crowd = argparse.Namespace(streams=many, seconds=6.0, api_workers=1, pin=False)
+    one, all_of_them = measure(few, 50.0, rounds=10), measure(crowd, 50.0 * many)
+    for found in (one, all_of_them):
+        if not found["tok_s"]:
+            raise EngineError(f"no token came through the front: {found['problems']}; try --no-front")
+    cpu_one, cpu_many = (found["front_cpu_us_per_token"] * 1e-6 for found in (one, all_of_them))
+    token_s = min(max((many * cpu_many - cpu_one) / (many - 1), 0.0), cpu_many)
+    pass_s = max(cpu_one - token_s, 0.0)
+    hop_s = max(one["delay_ms"]["p50"] / 1000 - pass_s - token_s, 0.0)
+    return FrontTimes(one["before_ms"] / 1000, tokenizing_s(loaded), hop_s, pass_s, token_s)
+
+
+def tokenizing_s(loaded: "Loaded") -> float:
+    """Seconds per prompt token."""
+    if loaded.tokenizer is None:
+        return 0.0
+    text = "The batch is rebuilt at every forward pass, so that no request waits for its neighbours. " * 200
+    loaded.tokenizer.encode(text)
+    begun_s = time.perf_counter()
+    tokens = len(loaded.tokenizer.encode(text))
+    return (time.perf_counter() - begun_s) / max(tokens, 1)
+
+
+def make_profile(args: argparse.Namespace, loaded: "Loaded", built: "Built", front: "FrontTimes | None") -> "Profile":
+    """Everything but the costs of passes."""
+    from shoal.bench.doctor import cpu_name, gpu_name
+    from shoal.bench.floor import measure
+    from shoal.build import whole_memory
+    from shoal.build_types import kv_dtype
+    from shoal.runner.kvstore import bytes_per_block
+    from shoal.sim.cost import DeviceTimes
+    from shoal.sim.front import FrontTimes
+    from shoal.sim.profile import Card, ModelShape, Profile
+
+    spec, size = loaded.spec, built.config.block_size
+    machine = measure(loaded.dtype, loaded.device, spec.parameters * loaded.dtype.itemsize)
+    kv_bytes = bytes_per_block(spec, size, kv_dtype(built.config, loaded.dtype)) // size
+    shape = ModelShape(
+        loaded.files.name,
+        spec.parameters,
+        spec.layers,
+        spec.heads,
+        spec.kv_heads,
+        spec.head_dim,
+        spec.vocab_size,
+        spec.max_position,
+        spec.parameters * loaded.dtype.itemsize,
+        kv_bytes,
+    )
+    name = cpu_name() if loaded.device == "cpu" else gpu_name()
+    card = Card(
+        name,
+        loaded.device,
+        whole_memory(loaded.device),
+        round(machine.bandwidth_gb_s, 1),
+        round(machine.matrix_gflop_s / 1000, 3),
+    )
+    points = ((1, 1.0),)
+    return Profile(
+        name=args.name or Path(args.out).stem,
+        quality="provisional" if args.provisional else "measured",
+        error=0.0,
+        model=shape,
+        card=card,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        depth=built.loop.depth,
+        kv_tokens=built.kv_blocks * size,
+        device=DeviceTimes(points, points),
+        front=front or FrontTimes(),
+        note=args.provisional or "",
+        command="shoal " + shlex.join(sys.argv[1:]),
+    )
+
+
+def in_words(profile: "Profile", passes: int) -> str:
+    held, device, front = profile.held_back, profile.device, profile.front
+    return "\n".join(
+        [
+            profile.in_words(),
+            f"passes      {passes:,}, of which {held['passes']:,.0f} were held back",
+            f"error       p50 {held['p50']:.1%}, p90 {held['p90']:.1%}, p99 {held['p99']:.1%}; sum {held['total']:.1%}",
+            f"decodes     {1000 * device.decode[0][1]:.2f} ms for {device.decode[0][0]} to "
+            f"{1000 * device.decode[-1][1]:.2f} ms for {device.decode[-1][0]}",
+            f"prompts     {1000 * device.mixed[-1][1]:.2f} ms for {device.mixed[-1][0]} positions",
+            f"host        {1e6 * profile.host.pass_s:.0f} µs a pass and {1e6 * profile.host.row_s:.1f} µs a row",
+            f"front       {1000 * front.request_s:.2f} ms a request, {1e6 * front.token_s:.0f} µs a token",
+            *([f"note        {profile.note}"] if profile.note else []),
+        ]
+    )

@@ -1,0 +1,242 @@
+"""Profiles: how long one model takes on one device, as a JSON file.
+
+Owns the file's form and its errors, the profiles that come with the package, and how one is derived for another card.
+Written by `shoal calibrate`, read by `shoal simulate`. Knows no engine.
+
+    {"format": 1, "name": …, "quality": "measured" | "provisional" | "estimated", "error": 0.05, "note": …,
+     "model": {…}, "card": {…}, "dtype": …, "depth": 2, "kv_tokens": …,
+     "device": {"decode": [[positions, seconds], …], "mixed": […], "row_s": …, …},
+     "host": {…}, "copies": {…}, "front": {…}, "held_back": {…}, "command": …}
+"""
+
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal.core.names import pick
+from shoal.errors import BadConfig
+from shoal.sim.cost import CopyCosts, CostModel, DeviceTimes, HostTimes, Points
+from shoal.sim.front import FrontTimes
+
+FORMAT = 1
+QUALITIES = ("measured", "provisional", "estimated")
+ESTIMATED_ERROR = 0.25  # of a derived profile, at least
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the costs of a pass depend on."""
+
+    name: str
+    parameters: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    weight_bytes: int
+    kv_token_bytes: int  # of keys and values of one token, over all layers
+
+
+@dataclass(frozen=True)
+class Card:
+    """A device, as its datasheet or a measurement has it."""
+
+    name: str
+    kind: str  # cpu or cuda
+    memory_bytes: int
+    bandwidth_gb_s: float
+    tflop_s: float  # of dense matrices in the profile's type
+
+
+# dense bfloat16 rates; datasheets of the vendors
+CARDS = {
+    "h200": Card("NVIDIA H200", "cuda", 141 * 10**9, 4800, 989),
+    "h100": Card("NVIDIA H100 SXM", "cuda", 80 * 10**9, 3350, 989),
+    "a100": Card("NVIDIA A100 SXM 80 GB", "cuda", 80 * 10**9, 2039, 312),
+    "l40s": Card("NVIDIA L40S", "cuda", 48 * 10**9, 864, 362),
+    "b200": Card("NVIDIA B200", "cuda", 180 * 10**9, 8000, 2250),
+    "rtx4090": Card("NVIDIA GeForce RTX 4090", "cuda", 24 * 10**9, 1008, 165),
+    "rtx5090": Card("NVIDIA GeForce RTX 5090", "cuda", 32 * 10**9, 1792, 210),
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One model on one device."""
+
+    name: str
+    quality: str  # one of QUALITIES
+    error: float  # how far a pass may be off, as a share: p90 of held-back passes, or a guess where it is estimated
+    model: ModelShape
+    card: Card
+    dtype: str
+    depth: int  # passes in flight
+    kv_tokens: int  # that fit into the KV cache by default
+    device: DeviceTimes
+    host: HostTimes = field(default_factory=HostTimes)
+    copies: CopyCosts = field(default_factory=CopyCosts)
+    front: FrontTimes = field(default_factory=FrontTimes)
+    note: str = ""
+    command: str = ""
+    held_back: dict[str, float] = field(default_factory=dict)  # errors on passes that the fit has not seen
+
+    @property
+    def costs(self) -> CostModel:
+        return CostModel(self.device, self.host, self.copies)
+
+    def in_words(self) -> str:
+        """One line for a report."""
+        sure = f"{self.quality}, passes within {self.error:.0%}"
+        return f"{self.model.name}, {self.dtype}, on {self.card.name} ({sure})"
+
+
+T = TypeVar("T")
+
+
+def _read(kind: type[T], values: Any, where: str) -> T:
+    """A dataclass from a JSON object; every key must be known, and every number finite and not negative."""
+    if not isinstance(values, dict):
+        raise BadConfig(f"{where} must be an object, not {values!r}")
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        pick(known, name, f"key of {where}")
+    made: dict[str, Any] = {}
+    for name, item in known.items():
+        if name in values:
+            made[name] = _value(item.type, values[name], f"{where}, {name}")
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise BadConfig(f"{where} has no {name}; run shoal calibrate again, or add it")
+    return kind(**made)
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if is_dataclass(kind):
+        return _read(kind, value, where)  # type: ignore[arg-type]
+    if kind is str:
+        if not isinstance(value, str):
+            raise BadConfig(f"{where} must be a text, not {value!r}")
+        return value
+    if kind == Points:
+        return _points(value, where)
+    if kind == dict[str, float]:
+        if not isinstance(value, dict):
+            raise BadConfig(f"{where} must be an object, not {value!r}")
+        return {str(name): _number(one, f"{where}, {name}") for name, one in value.items()}
+    number = _number(value, where)
+    return int(number) if kind is int else number
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise BadConfig(f"{where} must be a number that is not negative, not {value!r}")
+    return value
+
+
+def _points(value: Any, where: str) -> Points:
+    try:
+        points = tuple((int(_number(at, where)), float(_number(seconds, where))) for at, seconds in value)
+    except (TypeError, ValueError):
+        raise BadConfig(f"{where} must be a list of [positions, seconds] pairs, not {value!r}") from None
+    at = [one for one, _ in points]
+    if not points or at != sorted(set(at)):
+        raise BadConfig(f"{where} must have at least one pair, with ascending positions")
+    if not all(seconds > 0 for _, seconds in points):
+        raise BadConfig(f"{where}: a pass takes more than 0 seconds")
+    return points
+
+
+def parse_profile(text: str, where: str) -> Profile:
+    """A profile from its JSON text."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise BadConfig(f"the profile {where} is not JSON: {error}") from error
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        raise BadConfig(f"{where} is not a profile of format {FORMAT}; write one with shoal calibrate")
+    profile = _read(Profile, values, f"the profile {where}")
+    pick(dict.fromkeys(QUALITIES), profile.quality, f"quality of {where}")
+    if profile.card.kind not in ("cpu", "cuda"):
+        raise BadConfig(f"the profile {where} is of a card of kind {profile.card.kind!r}; known: cpu, cuda")
+    if profile.depth < 1 or profile.kv_tokens < 1:
+        raise BadConfig(f"the profile {where}: depth and kv_tokens must be at least 1")
+    return profile
+
+
+def profile_text(profile: Profile) -> str:
+    """The JSON text of a profile, stable for the same profile."""
+    return json.dumps({"format": FORMAT, **asdict(profile)}, indent=1) + "\n"
+
+
+def shipped() -> dict[str, str]:
+    """Profiles that come with the package: name → JSON text."""
+    folder = resources.files("shoal.sim").joinpath("profiles")
+    found = (one for one in folder.iterdir() if one.name.endswith(".json"))
+    return {one.name.removesuffix(".json"): one.read_text() for one in sorted(found, key=lambda one: one.name)}
+
+
+def read_profile(name: str) -> Profile:
+    """A file, or one that comes with the package; NAME@CARD: derived for another card.
+
+    >>> read_profile("llama-8b-h200@l40s").quality
+    'estimated'
+    """
+    base, _, card = name.partition("@") if not Path(name).exists() else (name, "", "")
+    if Path(base).suffix == ".json" or "/" in base:
+        try:
+            profile = parse_profile(Path(base).read_text(), base)
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadConfig(f"cannot read the profile {base}: {error}") from error
+    else:
+        known = shipped()
+        profile = parse_profile(pick(known, base, "profile"), base)
+    return derive(profile, pick(CARDS, card, "card")) if card else profile
+
+
+def derive(profile: Profile, card: Card) -> Profile:
+    """The profile on another card: what reads memory scales with bandwidth, what computes with the matrix rate.
+
+    The first point of a table is taken as the weights being read once; what more positions add is arithmetic.
+    """
+    if card.kind != profile.card.kind:
+        raise BadConfig(
+            f"a profile of {profile.card.name} says nothing of {card.name}: a {card.kind}; measure it there"
+        )
+    slower_memory = profile.card.bandwidth_gb_s / card.bandwidth_gb_s
+    slower_maths = profile.card.tflop_s / card.tflop_s
+    left = card.memory_bytes * 0.9 - profile.model.weight_bytes
+    kv_tokens = int(left // profile.model.kv_token_bytes)
+    if kv_tokens < 1:
+        raise BadConfig(
+            f"{profile.model.name} in {profile.dtype} takes {profile.model.weight_bytes / 1e9:.1f} GB, which leaves no "
+            f"memory for KV on {card.name} ({card.memory_bytes / 1e9:.0f} GB); choose a larger card"
+        )
+
+    def scaled(points: Points) -> Points:
+        first = points[0][1]
+        return tuple((at, first * slower_memory + (seconds - first) * slower_maths) for at, seconds in points)
+
+    times = profile.device
+    device = DeviceTimes(
+        scaled(times.decode),
+        scaled(times.mixed),
+        times.row_s * slower_memory,
+        times.draw_s * slower_memory,
+        times.read_s * slower_memory,
+        times.pair_s * slower_maths,
+    )
+    return replace(
+        profile,
+        name=f"{profile.name} on {card.name}",
+        quality="estimated",
+        error=max(profile.error, ESTIMATED_ERROR),
+        card=card,
+        kv_tokens=kv_tokens,
+        device=device,
+        note=f"derived from {profile.card.name} by the datasheets' bandwidth and matrix rate",
+        held_back={},
+    )
