@@ -45,6 +45,7 @@ SAMPLES: dict[str, Any] = {
     "logprob_token_ids": ({"logprobs": 1}, [5]), "/v1/chat/completions logprob_token_ids": ({"logprobs": True}, [5]),
     "return_tokens_as_token_ids": ({"logprobs": 1}, True),
     "/v1/chat/completions return_tokens_as_token_ids": ({"logprobs": True}, True),
+    "use_beam_search": ({"max_tokens": 2}, True), "length_penalty": ({"max_tokens": 2, "use_beam_search": True}, 1.5),
     "truncate_prompt_tokens": 3, "truncation_side": ({"truncate_prompt_tokens": 3}, "right"),
     "response_format": FORM, "structured_outputs": {"choice": ["a", "b"]}, "guided_choice": ["a", "b"],
     "guided_grammar": 'start: "a"', "ebnf": 'root ::= "a"', "tools": TOOLS, "tool_choice": ({"tools": TOOLS}, "auto"),

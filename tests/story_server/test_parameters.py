@@ -178,3 +178,19 @@ def test_a_batch_of_chats_is_answered_as_the_chats_are(tiny: Server) -> None:
     for found, chat in zip(together, chats, strict=True):
         alone = tiny.post("/v1/chat/completions", {"messages": chat, **more}).json()["choices"][0]
         assert found["message"] == alone["message"]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_beams_are_those_of_transformers(tiny: Server, tiny_model: Path, width: int) -> None:
+    with torch.inference_mode():
+        hf = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        made = hf.generate(
+            torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long), pad_token_id=5,
+            num_beams=width, num_return_sequences=width, do_sample=False, max_new_tokens=8, min_new_tokens=8,
+        )  # fmt: skip
+    expected = [line[len(PROMPT) :] for line in made.tolist()]
+    body = {"prompt": PROMPT, "n": width, "use_beam_search": True, "max_tokens": 8, "return_token_ids": True, **ON}
+    answer = tiny.complete(**body)
+    assert answer.status_code == 200, answer.text
+    assert [one["token_ids"] for one in answer.json()["choices"]] == expected
+    tiny.wait_until_idle()

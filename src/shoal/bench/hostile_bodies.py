@@ -131,6 +131,7 @@ def attacks_by_parameters() -> list[Attack]:
         Attack("a GBNF grammar of many rules", COMPLETIONS, completion(guided_grammar=gbnf())),
         Attack("a large structural tag", COMPLETIONS, completion(
             response_format={"type": "structural_tag", "format": tags(500)})),
+        Attack("beams", COMPLETIONS, completion(use_beam_search=True, n=32, max_tokens=40, ignore_eos=True), 2),
         Attack("many conversations", BATCH, filled('{"messages":[', '[{"role":"user","content":"x"}]', "]}")),
         Attack("as many conversations as are allowed", BATCH, response(
             messages=[[{"role": "user", "content": "x"}]] * 256, max_tokens=1)),

@@ -21,6 +21,7 @@ from shoal.keys.ledger_client import Limiter, NoLimiter
 from shoal.obs.spans import NoSpans, Spans, Walk
 from shoal.server.answer_memory import AnswerMemory
 from shoal.server.auth import BASIC, BEARER, Keys, sent_key
+from shoal.server.beams import BeamClient
 from shoal.server.body_memory import BodyMemory
 from shoal.server.debug import Debug
 from shoal.server.dialects.base import Dialect
@@ -272,7 +273,10 @@ class Front:
             if watcher.gone:  # from here to on_disconnect nothing is awaited
                 reservation.settle(0)
                 return
-            call = Call(self.client, prepared, self.tokenizer, self.preparer.eos, reservation)
+            client = self.client
+            if prepared.length_penalty is not None:
+                client = BeamClient(client, prepared.length_penalty)
+            call = Call(client, prepared, self.tokenizer, self.preparer.eos, reservation)
             self.calls.add(call)
             if prepared.in_background:
                 await self._in_background(exchange, call)

@@ -184,6 +184,8 @@ class GenerationBody(TolerantBody, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as fit
     truncation_side: Literal["left", "right"] | None = None  # where tokens are left out; left by default
     add_special_tokens: bool | None = None  # of a prompt that is a text; true by default
+    use_beam_search: bool | None = None  # the n likeliest answers, instead of n draws
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None  # of beams: above 1 favours long ones
     no_stop_trim: bool | None = None  # SGLang's name of include_stop_str_in_output
     request_id: RequestId | None = None  # in the answer, its header and the log; X-Request-Id takes precedence there
     rid: RequestId | None = None  # SGLang's name of it

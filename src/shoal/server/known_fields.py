@@ -24,9 +24,7 @@ IGNORED = (
 )  # fmt: skip
 # Those that have no meaning here but their default, which clients send, too.
 DEFAULT_ONLY: dict[str, Any] = {
-    "use_beam_search": False,
     "early_stopping": False,
-    "length_penalty": 1.0,
     "spaces_between_special_tokens": True,
     "return_hidden_states": False,
     "return_routed_experts": False,
@@ -55,8 +53,7 @@ DEFAULT_ONLY: dict[str, Any] = {
 }
 # Why not, for each of them.
 REASONS: dict[str, tuple[str, ...]] = {
-    "beams share no prefix within a KV block, so every token of every beam would compute part of a block again; ask "
-    "for n samples, or best_of in /v1/completions": ("use_beam_search", "early_stopping", "length_penalty"),
+    "a beam search ends when no beam can become one of the best": ("early_stopping",),
     "only text is read": (
         *("mm_processor_kwargs", "media_io_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
         *("use_audio_in_video", "return_mm_kwargs", "prompt_embeds"),
@@ -99,6 +96,8 @@ ABSENT: dict[str, tuple[Any, str]] = {
     "previous_response": (None, "use previous_response_id, or send its items as input"),
     "return_prompt_token_ids": (False, "use return_token_ids"),
     "reasoning": (None, "use reasoning_effort"),
+    "use_beam_search": (False, "only chats and completions take it"),
+    "length_penalty": (1.0, "only chats and completions take it"),
     "logit_bias": (None, "only chats and completions take it"),
     "skip_special_tokens": (True, "special tokens are never shown here"),
     "include_stop_str_in_output": (False, "only chats and completions take it"),

@@ -27,11 +27,13 @@ from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.final_message import cut, marked
 from shoal.server.history import plain_messages, size_of
 from shoal.server.rules import (
+    check_beams,
     check_defaults,
     check_depth,
     check_priority,
     continuous_usage,
     include_usage,
+    length_penalty,
     priority_ignored,
     tier_ignored,
     tier_of,
@@ -85,6 +87,7 @@ class PreparedRequest:
     prompt_only: bool = False  # nothing is generated; the one token that was is not shown
     token_ids: bool = False  # show token ids
     tokens_as_ids: bool = False  # in logprobs, write tokens as their ids
+    length_penalty: float | None = None  # of a beam search; None: answers are drawn
     request_id: str = ""  # the client's own name for it
     warnings: list[str]  # fields that have no effect
     make_parser: Callable[[], Parser] = PlainParser
@@ -248,6 +251,8 @@ class Preparer:
         of_prompt = body.prompt_logprobs
         check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream), of_prompt=of_prompt)
         check_priority(body, key)
+        if body.use_beam_search:
+            check_beams(body, params, form.grammar is not None)
         if params.stop_regex:
             await asyncio.to_thread(lambda: [prepare_regex(one) for one in params.stop_regex])
         await off_loop(sum(map(len, params.stop)), lambda: prepare_stops(tuple(params.stop)), PYTHON)
@@ -268,17 +273,16 @@ class Preparer:
             prompt_top=of_prompt,
             prompt_only=prompt_only,
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            length_penalty=length_penalty(body),
             request_id=body.request_id or body.rid or "",
-            warnings=[
-                *body.ignored(),
-                *tier_ignored(body, key),
-                *priority_ignored(body, self.settings.uses_priority),
-                *form.tools.warnings,
-                *form.ignored,
-            ],
+            warnings=[*self._ignored(body, key), *form.tools.warnings, *form.ignored],
             make_parser=form.make_parser,
             tools=form.tools,
         )
+
+    def _ignored(self, body: GenerationBody, key: ApiKey | None) -> list[str]:
+        """Fields of the body without effect."""
+        return body.ignored() + tier_ignored(body, key) + priority_ignored(body, self.settings.uses_priority)
 
     def params(self, body: GenerationBody, **more: Any) -> SamplingParams:
         given = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}

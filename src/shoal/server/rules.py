@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 
+from shoal.core.params import SamplingParams
 from shoal.keys.api_key import ApiKey
+from shoal.server.beams import MOST_BEAMS
 from shoal.server.bodies import GenerationBody
 from shoal.server.errors import BadField, HttpError
 from shoal.server.known_fields import DEFAULT_ONLY, WHY
@@ -31,6 +33,29 @@ def continuous_usage(body: GenerationBody) -> bool:
 
 def include_usage(body: GenerationBody) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def check_beams(body: GenerationBody, params: SamplingParams, constrained: bool) -> None:
+    """Refuse what a beam search cannot do: it looks at the model's own logprobs alone, and its best is known last."""
+    given = {
+        "stream": body.stream, "stop": params.stop, "stop_regex": params.stop_regex, "bad_words": params.bad_words,
+        "allowed_token_ids": params.allowed_token_ids, "logit_bias": params.logit_bias,
+        "min_tokens": params.min_tokens, "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty, "prompt_logprobs": params.prompt_logprobs is not None,
+        "logprob_token_ids": params.logprob_token_ids, "response_format": constrained,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value:
+            raise BadField(name, f"{name} cannot be used with use_beam_search; leave one of them out")
+    if params.n > MOST_BEAMS:
+        raise BadField("n", f"n is the number of beams, at most {MOST_BEAMS}, not {params.n}; lower it")
+
+
+def length_penalty(body: GenerationBody) -> float | None:
+    """Of a beam search; None: there is none."""
+    if not body.use_beam_search:
+        return None
+    return 1.0 if body.length_penalty is None else body.length_penalty
 
 
 def tier_of(body: GenerationBody, key: ApiKey | None) -> str:
