@@ -12,6 +12,7 @@ are where many programs share a server; --tools of them go with each request.
 import argparse
 import json
 import statistics
+import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -115,10 +116,10 @@ def main() -> None:
     parser.add_argument("--tools", type=int, default=3, help="tools with each request")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--json", metavar="OUT")
-    parser.add_argument("flags", nargs="*", help="for the server, after --")
-    args = parser.parse_args()
+    border = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, flags = parser.parse_args(sys.argv[1:border]), sys.argv[border + 1 :]
     asked = [Asked(number, args.schemas, args.tools, args.max_tokens) for number in range(args.requests)]
-    server = Server(*([args.model] if args.model else []), "--no-prefix-caching", *args.flags)
+    server = Server(*([args.model] if args.model else []), "--no-prefix-caching", "--log-level", "warning", *flags)
     watch = NoiseWatch()
     try:
         taken = measure(server.url, asked, args.at_once, args.rounds)

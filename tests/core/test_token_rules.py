@@ -7,7 +7,7 @@ import pytest
 
 from shoal.core.job import Job, requests_of
 from shoal.core.params import SamplingParams
-from shoal.core.token_rules import EMPTY, TokenRules
+from shoal.core.token_rules import EMPTY, TokenRules, TokenSets
 
 VOCAB = 40
 WORDS = -(-VOCAB // 32)
@@ -51,7 +51,7 @@ def test_every_line_is_what_the_whole_output_says(
     allowed: tuple[int, ...] | None, bad: tuple[tuple[int, ...], ...], least: int
 ) -> None:
     draw = np.random.default_rng(7)
-    rules = TokenRules(None, allowed=allowed, bad=bad, ends=ENDS, least=least)
+    rules = TokenRules(TokenSets(allowed, bad, ENDS, least))
     output: list[int] = []
     for _ in range(40):
         may = allowed_after(output, allowed, bad, least)
@@ -69,7 +69,7 @@ def test_every_line_is_what_the_whole_output_says(
         token = int(draw.choice(sorted(may & {2, 3, 5}) or sorted(may)))
         assert rules.accept(token)
         output.append(token)
-        resumed = TokenRules(None, allowed=allowed, bad=bad, ends=ENDS, least=least, output=output)
+        resumed = TokenRules(TokenSets(allowed, bad, ENDS, least), output=output)
         assert filled(resumed) == allowed_after(output, allowed, bad, least)
 
 
@@ -105,7 +105,7 @@ class Alternating:
 
 
 def test_a_grammar_is_followed_within_the_rules() -> None:
-    rules = TokenRules(Alternating(), bad=((2, 3, 2, 3, 2),), ends=ENDS, least=9)
+    rules = TokenRules(TokenSets(bad=((2, 3, 2, 3, 2),)), Alternating())
     for token in (2, 3, 2, 3):
         assert filled(rules) == {token}
         assert rules.accept(token)
@@ -117,12 +117,12 @@ def test_a_grammar_is_followed_within_the_rules() -> None:
 
 
 def test_the_end_and_the_error_are_the_grammars() -> None:
-    rules = TokenRules(Alternating(), bad=((9,),))
+    rules = TokenRules(TokenSets(bad=((9,),)), Alternating())
     for token in (2, 3, 2, 3, 2, 3):
         assert not rules.ended
         rules.accept(token)
     assert rules.ended
-    wrong = TokenRules(Alternating(), bad=((9,),))
+    wrong = TokenRules(TokenSets(bad=((9,),)), Alternating())
     assert not wrong.accept(3)
     assert wrong.error == "not in turn"
 

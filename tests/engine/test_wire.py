@@ -451,8 +451,8 @@ def test_every_field_of_a_job_reaches_its_requests() -> None:
         assert request.tokens == job.prompt
         assert isinstance(request.grammar, TokenRules)  # around the sample's own, and with the bad words
         assert request.grammar._inner is grammars[sample]
-        assert request.grammar._never == {9}
-        assert request.grammar._bad == [((7,), 8)]
+        assert request.grammar._sets.never == {9}
+        assert request.grammar._sets.forbidden((7,), 1) == {8}
         assert request.sample == sample
         for name in defaults.keys() - {"id", "prompt", "grammar", "bad_words"}:
             assert getattr(request, name) == getattr(job, name), name

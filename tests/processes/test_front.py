@@ -11,8 +11,9 @@ from shoal.config.engine import EngineConfig
 from shoal.config.serve import ServeConfig, serve_config_from_json
 from shoal.engine.restart_policy import RefuseAtOnce, WaitForEngine
 from shoal.processes import front as module
-from shoal.processes.front import restart_policy
+from shoal.processes.front import open_store, restart_policy
 from shoal.server.app import Front
+from shoal.server.response_store import NoStore, SqliteStore
 from shoal.server.templates import TemplateWorker
 from shoal.text.grammar import Grammars
 from tests.story.models import save_model
@@ -41,6 +42,19 @@ def test_requests_wait_for_the_engine_within_the_limits_of_its_queue(tmp_path: A
 def test_requests_are_refused_where_that_was_chosen(tmp_path: Any) -> None:
     config = front_config(EngineConfig(), ServeConfig(restart_policy="refuse"), tmp_path)
     assert isinstance(restart_policy(config, serve_config_from_json(config["serve"])), RefuseAtOnce)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_responses_are_stored_in_the_servers_folder_or_in_a_file_of_the_operators(tmp_path: Path, named: bool) -> None:
+    file = tmp_path / "kept.sqlite"
+    serve = ServeConfig(response_store=str(file) if named else None, response_store_size=2**21, response_store_age=60.0)
+    config = front_config(EngineConfig(), serve, tmp_path)
+    store = open_store(config, serve_config_from_json(config["serve"]))
+    assert isinstance(store, SqliteStore)
+    assert store.path == (file if named else tmp_path / "responses.sqlite")
+    assert (store.most_bytes, store.most_age_s) == (2**21, 60.0)
+    asyncio.run(store.close())
+    assert isinstance(open_store(config, ServeConfig(response_store_size=0)), NoStore)
 
 
 def test_fronts_are_watched_like_the_engine(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from shoal.keys.ledger import Demand
 from shoal.keys.ledger_client import LedgerClient, OpenReservation, Reservation
 from shoal.server.app import Front
 from shoal.server.jobs import Call
+from shoal.server.response_store import SqliteStore
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import ask, front
 
@@ -28,10 +30,25 @@ class Settles:
     def settle(self, call: str, used: int) -> None: ...
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("logprobs", [None, 3])
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(
+            ("/v1/completions", {"prompt": "x", "max_tokens": 4, "stream": stream, "logprobs": logprobs})
+            for stream in (False, True)
+            for logprobs in (None, 3)
+        ),
+        *(
+            ("/v1/responses", {"input": "x", "max_output_tokens": 4, **more})
+            for more in ({}, {"stream": True}, {"background": True}, LOGPROBS, {"stream": True, **LOGPROBS})
+        ),
+    ],
+)
 def test_a_call_does_not_outlive_its_answer(
-    stream: bool, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+    path: str, body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[weakref.ref[Call]] = []
     init = Call.__init__
@@ -41,13 +58,14 @@ def test_a_call_does_not_outlive_its_answer(
         init(call, *args, **more)
 
     monkeypatch.setattr(Call, "__init__", noted)
-    app: Front = front(FakeClient(), api_keys=[KEY], limiter=ReservesAll())
-    body = {"prompt": "x", "max_tokens": 4, "stream": stream, "logprobs": logprobs}
+    store = SqliteStore(tmp_path / "responses.sqlite", 2**20, 100.0)
+    app: Front = front(FakeClient(), api_keys=[KEY], limiter=ReservesAll(), store=store)
     gc.collect()
     gc.disable()
     try:
-        answer = ask(app, "POST", "/v1/completions", json=body, headers={"authorization": "Bearer sk-alice-key"})
+        answer = ask(app, "POST", path, json=body, headers={"authorization": "Bearer sk-alice-key"})
         assert answer.status_code == 200
         assert [call() for call in calls] == [None]
+        assert store._memory.used == 0
     finally:
         gc.enable()

@@ -1,9 +1,11 @@
 """What clients of other servers send without meaning anything by it: defaults, nulls, and fields of earlier answers."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 
+from shoal.server.app import Front
 from shoal.server.known_fields import DEFAULT_ONLY, IGNORED
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import EOS, chat, complete, error_of, events, front, tokenizer
@@ -11,11 +13,17 @@ from tests.server.test_chat import prompt_of
 from tests.server.test_tools import Recorded
 
 
+@cache
+def shared() -> Front:
+    """For tests of bodies: making one takes longer than asking it."""
+    return front()
+
+
 @pytest.mark.parametrize("name", DEFAULT_ONLY)
 def test_a_default_is_accepted_and_anything_else_is_refused_by_name(name: str) -> None:
     default = DEFAULT_ONLY[name]
     other: Any = {bool: not default, float: 7.5, int: 7, list: ["x"]}.get(type(default), "x")
-    for asked in (lambda **body: chat(front(), **body), lambda **body: complete(front(), prompt="x", **body)):
+    for asked in (lambda **body: chat(shared(), **body), lambda **body: complete(shared(), prompt="x", **body)):
         for value in (None, default):
             assert asked(**{name: value}).status_code == 200
         error = error_of(asked(**{name: other}), 400)
@@ -69,9 +77,10 @@ def test_usage_in_every_chunk(more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", IGNORED)
 def test_fields_without_effect_are_named(name: str) -> None:
-    answer = chat(front(), **{name: "x"})
+    answer = chat(shared(), **{name: "x"})
     assert answer.status_code == 200
     assert answer.headers["x-shoal-warning"] == f"ignored: {name}"
+    assert "x-shoal-warning" not in chat(shared(), **{name: None}).headers
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_fields_without_effect_are_named(name: str) -> None:
     ],
 )
 def test_an_unknown_field_at_any_depth_is_told_what_was_meant(body: dict[str, Any], param: str, meant: str) -> None:
-    error = error_of(chat(front(), **body), 400)
+    error = error_of(chat(shared(), **body), 400)
     assert error["param"] == param
     assert error["message"] == f"{param} is not a known field; did you mean {meant!r}?"
 
@@ -164,3 +173,49 @@ def test_every_name_of_a_constraint(body: dict[str, Any], kind: str, words: str)
 )
 def test_constraints_that_cannot_be_are_refused_by_name(body: dict[str, Any], param: str) -> None:
     assert error_of(chat(front(grammars=Recorded()), **body), 400)["param"] == param
+
+
+SHARED_DEFAULTS: dict[str, Any] = {  # of vLLM's and SGLang's requests, for chats and completions
+    "model": None, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": None,
+    "max_tokens": None, "n": 1, "seed": None, "stop": [], "stream": False, "stream_options": None, "temperature": 1.0,
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "user": None, "use_beam_search": False, "length_penalty": 1.0,
+    "stop_token_ids": [], "include_stop_str_in_output": False, "ignore_eos": False, "min_tokens": 0,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "truncate_prompt_tokens": None,
+    "truncation_side": None, "prompt_logprobs": None, "logprob_token_ids": None, "allowed_token_ids": None,
+    "bad_words": [], "watermarking": None, "response_format": None, "structured_outputs": None, "priority": 0,
+    "request_id": None, "session_id": None, "return_tokens_as_token_ids": None, "return_token_ids": None,
+    "routed_experts_prompt_start": 0, "return_token_offsets": False, "return_prompt_text": None, "cache_salt": None,
+    "kv_transfer_params": None, "ec_transfer_params": None, "vllm_xargs": None, "repetition_detection": None,
+    "stream_interval": None, "logits_processors": None, "guided_json": None, "guided_regex": None,
+    "guided_choice": None, "guided_grammar": None, "guided_decoding_backend": None, "guided_whitespace_pattern": None,
+    "return_hidden_states": False, "return_routed_experts": False, "routed_experts_start_len": 0,
+    "return_cached_tokens_details": False, "regex": None, "ebnf": None, "json_schema": None, "stop_regex": None,
+    "no_stop_trim": False, "lora_path": None, "session_params": None, "custom_params": None,
+    "custom_logit_processor": None, "images_config": None, "bootstrap_host": None, "bootstrap_port": None,
+    "bootstrap_room": None, "routed_dp_rank": None, "disagg_prefill_dp_rank": None, "data_parallel_rank": None,
+    "rid": None, "extra_key": None, "ngram_corpus_id": None, "custom_labels": None,
+}  # fmt: skip
+CHAT_DEFAULTS: dict[str, Any] = {  # … and OpenAI's
+    "logprobs": False, "top_logprobs": None, "max_completion_tokens": None, "tools": None, "tool_choice": None,
+    "reasoning_effort": None, "thinking_token_budget": None, "include_reasoning": True, "parallel_tool_calls": True,
+    "echo": False, "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False,
+    "documents": None, "chat_template": None, "chat_template_kwargs": None, "media_io_kwargs": None,
+    "mm_processor_kwargs": None, "return_mm_kwargs": True, "return_meta_info": False, "task": None,
+    "separate_reasoning": True, "stream_reasoning": True, "max_dynamic_patch": None, "min_dynamic_patch": None,
+    "use_audio_in_video": False, "input_ids": None, "audio": None, "modalities": ["text"], "metadata": None,
+    "store": False, "service_tier": "auto", "prediction": None, "web_search_options": None, "verbosity": None,
+    "safety_identifier": None, "prompt_cache_key": None, "functions": None, "function_call": None,
+}  # fmt: skip
+COMPLETION_DEFAULTS: dict[str, Any] = {
+    "best_of": None, "echo": False, "logprobs": None, "suffix": None, "add_special_tokens": True, "prompt_embeds": None,
+}  # fmt: skip
+
+
+def test_all_fields_of_other_servers_at_their_defaults() -> None:
+    answer = chat(shared(), **SHARED_DEFAULTS, **CHAT_DEFAULTS)
+    assert answer.status_code == 200, answer.text
+    done = complete(shared(), prompt="x", **SHARED_DEFAULTS, **COMPLETION_DEFAULTS)
+    assert done.status_code == 200, done.text
+    for body in (SHARED_DEFAULTS | CHAT_DEFAULTS, dict.fromkeys(SHARED_DEFAULTS | CHAT_DEFAULTS)):
+        answer = chat(shared(), **body)
+        assert answer.status_code == 200, answer.text

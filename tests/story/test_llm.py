@@ -3,7 +3,9 @@
 import gc
 import importlib.util
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,22 @@ def hf_greedy(hf: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
         with torch.inference_mode():
             tokens.append(int(hf(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def test_tokens_are_allowed_and_forbidden_by_the_parameters(llm: LLM) -> None:
+    allowed = LETTERS[:3]
+    params = SamplingParams(max_tokens=60, seed=1, temperature=2.0, allowed_token_ids=allowed, n=2, ignore_eos=True)
+    (output,) = llm.generate(STORY, params)
+    texts = [one.text for one in output.outputs]
+    assert all({*text} == {"a", "b", "c"} for text in texts)
+    (held_back,) = llm.generate(STORY, replace(params, bad_words=("ab", "cc", "ba")))
+    for one in held_back.outputs:
+        assert not any(bad in one.text for bad in ("ab", "cc", "ba")), one.text
+    (ended,) = llm.generate(STORY, replace(params, n=1, stop_regex="a.a"))
+    stopped = re.search("a.a", texts[0])
+    assert stopped is not None
+    assert ended.outputs[0].text == texts[0][: stopped.end()]
+    assert ended.outputs[0].finish_reason == "stop"
 
 
 # ---- prompts in every shape ----------------------------------------------------------------------------------------

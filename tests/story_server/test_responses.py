@@ -116,6 +116,20 @@ def test_a_call_and_its_result(client: OpenAI) -> None:
     assert json.loads(streamed.arguments)["city"] in ("Paris", "Rome")
 
 
+def test_a_real_model_answers_as_in_a_chat(smol_client: OpenAI, smol_name: str) -> None:
+    asked: dict[str, Any] = {"model": smol_name, "temperature": 0}
+    first = smol_client.responses.create(input="Name a fish.", instructions="Be brief.", max_output_tokens=12, **asked)
+    assert first.output_text
+    then = smol_client.responses.create(input="Another?", previous_response_id=first.id, max_output_tokens=12, **asked)
+    messages: Any = [
+        {"role": "user", "content": "Name a fish."},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Another?"},
+    ]
+    chat = smol_client.chat.completions.create(messages=messages, max_tokens=12, **asked)
+    assert then.output_text == chat.choices[0].message.content
+
+
 def test_tokens_are_counted(client: OpenAI) -> None:
     made = client.responses.create(model="tiny", input="Hi there", max_output_tokens=1)
     counted = client.responses.input_tokens.count(model="tiny", input="Hi there")
@@ -193,7 +207,8 @@ def test_agents_use_tools(server: Server) -> None:
     asyncio.run(work())
 
 
-def test_a_store_is_an_option(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_store_outlives_its_server(tiny_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "kept.sqlite"
     flags = (*SMALL, "--response-store", str(file), "--response-store-size", "2MiB", "--response-store-age", "3600")
     ids: list[str] = []

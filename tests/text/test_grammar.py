@@ -253,6 +253,7 @@ def test_few_grammars_are_kept_and_compiled_once(grammars: Grammars, monkeypatch
         ("json", {"type": "array", "uniqueItems": True}, "uniqueItems.*not supported"),
         ("json", False, "is a JSON object"),
         ("json", {"type": "integer", "minimum": 5, "maximum": 3}, "no text can satisfy it"),
+        ("json", {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf.*branches overlap.*anyOf"),
         ("json", {"$ref": "#/nowhere"}, "nowhere"),
         ("json", {"$ref": "https://example.com/schema"}, "example.com"),
         ("json", {"$ref": "#"}, "cannot be used"),

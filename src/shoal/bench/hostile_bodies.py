@@ -10,7 +10,7 @@ from typing import Any
 
 BODY_BYTES = 3_900_000  # just below the default of --max-body
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
-RESPONSES = "/v1/responses"
+RESPONSES, BATCH = "/v1/responses", "/v1/chat/completions/batch"
 SLOW_REGEX = "(a|b|ab){1,900}(c{1,900}d){1,900}"
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 # what a chat template of a hostile model computes; the first message chooses. Not constants: jinja would compute those
@@ -77,6 +77,7 @@ def attacks() -> list[Attack]:
             prompt=["x"] * 8, n=128, stop=[f"{number:02}" * 512 for number in range(64)], max_tokens=1), 2),
         Attack("token ids x samples", COMPLETIONS, completion(
             prompt=[7] * 2000, n=128, max_tokens=1, return_token_ids=True)),
+        *attacks_by_parameters(),
         Attack("nested tool calls", CHAT, filled(call, nested, "]}]}]}")),
         Attack("many elements in an ignored field", COMPLETIONS, filled('{"prompt":"Once","user":[', "[]", "]}")),
         Attack("many elements in the schema", CHAT, filled(
@@ -113,6 +114,39 @@ def attacks() -> list[Attack]:
         Attack("a large schema", CHAT, chat("x", response_format=schema(large_schema())), 8),
         Attack("a slow regex", COMPLETIONS, completion(structured_outputs={"regex": SLOW_REGEX}), 8),
     ]  # fmt: skip
+
+
+def attacks_by_parameters() -> list[Attack]:
+    """Fields of vLLM's and SGLang's servers."""
+    return [
+        Attack("allowed tokens x samples", COMPLETIONS, completion(
+            allowed_token_ids=[7, 8] * 2048, n=128, max_tokens=4, ignore_eos=True)),
+        Attack("bad words x samples", COMPLETIONS, completion(
+            bad_words=[f"word {number}" for number in range(200)], n=128, max_tokens=4, ignore_eos=True)),
+        Attack("long bad words", COMPLETIONS, completion(bad_words=["ab" * 512] * 256)),
+        Attack("logprobs of prompts", COMPLETIONS, completion(
+            prompt=[[7] * 2000] * 4, prompt_logprobs=63, max_tokens=1), 2),
+        Attack("stop regexes x samples", COMPLETIONS, completion(
+            stop_regex=[SLOW_REGEX, "[a-z ]{1,99}.{60}!", "(.{1,99}){1,99}q"], n=32, max_tokens=8, ignore_eos=True)),
+        Attack("a GBNF grammar of many rules", COMPLETIONS, completion(guided_grammar=gbnf())),
+        Attack("a large structural tag", COMPLETIONS, completion(
+            response_format={"type": "structural_tag", "format": tags(500)})),
+        Attack("many conversations", BATCH, filled('{"messages":[', '[{"role":"user","content":"x"}]', "]}")),
+        Attack("as many conversations as are allowed", BATCH, response(
+            messages=[[{"role": "user", "content": "x"}]] * 256, max_tokens=1)),
+    ]  # fmt: skip
+
+
+def gbnf() -> str:
+    """Within the limit on a grammar's size, with a thousand rules that refer to each other."""
+    rules = [f'r{number} ::= "a" r{(number * 7) % 1000} | r{(number + 1) % 1000} "b" | [a-z]' for number in range(1000)]
+    return "\n".join(["root ::= r0", *rules])
+
+
+def tags(count: int) -> dict[str, Any]:
+    content = {"type": "regex", "pattern": "[a-z]{1,20}"}
+    each = [{"type": "tag", "begin": f"<{number}>", "content": content, "end": "</>"} for number in range(count // 4)]
+    return {"type": "triggered_tags", "triggers": ["<"], "tags": each}
 
 
 def schema(what: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from shoal import errors
 from shoal.core.grammar import Grammar
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Request
-from shoal.core.token_rules import TokenRules
+from shoal.core.token_rules import TokenRules, TokenSets
 from shoal.errors import EngineError, Rejected, ShoalError
 
 GRAMMARS = ("json_object", "json", "regex", "choice", "grammar", "structural_tag", "composed")
@@ -78,6 +78,7 @@ def requests_of(
     if outputs is None:
         outputs = dict.fromkeys(range(job.params.n), ())
     group = Group(job.id) if len(outputs) > 1 else None
+    sets = token_sets(job)
     return [
         Request(
             f"{job.id}.{sample}",
@@ -94,19 +95,24 @@ def requests_of(
             tier=job.tier,
             timeout_s=job.timeout_s,
             waited_s=job.waited_s,
-            grammar=ruled(job, grammars[sample] if grammars else None, output),
+            grammar=ruled(sets, grammars[sample] if grammars else None, output),
         )
         for sample, output in outputs.items()
     ]
 
 
-def ruled(job: Job, grammar: Grammar | None, output: Sequence[int]) -> Grammar | None:
-    """What a sample with this output may draw: its grammar, within the rules of its parameters."""
-    allowed, least = job.params.allowed_token_ids, job.params.min_tokens
+def token_sets(job: Job) -> TokenSets | None:
+    """What the job's samples may draw, beside their grammar; None: anything."""
+    allowed = job.params.allowed_token_ids
     if allowed is None and not job.bad_words:
-        return grammar
-    ends = tuple(job.stop_ids)
-    return TokenRules(grammar, allowed=allowed, bad=job.bad_words, ends=ends, least=least, output=output)
+        return None
+    least = job.params.min_tokens if job.grammar is None else 0  # a grammar may end before
+    return TokenSets(allowed, job.bad_words, job.stop_ids, least)
+
+
+def ruled(sets: TokenSets | None, grammar: Grammar | None, output: Sequence[int]) -> Grammar | None:
+    """What a sample with this output may draw: its grammar, within these rules."""
+    return grammar if sets is None else TokenRules(sets, grammar, output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class Admission:
             ("allowed_token_ids", request.params.allowed_token_ids or ()),
             ("logprob_token_ids", request.params.logprob_token_ids or ()),
         ):
-            for token in ids:
+            for token in (min(ids), max(ids)) if ids else ():
                 if not 0 <= token < vocab:
                     raise BadParameter(f"{name} names token {token}; ids run from 0 to {vocab - 1}")
 

@@ -32,6 +32,7 @@ from shoal.server.dialects.ollama import OllamaChat, OllamaGenerate
 from shoal.server.dialects.responses import Responses
 from shoal.server.errors import HttpError, as_http, internal
 from shoal.server.exchange import Disconnected, Exchange, Receive, Scope, Send, Watcher
+from shoal.server.field_names import known_at
 from shoal.server.front_metrics import FrontCounters, NoCounters, NoOtherFronts, OtherFronts
 from shoal.server.hosts import Hosts
 from shoal.server.info_routes import InfoRoutes
@@ -147,6 +148,8 @@ class Front:
         self.router = self._routes()
         if tokenizer is not None:
             _ = tokenizer.pieces  # built now, not during the first answer
+        for dialect in self.dialects:
+            known_at(dialect.operation.request, "")
 
     def _routes(self) -> Router:
         info, debug, ollama, server = InfoRoutes(self), Debug(self), OllamaRoutes(self), ServerRoutes(self)

@@ -15,7 +15,7 @@ from shoal.core.params import PARAMS
 from shoal.server.errors import HttpError, bad_body
 from shoal.server.field_names import known_at
 from shoal.server.json_size import MOST_DIGITS, MOST_IDS, MOST_VALUES, field_at, measure
-from shoal.server.known_fields import DEFAULT_ONLY, ELSEWHERE, IGNORED, NULL_ONLY, REFUSED
+from shoal.server.known_fields import ABSENT, DEFAULT_ONLY, ELSEWHERE, IGNORED, NULL_ONLY, REFUSED
 from shoal.server.workers import PYTHON, off_loop
 
 MOST_BIASES = 1024
@@ -197,7 +197,8 @@ class GenerationBody(TolerantBody, forbid_unknown_fields=True, kw_only=True):
 
     def ignored(self) -> list[str]:
         """The fields that were sent and have no effect."""
-        return [name for name in IGNORED if getattr(self, name) is not UNSET]
+        given = ((name, getattr(self, name)) for name in IGNORED)
+        return [name for name, value in given if value is not UNSET and bytes(value) != b"null"]
 
 
 def ignored_fields(body: Struct) -> list[str]:
@@ -275,10 +276,30 @@ def _read(kind: type[Body], body: bytes) -> Body:
             _check_size(kind, body)
         read: Body = _decoder(kind).decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        elsewhere = {name: why for name, why in ELSEWHERE.items() if name not in kind.__struct_fields__}
+        lighter = _without_defaults(kind, body) if isinstance(error, msgspec.ValidationError) else None
+        if lighter is not None:
+            return _read(kind, lighter)
+        absent = {name: f"is not supported here: {why}; remove it" for name, (_, why) in ABSENT.items()} | ELSEWHERE
+        elsewhere = {name: why for name, why in absent.items() if name not in kind.__struct_fields__}
         refused = REFUSED | NULL_ONLY | elsewhere | getattr(kind, "refused", {})
         raise bad_body(error, refused, lambda path: known_at(kind, path)) from None
     return read
+
+
+def _without_defaults(kind: type[Struct], body: bytes) -> bytes | None:
+    """The same without fields that other bodies have and that are at their default; None where there is none."""
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+    if not isinstance(values, dict):
+        return None
+    away = {
+        name
+        for name, (default, _) in ABSENT.items()
+        if name in values and name not in kind.__struct_fields__ and values[name] in (None, default)
+    }
+    return msgspec.json.encode({name: values[name] for name in values if name not in away}) if away else None
 
 
 def _check_size(kind: type[Struct], body: bytes) -> None:

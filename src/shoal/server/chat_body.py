@@ -138,7 +138,7 @@ def tool_request(request: ChatRequest) -> ToolRequest:
 
 def top_logprobs_of(body: ChatRequest) -> int | None:
     """How many alternatives to show for each token; None: no logprobs at all."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:  # 0 is the default of some clients
         raise BadField("top_logprobs", "top_logprobs requires logprobs to be true")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
         raise BadField("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {body.top_logprobs}")

@@ -19,6 +19,12 @@ SGLANG = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 OF_TAGS = ("format", "structures", "triggers", "at_least_one")
 
 
+def is_constrained(body: GenerationBody) -> bool:
+    """Whether any of the fields is given."""
+    names = ("response_format", "structured_outputs", *SGLANG, *(f"guided_{name}" for name in GUIDED))
+    return any(getattr(body, name) is not None for name in names)
+
+
 def grammar_of(body: GenerationBody) -> tuple[GrammarSpec | None, str]:
     """(the constraint on the answer, the field it came from)."""
     outputs, prefix = _outputs(body)

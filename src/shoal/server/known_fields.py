@@ -53,9 +53,62 @@ DEFAULT_ONLY: dict[str, Any] = {
         )
     ),
 }
-NULL_ONLY = {name: "is not supported; remove it" for name, default in DEFAULT_ONLY.items() if default is None}
-# Why some of them are not, where that helps.
-WHY = {
-    "use_beam_search": "is not supported: beams would be scored apart from the draws that make answers repeatable; "
-    "ask for n samples, or best_of in /v1/completions",
+# Why not, for each of them.
+REASONS: dict[str, tuple[str, ...]] = {
+    "beams share no prefix within a KV block, so every token of every beam would compute part of a block again; ask "
+    "for n samples, or best_of in /v1/completions": ("use_beam_search", "early_stopping", "length_penalty"),
+    "only text is read": (
+        *("mm_processor_kwargs", "media_io_kwargs", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
+        *("use_audio_in_video", "return_mm_kwargs", "prompt_embeds"),
+    ),
+    "no code or setting of a request reaches the engine": (
+        *("logits_processors", "custom_logit_processor", "custom_params", "vllm_xargs"),
+    ),
+    "no adapters are loaded": ("lora_path",),
+    "which engine computes what is the server's own decision": (
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "routed_dp_rank", "disagg_prefill_dp_rank"),
+        *("data_parallel_rank", "kv_transfer_params", "ec_transfer_params"),
+    ),
+    "the inside of the model is not returned": (
+        *("return_hidden_states", "return_routed_experts", "routed_experts_start_len", "routed_experts_prompt_start"),
+    ),
+    "usage and metrics have what is known": ("return_cached_tokens_details", "return_meta_info"),
+    "ask /tokenize": ("return_prompt_text", "return_token_offsets"),
+    "special tokens are written as the tokenizer has them": ("spaces_between_special_tokens",),
+    "reasoning always comes apart from the answer, and is streamed": ("separate_reasoning", "stream_reasoning"),
+    "cached prefixes give the same tokens": ("skip_reading_prefix_cache",),
+    "use cache_salt": ("extra_key",),
+    "conversations are kept by clients": ("session_params",),
+    "write documents into a message": ("documents",),
+    "the grammar engine decides about whitespace": ("guided_whitespace_pattern",),
+    "drafts come from the request's own text": ("prediction", "ngram_corpus_id"),
+    "there is no such tool here": ("web_search_options",),
+    "answers are neither marked nor judged": ("watermarking", "moderation"),
+    "use stop or max_tokens": ("repetition_detection",),
+    "it belongs to models that are not served": ("task",),
+    "send ids as the prompt of /v1/completions": ("input_ids",),
+}
+WHY = {name: reason for reason, names in REASONS.items() for name in names}
+NULL_ONLY = {
+    name: f"is not supported: {WHY[name]}; remove it" for name, default in DEFAULT_ONLY.items() if default is None
+}
+# Fields of some bodies that others do not have: their default, which is accepted there, too, and why nothing else is.
+ABSENT: dict[str, tuple[Any, str]] = {
+    "enable_response_messages": (False, "rendered messages are not returned"),
+    "previous_input_messages": (None, "send them as input"),
+    "previous_response": (None, "use previous_response_id, or send its items as input"),
+    "return_prompt_token_ids": (False, "use return_token_ids"),
+    "reasoning": (None, "use reasoning_effort"),
+    "logit_bias": (None, "only chats and completions take it"),
+    "skip_special_tokens": (True, "special tokens are never shown here"),
+    "include_stop_str_in_output": (False, "only chats and completions take it"),
+    "ignore_eos": (False, "only chats and completions take it"),
+    "structured_outputs": (None, "use text.format"),
+    "request_id": (None, "send the header X-Request-Id"),
+    "session_id": (None, "nothing is kept of a session"),
+    "chat_template_kwargs": (None, "thinking and output_config set what templates know"),
+    "reasoning_effort": (None, "use chat_template_kwargs"),
+    "tool_choice": (None, "belongs to chats"),
+    "thinking_token_budget": (None, "only chats take it"),
+    **{name: (default, WHY[name]) for name, default in DEFAULT_ONLY.items()},
 }

@@ -21,7 +21,8 @@ from shoal.output.parser import Parser, PlainParser
 from shoal.server.answer_form import AnswerForm, form_of
 from shoal.server.answer_size import check_logprobs
 from shoal.server.auth import salt_of
-from shoal.server.bodies import ChatMessage, GenerationBody
+from shoal.server.bodies import SMALL_BODY, ChatMessage, GenerationBody
+from shoal.server.constraint import is_constrained
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.final_message import cut, marked
 from shoal.server.history import plain_messages, size_of
@@ -237,15 +238,18 @@ class Preparer:
         form: AnswerForm | None = None,
     ) -> PreparedRequest:
         """The last step: jobs for the encoded prompts, and how they are to be answered."""
-        form = form or form_of(body, NO_TOOLS, self.tool_format, self.tokenizer)
+        if form is None:
+            size = SMALL_BODY + 1 if is_constrained(body) else 0  # a structural tag takes milliseconds
+            form = await off_loop(
+                size, lambda: form_of(body, NO_TOOLS, self.tool_format, self.tokenizer), PYTHON, SMALL_BODY
+            )
         info, lengths = self.info(), [len(prompt) for prompt in prompts]
         context = None if info is None else info.max_model_len
         of_prompt = body.prompt_logprobs
         check_logprobs(lengths, params, context, echo=echo is not None, stream=bool(body.stream), of_prompt=of_prompt)
         check_priority(body, key)
-        await off_loop(
-            sum(map(len, params.stop_regex)) * CALL, lambda: [prepare_regex(one) for one in params.stop_regex], PYTHON
-        )
+        if params.stop_regex:
+            await asyncio.to_thread(lambda: [prepare_regex(one) for one in params.stop_regex])
         await off_loop(sum(map(len, params.stop)), lambda: prepare_stops(tuple(params.stop)), PYTHON)
         await self._check_grammar(form, params)
         if form.shows_special:

@@ -21,8 +21,8 @@ def check_defaults(body: GenerationBody) -> None:
     for name, default in DEFAULT_ONLY.items():
         value = getattr(body, name)
         if value is not None and value != default:
-            why = WHY.get(name, f"is not supported; remove it, or set it to {msgspec.json.encode(default).decode()}")
-            raise BadField(name, f"{name} {why}")
+            accepted = msgspec.json.encode(default).decode()
+            raise BadField(name, f"{name} is not supported: {WHY[name]}; remove it, or set it to {accepted}")
 
 
 def continuous_usage(body: GenerationBody) -> bool:

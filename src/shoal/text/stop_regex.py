@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 ANYTHING = "(?:.|\n)*"
-FUEL = 100_000  # work units of llguidance for the first states and for each step: a few milliseconds
-MAX_STATES = 10_000  # of one regex, at 1 to 2 kB each
+FUEL = 20_000  # work units of llguidance for the first states and for each step: at most a few milliseconds
+MAX_STATES = 4_000  # of one regex, at 1 to 2 kB each
 
 
 class RegexStops:

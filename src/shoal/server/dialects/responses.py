@@ -68,12 +68,16 @@ class PreparedResponse(PreparedRequest):
         return begun
 
     async def at_end(self, outputs: Outputs) -> None:
-        await self.record.end(outputs)
-        self.running.discard(self.record.id)
+        try:
+            await self.record.end(outputs)
+        finally:
+            self.running.discard(self.record.id)
 
     async def at_failure(self, error: HttpError) -> None:
-        await self.record.fail(error)
-        self.running.discard(self.record.id)
+        try:
+            await self.record.fail(error)
+        finally:
+            self.running.discard(self.record.id)
 
 
 class Responses:

@@ -1,0 +1,218 @@
+"""What Shoal does with every endpoint and field of vLLM's and SGLang's servers: the page docs/api.md.
+
+    python -m shoal.server.compat > docs/api.md
+
+Owns the page and the notes in it. Whether something is taken is read from the bodies and routes themselves, so the page
+cannot claim what the code does not do; tests send every field. Knows no requests.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shoal.server import openapi
+from shoal.server.app import DIALECTS
+from shoal.server.bodies import GenerationBody
+from shoal.server.chat_body import ChatRequest
+from shoal.server.dialects.completions import CompletionRequest
+from shoal.server.dialects.messages import CountTokensRequest, MessagesRequest
+from shoal.server.dialects.responses import Responses
+from shoal.server.known_fields import ABSENT, DEFAULT_ONLY, NULL_ONLY, REFUSED, WHY
+from shoal.server.other_servers import ENDPOINTS, FIELDS
+from shoal.server.responses_body import ResponsesRequest
+from shoal.server.settings import ServerSettings
+from shoal.server.token_bodies import DetokenizeRequest, TokenizeRequest
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+TAKEN, DIFFERS, IGNORED, REFUSES = "taken", "taken with a difference", "ignored with a warning", "refused"
+# What is different, for a field of one path or of all.
+DIFFERENCES: dict[str, str] = {
+    "model": "may be left out; another name than the served ones is a 404",
+    "n": "at most 128",
+    "seed": "the same seed gives the same tokens whatever else is in the batch",
+    "logit_bias": "at most 1,024 tokens, from -100 to 100",
+    "stop": "at most 64, of at most 1,024 characters",
+    "priority": "needs a key that may set it; without `--order priority` it warns",
+    "cache_salt": "at most 256 characters; one text, not a list of them",
+    "request_id": "the header X-Request-Id takes precedence",
+    "rid": "one text, not a list of them",
+    "parallel_tool_calls": "false holds the model to one call, by grammar",
+    "response_format": "always strict; goes together with tools",
+    "structured_outputs": "grammars are Lark or GBNF; goes together with tools",
+    "reasoning_effort": "any text for the chat template; a number is refused",
+    "chat_template_kwargs": "cannot replace what the server sets, such as messages",
+    "thinking_token_budget": "a grammar closes the reasoning; -1 is refused, null means no limit",
+    "top_logprobs": "at most 64",
+    "/v1/completions logprobs": "at most 64",
+    "prompt_logprobs": "at most 64",
+    "/v1/chat/completions tool_choice": "auto by default where tools are given; the call is constrained",
+    "/v1/chat/completions add_special_tokens": "only false: the chat template writes them",
+    "/v1/completions max_tokens": "16 by default",
+    "return_token_ids": "prompt ids come in the first chunk of a stream, or at the top of a whole answer",
+    "/v1/completions prompt": "texts and lists of ids may be mixed in one list",
+    "/detokenize skip_special_tokens": "false by default, as vLLM shows them; SGLang's default is true",
+    "/v1/responses metadata": "values are texts; stored and returned",
+    "/v1/responses include": "logprobs; other entries have no effect",
+    "/v1/responses store": "bounded in size and age, per key",
+    "/v1/responses truncation": "auto leaves out the oldest turns",
+    "/v1/responses tools": "functions only",
+    "/v1/responses background": "not together with stream",
+    "/v1/messages tools": "those that the client runs",
+    "/v1/messages thinking": "budget_tokens is enforced by grammar; signatures are empty",
+}
+# Why endpoints are not there.
+NOT_SERVED: dict[str, tuple[str, ...]] = {
+    "models that embed, classify or rank are not served yet": (
+        *("/v1/embeddings", "/v2/embed", "/encode", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score"),
+        *("/rerank", "/v1/rerank", "/v2/rerank", "/v1/decisions"),
+    ),
+    "only text is read and written": ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"),
+    "adapters are not supported": (
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
+    ),
+    "weights do not change while the server runs; `shoal restart` takes new ones": (
+        *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"),
+        *("/sleep", "/wake_up", "/is_sleeping", "/release_memory_occupation", "/resume_memory_occupation"),
+    ),
+    "use /v1/completions": ("/generate", "/inference/v1/generate"),
+    "use the path of the API that is meant": ("/invocations",),
+    "use /tokenize": ("/v1/completions/render", "/v1/chat/completions/render", "/v1/tokenize"),
+    "use /detokenize": ("/v1/detokenize",),
+    "use /health": ("/health_generate",),
+    "use /metrics": ("/get_load",),
+    "use /v1/models": ("/model_info", "/get_model_info"),
+    "use /server_info": ("/get_server_info",),
+    "there are no images, and so no cache of them": ("/reset_mm_cache", "/reset_encoder_cache"),
+    "close the connection": ("/abort_request",),
+    "requests wait in the queue; drain with SIGTERM": (
+        *("/pause", "/resume", "/pause_generation", "/continue_generation"),
+    ),
+    "engines are added by --cluster": ("/scale_elastic_ep",),
+    "profile with `shoal bench throughput --profile`": ("/start_profile", "/stop_profile"),
+    "nothing outside runs code in the engine": ("/collective_rpc", "/set_internal_state"),
+    "conversations are kept by clients, or by /v1/responses": ("/open_session", "/close_session"),
+    "experts are not recorded": (
+        *("/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record"),
+    ),
+    "answers come parsed": ("/parse_function_call", "/separate_reasoning"),
+    "use /reset_prefix_cache": ("/flush_cache",),
+}
+ABOUT = """# vLLM's and SGLang's API, field by field
+
+For users of other servers: what Shoal does with every endpoint and field of vLLM's and SGLang's OpenAI-compatible
+servers. This page is generated from the code (`python -m shoal.server.compat`), and tests send every field.
+[server.md](server.md) describes the API, [tools.md](tools.md) tools and reasoning.
+
+- **taken**: it means what it means there. **ignored with a warning**: the answer's `X-Shoal-Warning` header names it.
+  **refused**: a 400 that names it, with the reason; for an endpoint, a 404.
+- Every field is accepted as null, and with the default that it has in vLLM or SGLang. A field that no server has is
+  refused as unknown.
+"""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of another server, and what becomes of it here."""
+
+    name: str
+    servers: tuple[str, ...]
+    defaults: tuple[Any, ...]  # where it has one
+    status: str
+    note: str
+
+
+def fields_of(path: str) -> list[Field]:
+    """The fields of other servers' bodies at a path, in the order of their names."""
+    servers: dict[str, list[str]] = {}
+    defaults: dict[str, list[Any]] = {}
+    for server, text in FIELDS[path].items():
+        for one in text.split():
+            name, equals, default = one.partition("=")
+            servers.setdefault(name, []).append(server)
+            if equals and json.loads(default) not in defaults.setdefault(name, []):
+                defaults[name].append(json.loads(default))
+    found = []
+    for name in sorted(servers):
+        status, note = status_of(path, name)
+        found.append(Field(name, tuple(servers[name]), tuple(defaults.get(name, ())), status, note))
+    return found
+
+
+def status_of(path: str, name: str) -> tuple[str, str]:
+    """(what becomes of a field, how or why)."""
+    body = BODIES[path]
+    kinds = {field.encode_name: field.type for field in msgspec.inspect.type_info(body).fields}  # type: ignore[attr-defined]
+    if name not in kinds:
+        return REFUSES, ABSENT[name][1]
+    if issubclass(body, GenerationBody) and name in DEFAULT_ONLY:
+        return REFUSES, WHY[name]
+    if is_raw(kinds[name]):
+        return IGNORED, ""
+    if only_null(kinds[name]):
+        reasons: Mapping[str, str] = REFUSED | NULL_ONLY | getattr(body, "refused", {})
+        return REFUSES, reasons[name].removeprefix("is not supported: ").removesuffix("; remove it")
+    note = DIFFERENCES.get(f"{path} {name}", DIFFERENCES.get(name, ""))
+    return (DIFFERS, note) if note else (TAKEN, "")
+
+
+def is_raw(kind: Any) -> bool:
+    if isinstance(kind, msgspec.inspect.Metadata):
+        return is_raw(kind.type)
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return any(map(is_raw, kind.types))
+    return isinstance(kind, msgspec.inspect.RawType)
+
+
+def only_null(kind: Any) -> bool:
+    if isinstance(kind, msgspec.inspect.Metadata):
+        return only_null(kind.type)
+    return isinstance(kind, msgspec.inspect.NoneType)
+
+
+def served() -> set[str]:
+    """Every path that Shoal has, as METHOD /path/{}."""
+    described = openapi.describe(ServerSettings(models=("model",)), (*DIALECTS, Responses))  # type: ignore[arg-type]
+    return {f"{method.upper()} {plain(path)}" for path, methods in described["paths"].items() for method in methods}
+
+
+def plain(path: str) -> str:
+    """The same whatever its variables are called."""
+    return re.sub(r"\{[^}]*\}", "{}", path)
+
+
+def endpoints() -> list[tuple[str, str, str, str]]:
+    """(endpoint, servers that have it, what Shoal does, why)."""
+    ours = served()
+    why = {path: reason for reason, paths in NOT_SERVED.items() for path in paths}
+    found = []
+    for one, servers in ENDPOINTS.items():
+        there = plain(one) in ours
+        reason = "" if there else why[one.split()[1]]
+        found.append((one, servers.replace(" ", ", "), TAKEN if there else REFUSES, reason))
+    return found
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [ABOUT, "## Endpoints", "", "| endpoint | of | here | |", "|---|---|---|---|"]
+    lines += [f"| `{one}` | {servers} | {status} | {why} |" for one, servers, status, why in endpoints()]
+    for path in FIELDS:
+        lines += ["", f"## `POST {path}`", "", "| field | of | here | |", "|---|---|---|---|"]
+        lines += [f"| `{one.name}` | {', '.join(one.servers)} | {one.status} | {one.note} |" for one in fields_of(path)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
