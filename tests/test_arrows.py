@@ -24,7 +24,10 @@ ARROWS: dict[str, set[str]] = {
     "sched": {"kv", "config", "core"},
     "spec": {"config", "core"},
     "routing": {"kv", "core"},
-    "engine": {"sched", "routing", "kv", "core"},
+    "disagg": {"kv", "core"},
+    "disagg.handoff": {"kv", "core"},  # no clock and no sockets: a simulator runs the same code
+    "disagg.cuda_ipc": {"disagg", "core"},
+    "engine": {"sched", "routing", "disagg", "kv", "core"},
     "sim": {"engine", "routing", "sched", "workload", "config", "core"},
     "files": {"core"},
     "text": {"files", "core"},
@@ -38,10 +41,10 @@ ARROWS: dict[str, set[str]] = {
     "models": {"kernels", "core"},
     "runner": {"models", "kernels", "files", "machine", "core"},
     "workload": {"core"},
-    "bench": {"engine", "sched", "workload", "models", "kernels", "config", "machine", "core"},
+    "bench": {"engine", "disagg", "sched", "workload", "models", "kernels", "config", "machine", "core"},
     "build": {
         *("config", "core", "kv", "sched", "spec", "engine", "files", "text", "kernels", "machine", "models"),
-        *("runner", "workload", "build_draft", "build_ranks", "build_types"),
+        *("disagg", "runner", "workload", "build_draft", "build_ranks", "build_types"),
     },
     "build_draft": {"config", "core", "sched", "spec", "files", "text", "models", "runner"},
     "build_ranks": {"config", "files", "machine", "models", "runner"},
@@ -49,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     "build_follower": {"build", "config", "files", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
-    "processes.engine": {"processes", "build", "config", "core", "engine", "machine", "sched", "text", "obs"},
+    "processes.engine": {"processes", "build", "config", "core", "disagg", "engine", "machine", "sched", "text", "obs"},
     "processes.front": {
         *("processes", "config", "keys", "core", "engine", "files", "routing", "text", "obs", "server"),
     },
@@ -59,6 +62,7 @@ ARROWS: dict[str, set[str]] = {
         "build",
         "build_types",
         "config",
+        "disagg",
         "keys",
         "core",
         "engine",
@@ -80,7 +84,7 @@ ARROWS: dict[str, set[str]] = {
 LIBRARIES: dict[str, set[str]] = {
     "torch": {
         *("kernels", "models", "runner", "bench"),
-        *("build", "build_draft", "build_ranks", "build_follower", "build_types"),
+        *("build", "build_draft", "build_ranks", "build_follower", "build_types", "disagg.cuda_ipc"),
     },
     "transformers": set(),
     "triton": {"kernels"},
@@ -105,7 +109,9 @@ LIBRARIES: dict[str, set[str]] = {
     "matplotlib": {"bench"},
 }
 CLOCKS = {"time", "datetime"}
-WITHOUT_CLOCK = {"kv", "sched", "sim", "spec", "routing", "core", "config", "models", "kernels", "cluster"}
+WITHOUT_CLOCK = {
+    *("kv", "sched", "sim", "spec", "routing", "disagg.handoff", "core", "config", "models", "kernels", "cluster"),
+}
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

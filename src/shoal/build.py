@@ -25,6 +25,7 @@ from shoal.core.clock import Clock, WallClock
 from shoal.core.job import EngineInfo
 from shoal.core.names import pick
 from shoal.core.ports import Executor
+from shoal.disagg.links import KVLinks
 from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig, ModelError
 from shoal.files.gguf import GgufFile
@@ -51,7 +52,7 @@ from shoal.runner.parallel import over_ranks
 from shoal.runner.quantized import NOT_IN_FP8, AsFp8, opened
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
-from shoal.runner.threads import ThreadChoice, ThreadFollower, choose_threads, move_to, release_threads, staying_on
+from shoal.runner.threads import ThreadChoice, ThreadFollower, begin_thread, choose_threads, release_threads, staying_on
 from shoal.runner.verify import CoinToss
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
@@ -117,17 +118,20 @@ def build(
     in_idle_moments: bool = False,
     spare_folder: Path | None = None,
     on_tokenizer: OnTokenizer | None = None,
+    links: KVLinks | None = None,
 ) -> Built:
     """Everything that serves one model in this process.
 
     `in_idle_moments`: record a GPU's graphs while the loop is idle, not now. `spare_folder`: for compiled kernels, if
-    the home folder is read-only. `on_tokenizer`: told of the tokenizer before the weights are loaded.
+    the home folder is read-only. `on_tokenizer`: told of the tokenizer before the weights are loaded. `links`: to
+    engines of the other role.
     """
+    check_roles(config, links)
     if spare_folder is not None:
         keep_in(spare_folder)
     loaded = load(config, progress, on_tokenizer)
     try:
-        return assemble(loaded, config, clock, progress, in_idle_moments, owns_ranks=True)
+        return assemble(loaded, config, clock, progress, in_idle_moments, owns_ranks=True, links=links)
     except BaseException:
         loaded.ranks.close()
         raise
@@ -184,25 +188,26 @@ def assemble(
     progress: bool = False,
     in_idle_moments: bool = False,
     owns_ranks: bool = False,
+    links: KVLinks | None = None,
 ) -> Built:
     """An engine over a loaded model; `owns_ranks`: closing it ends the model's other ranks, too."""
     spec, dtype, device, ranks = loaded.spec, loaded.dtype, loaded.device, loaded.ranks
     config = config.settled(device)
     check_memory(config, device)
+    check_roles(config, links)
     draft = loaded.draft if config.speculation.model else None
     if config.speculation.model and draft is None:
         raise BadConfig("speculate=draft, but the model was loaded without a draft model; load it with the same config")
     if device == "cuda":
         take_memory(loaded, config, progress)
-    kept = kv_dtype(config, dtype)
     blocks = blocks_of_ranks(config, loaded, DraftMemory.of(draft, config, dtype))
     limits = make_limits(config, spec, blocks * config.block_size)
-    host = host_blocks(config, kv_over_ranks(spec, ranks.size), kept, blocks)
-    store = KVStore(loaded.model.spec, blocks, config.block_size, kept, device, host)  # raises if it does not fit
+    host, store = make_store(loaded, config, blocks, links or KVLinks())  # raises if it does not fit
     drafter = make_drafter(config.speculation) if config.speculation.on else None
     worker = None if device == "cuda" else make_worker(loaded.threads)
     made = None if draft is None else make_draft(draft, config, limits, blocks, dtype, device, worker)
-    scheduler = make_scheduler(config, limits, blocks, host, drafter, None if made is None else made.drafter)
+    model = None if made is None else made.drafter
+    scheduler = make_scheduler(config, limits, blocks, host, drafter, model, spill_cold=store.outbox is None)
     synthetic = config.speculation.synthetic
     rule = CoinToss(synthetic) if synthetic is not None else None
     runner = Runner(loaded.model, store, limits.rows, limits.max_model_len, device, rule)
@@ -238,10 +243,27 @@ def assemble(
     )
 
 
+def check_roles(config: EngineConfig, links: KVLinks | None) -> None:
+    """Raise BadConfig if a single engine is to be one of two."""
+    if config.prefill == "disaggregated" and (links is None or not links.role):
+        raise BadConfig(
+            "prefill=disaggregated needs engines of two roles: use shoal serve, or shoal compare --presets splitwise; "
+            "for one engine choose prefill=chunked"
+        )
+
+
+def make_store(loaded: Loaded, config: EngineConfig, blocks: int, links: KVLinks) -> tuple[int, KVStore]:
+    """The blocks in host memory, which may be an outbox for other engines; and the memory of all blocks."""
+    kept, spec = kv_dtype(config, loaded.dtype), loaded.model.spec
+    host = host_blocks(config, kv_over_ranks(loaded.spec, loaded.ranks.size), kept, blocks, links.has_outbox)
+    outbox = links.outbox(host, bytes_per_block(spec, config.block_size, kept)) if host else None
+    return host, KVStore(spec, blocks, config.block_size, kept, loaded.device, host, outbox, links.peers)
+
+
 def make_worker(threads: ThreadChoice) -> ThreadPoolExecutor:
     """The thread that computes all passes on a CPU."""
     release_threads()  # the threads that loaded the weights
-    start = partial(move_to, threads.cpus)
+    start = partial(begin_thread, threads)
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner", initializer=start)
 
 
@@ -276,7 +298,7 @@ def take_memory(loaded: Loaded, config: EngineConfig, progress: bool) -> None:
     from shoal.runner.cuda import rehearse
 
     tokens = config.pass_tokens
-    if config.prefill != "chunked" or config.batching != "continuous":  # prompts are not chunked
+    if config.prefill not in ("chunked", "disaggregated") or config.batching != "continuous":  # prompts are not chunked
         tokens = max(tokens, config.max_model_len or loaded.spec.max_position)
     log.info("rehearsing passes of %d tokens and %d requests", tokens, config.slots)
     kept = kv_dtype(config, loaded.dtype)
@@ -432,13 +454,13 @@ def kv_blocks(
     return blocks
 
 
-def host_blocks(config: EngineConfig, spec: ModelSpec, kept: torch.dtype, blocks: int) -> int:
-    """How many blocks host memory holds: as configured, else as many as the device if the policy swaps, but not more
-    than a quarter of the memory that is free."""
+def host_blocks(config: EngineConfig, spec: ModelSpec, kept: torch.dtype, blocks: int, for_peers: bool = False) -> int:
+    """How many blocks host memory holds: as configured, else as many as the device if the policy swaps or other engines
+    read them, but not more than a quarter of the memory that is free."""
     block_bytes = bytes_per_block(spec, config.block_size, kept)
     if config.host_kv_memory is not None:
         return config.host_kv_memory // block_bytes
-    if config.when_short in ("swap", "auto"):
+    if for_peers or config.when_short in ("swap", "auto"):
         return min(blocks, max(1, min(MOST_HOST_BYTES, available_bytes() // 4) // block_bytes))
     return 0
 

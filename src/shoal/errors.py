@@ -28,6 +28,7 @@ ShoalError
 │   └── TokenizerMismatch   the tokenizer does not belong to this vocabulary
 └── EngineError           the engine failed while computing
     ├── RequestFailed       … for one request alone
+    ├── TransferFailed      KV blocks of another engine did not come; they are computed here
     └── EngineLost          … and cannot go on: a rank of it has ended or hangs
 
 Also how a message shows a value, and an error on a terminal. Knows nothing of the rest of the package.
@@ -150,6 +151,10 @@ class EngineError(ShoalError):
 
 class RequestFailed(EngineError):
     """One request failed; the others in its batch did not."""
+
+
+class TransferFailed(EngineError):
+    """KV blocks of another engine did not come, or are not those that were asked for."""
 
 
 class EngineLost(EngineError):

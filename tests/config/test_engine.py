@@ -101,12 +101,17 @@ def test_every_other_combination_builds() -> None:
         try:
             config = EngineConfig(**chosen, group_size=4)  # type: ignore[arg-type]
         except ImpossiblePair:
-            assert chosen["when_short"] == "wait"
+            apart = chosen["prefill"] == "disaggregated"
+            assert chosen["when_short"] == "wait" or (
+                apart and (chosen["when_short"] in ("swap", "auto") or chosen["batching"] != "continuous")
+            )
             continue
         make_scheduler(config, limits, 20)
         built += 1
     orders, budgets, others = 5, 2, 4  # of when_short, all but `wait`, which needs reserve
-    assert built == 3 * 3 * 3 * orders * budgets * (3 * others + 1)
+    of_one = 3 * 3 * 3 * orders * budgets * (3 * others + 1)
+    of_two = 1 * 3 * 1 * orders * budgets * (3 * (others - 2) + 1)  # continuous alone, and neither swap nor auto
+    assert built == of_one + of_two
 
 
 TIERS = "premium: {ttft: 0.3, itl: 0.04, weight: 8}, batch: {}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import make_parser
+from shoal.cli.serve import transport_of
 from shoal.config.engine import EngineConfig
 from shoal.config.serve import SHORTEST_HANG_S, ServeConfig, as_json, read_options, serve_config_from_json
 from shoal.engine.host import IDLE_S
@@ -164,3 +165,62 @@ def test_an_unknown_flag_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit):
         make_parser().parse_args(["serve", "--max-num-seq", "3"])
     assert "--max-num-seq" in capsys.readouterr().err
+
+
+def test_engines_of_two_roles() -> None:
+    _, serve = options("--prefill", "disaggregated")
+    assert serve.roles == ("prefill", "decode")
+    _, serve = options("--preset", "splitwise", "--prefill-replicas", "2", "--decode-replicas", "3")
+    assert serve.roles == ("prefill",) * 2 + ("decode",) * 3
+    assert serve_config_from_json(json.loads(json.dumps(as_json(serve)))).roles == serve.roles
+    assert options("--replicas", "2")[1].roles == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--prefill-replicas", "2"), "add --prefill disaggregated"),
+        (("--decode-replicas", "2", "--prefill", "chunked"), "add --prefill disaggregated"),
+        (("--kv-transport", "tcp"), "add --prefill disaggregated"),
+        (("--prefill", "disaggregated", "--prefill-replicas", "0"), "decode engines get the KV"),
+        (("--prefill", "disaggregated", "--decode-replicas", "0"), "hand requests over"),
+        (("--prefill", "disaggregated", "--decode-replicas", "64"), "at most 64"),
+        (("--prefill", "disaggregated", "--replicas", "2"), "--decode-replicas"),
+        (("--prefill", "disaggregated", "--cluster", "ray"), "one machine"),
+        (("--prefill", "disaggregated", "--tensor-parallel-size", "2"), "in parts"),
+        (("--prefill", "disaggregated", "--no-prefix-caching"), "prefix cache"),
+        (("--prefill", "disaggregated", "--when-short", "swap"), "outbox"),
+        (("--prefill", "disaggregated", "--batching", "static"), "answered together"),
+    ],
+)
+def test_roles_that_cannot_work_are_refused_with_the_reason(flags: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(BadConfig, match=reason):
+        options(*flags)
+
+
+def test_a_transport_that_is_not_there_is_refused() -> None:
+    def chosen(transport: str | None, *gpus: str) -> str | None:
+        serve = ServeConfig(prefill_replicas=1, decode_replicas=len(gpus) - 1, kv_transport=transport)
+        return transport_of(serve, [{"gpu": gpu} for gpu in gpus])
+
+    assert chosen(None, "", "") == chosen("shm", "", "") == "shm"
+    assert chosen(None, "0", "0") == "cuda-ipc"
+    assert chosen(None, "0", "1") == chosen(None, "0", "0", "1") == "shm"
+    assert chosen("tcp", "", "") == "tcp"
+    with pytest.raises(BadConfig, match="compute on CPUs; use shm"):
+        chosen("cuda-ipc", "", "")
+    with pytest.raises(BadConfig, match="same GPU"):
+        chosen("cuda-ipc", "0", "1")
+
+
+def test_one_engine_cannot_be_disaggregated() -> None:
+    from shoal.build import check_roles
+    from shoal.disagg.links import KVLinks
+
+    config = EngineConfig(prefill="disaggregated")
+    with pytest.raises(BadConfig, match="two roles"):
+        check_roles(config, None)
+    with pytest.raises(BadConfig, match="two roles"):
+        check_roles(config, KVLinks())
+    check_roles(config, KVLinks("decode"))
+    check_roles(EngineConfig(), None)

@@ -44,14 +44,23 @@ class SlowExecutor(FakeExecutor):
 class EngineThread:
     """A host on a thread: what the engine's process does, without the process."""
 
-    def __init__(self, folder: Path, epoch: int = 0, gate: threading.Semaphore | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        epoch: int = 0,
+        gate: threading.Semaphore | None = None,
+        role: str = "",
+        device: type[SlowExecutor] = SlowExecutor,
+        **options: Any,
+    ) -> None:
         scheduler = make_scheduler(**options)
-        executor = SlowExecutor(scheduler.kv.pool.total, scheduler.kv.block_size)
+        executor = device(scheduler.kv.pool.total, scheduler.kv.block_size, options.get("host_blocks", 0))
         executor.gate = gate
         self.gate = gate
         self.listening = PrivateListening(folder)
         self.socket = self.listening.socket
-        info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake", scheduler.kv.block_size)
+        size, outbox = scheduler.kv.block_size, str(folder) if role == "prefill" else ""
+        info = EngineInfo(epoch, 200, VOCAB, 256, "float32", "fake", size, role, outbox)
         self.loop = EngineLoop(scheduler, executor, InboxClock(self.socket), check=True)
         self.observers = [PassCount(), PassCount()]
         self.host = Host(self.loop, self.socket, info, self.observers, {"metrics": lambda: b"passes 1\n"})

@@ -18,8 +18,9 @@ ODD = {
     "dynamic, shrinking, on demand": {"batching": "dynamic", "group_size": 5, "window_ms": 1.0, "layout": "shrink"},
     "padded, three in flight": {"layout": "padded", "prefill": "inline", "depth": 3},
 }
-SETTINGS = {name: {"preset": name} for name in PRESETS} | ODD
-RAGGED = [name for name, preset in PRESETS.items() if preset.settings["layout"] == "ragged"]
+ONE_ENGINE = {name: preset for name, preset in PRESETS.items() if preset.settings["prefill"] != "disaggregated"}
+SETTINGS = {name: {"preset": name} for name in ONE_ENGINE} | ODD
+RAGGED = [name for name, preset in ONE_ENGINE.items() if preset.settings["layout"] == "ragged"]
 RAGGED += ["static, ragged, in chunks"]
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
     from shoal.bench.compare import ComparePlan
+    from shoal.bench.split_engines import SplitEngines
     from shoal.build import Loaded
     from shoal.engine.loop import EngineLoop
     from shoal.workload.traces import Fitted
@@ -200,9 +202,13 @@ def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[ComparePlan,
 
 def kv_tokens_for(plan: "ComparePlan") -> int:
     """A KV cache for the worst case of 3/4 of the slots, so that memory is short at times."""
-    longest = max(one.prompt for one in plan.trace) + plan.max_tokens
     worst = sum(sorted((one.prompt + plan.max_tokens for one in plan.trace), reverse=True)[: plan.slots])
-    return max(longest, worst * 3 // 4)
+    return max(longest_request(plan), worst * 3 // 4)
+
+
+def longest_request(plan: "ComparePlan") -> int:
+    """Its tokens."""
+    return max(one.prompt for one in plan.trace) + plan.max_tokens
 
 
 def engine_maker(
@@ -223,9 +229,30 @@ def engine_maker(
         blocks = -(-tokens // size)
         memory = blocks * bytes_per_block(loaded.spec, size, kept)
         chosen = {"max_num_seqs": plan.slots, "kv_memory": memory, **settings, **flags, "model": None}
-        return assemble(loaded, EngineConfig.from_mapping(chosen)).loop
+        config = EngineConfig.from_mapping(chosen)
+        if config.prefill != "disaggregated":
+            return assemble(loaded, config).loop
+        least = -(-longest_request(plan) // size) * bytes_per_block(loaded.spec, size, kept)
+        return make_split(loaded, replace(config, kv_memory=max(memory // 2, least)))  # type: ignore[return-value]
 
     return make
+
+
+def make_split(loaded: "Loaded", config: EngineConfig) -> "SplitEngines":
+    """A prefill and a decode engine over one model, each with half of the threads."""
+    from shoal.bench.split_engines import SplitEngines
+    from shoal.build import assemble
+    from shoal.disagg.handoff import DECODE, PREFILL
+    from shoal.disagg.links import links_of
+    from shoal.runner.threads import ThreadChoice
+
+    half = replace(loaded, threads=ThreadChoice(max(1, loaded.threads.threads // 2), loaded.threads.cpus))
+    folder = tempfile.TemporaryDirectory(prefix="shoal-")
+    links = links_of(PREFILL, "shm", Path(folder.name))
+    prefill = assemble(half, config, links=links).loop
+    half = replace(half, model=loaded.model.twin())
+    decode = assemble(half, config, links=links_of(DECODE, "shm", Path(folder.name))).loop
+    return SplitEngines(prefill, decode, links.address, on_close=folder.cleanup)
 
 
 def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:

@@ -195,7 +195,8 @@ def make_children(
     from shoal.engine.curve import KeyPair
     from shoal.engine.supervise import Child
 
-    homes = [folder / f"e{number}" for number in range(serve.replicas)] if serve.replicas > 1 else [folder]
+    count = len(serve.roles)
+    homes = [folder / f"e{number}" for number in range(count)] if count > 1 else [folder]
     client_keys = None if serve.cluster is None else KeyPair.fresh().as_json()
     shared = {
         "log_level": serve.log_level,
@@ -253,16 +254,21 @@ def make_engines(
     from shoal.engine.supervise import Child
     from shoal.engine.wire import GIVEN_UP
 
-    def config(home: Path, share: Any, life: int) -> Mapping[str, Any]:
+    shares = shares_of(engine, serve)
+    transport = transport_of(serve, shares)
+
+    def config(home: Path, share: Any, role: str, life: int) -> Mapping[str, Any]:
         mend()
         home.mkdir(mode=0o700, exist_ok=True)
         own = {"home": str(home), "share": share, "drain_timeout": serve.drain_timeout}
+        own |= {"role": role, "kv_transport": transport}
         return {**shared, **own, "engine": as_json(engine), "epoch": life}
 
     made = []
-    for number, (home, share) in enumerate(zip(homes, shares_of(engine, serve), strict=True)):
+    for number, (home, share, role) in enumerate(zip(homes, shares, serve.roles, strict=True)):
         name = f"engine {number}" if len(homes) > 1 else "the engine"
-        one = Child(name, ENGINE, partial(config, home, share), silence_s=serve.hang_timeout)
+        own = partial(config, home, share, role)
+        one = Child(name, ENGINE, own, silence_s=serve.hang_timeout)
         one.on_hang = partial(blackbox.mark_fault, home)
         one.on_given_up = (home / GIVEN_UP).touch
         made.append(one)
@@ -273,16 +279,40 @@ def shares_of(engine: EngineConfig, serve: ServeConfig) -> list[dict[str, Any] |
     """What each engine gets of this machine; None: all of it."""
     from shoal.machine.shares import machine_shares, visible_gpus
 
-    if serve.replicas == 1:
+    count, apart = len(serve.roles), serve.prefill_replicas is not None
+    if count == 1:
         return [None]
     gpus = [] if engine.device == "cpu" else visible_gpus()
     each = engine.tensor_parallel_size
-    if gpus and serve.replicas * each > len(gpus):
+    if gpus and count * each > len(gpus) and not apart:
         many = "as many GPUs" if each == 1 else f"{each} GPUs for each of them"
-        raise BadConfig(
-            f"--replicas {serve.replicas} needs {many}, and there are {len(gpus)}; lower it, or use --device cpu"
-        )
-    return [asdict(share) for share in machine_shares(serve.replicas, gpus_each=each)]
+        raise BadConfig(f"--replicas {count} needs {many}, and there are {len(gpus)}; lower it, or use --device cpu")
+    found = machine_shares(count, gpus_each=each, share_gpus=apart)
+    return [asdict(share if gpus else replace(share, gpu="", on_gpu=1)) for share in found]
+
+
+def transport_of(serve: ServeConfig, shares: Sequence[Mapping[str, Any] | None]) -> str | None:
+    """How KV blocks go from prefill to decode engines; None: they do not. Raises BadConfig for a way that is not there
+    between some of them."""
+    if serve.prefill_replicas is None:
+        return None
+    from shoal.disagg.handoff import PREFILL, Site, choose_transport, why_not
+
+    sites = [Site("here", share["gpu"] if share else "") for share in shares]
+    pairs = [
+        (source, target)
+        for source, of_source in zip(sites, serve.roles, strict=True)
+        for target, of_target in zip(sites, serve.roles, strict=True)
+        if of_source == PREFILL != of_target
+    ]
+    if serve.kv_transport is None:
+        found = {choose_transport(*pair) for pair in pairs}
+        return found.pop() if len(found) == 1 else "shm"
+    for pair in pairs:
+        reason = why_not(serve.kv_transport, *pair)
+        if reason:
+            raise BadConfig(f"--kv-transport {serve.kv_transport}: {reason}")
+    return serve.kv_transport
 
 
 def print_ready(engine: EngineConfig, serve: ServeConfig, listener: socket.socket, as_line: bool) -> None:

@@ -6,12 +6,11 @@ the same table below. Nothing writes to a config afterwards. Knows no policy's i
 
 import argparse
 import json
-import re
 from collections.abc import Container, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any
 
+from shoal.config.options import Options, option, parse_bytes, read_table
 from shoal.config.presets import PRESETS
 from shoal.config.speculate import USAGE, Speculate, check_draft
 from shoal.core.names import pick
@@ -19,66 +18,8 @@ from shoal.core.tiers import DEFAULT as DEFAULT_TIERS
 from shoal.core.tiers import Tiers
 from shoal.errors import BadConfig, ImpossiblePair
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_bytes(text: str | int) -> int:
-    """A size in bytes from a number with a unit.
-
-    >>> parse_bytes("1.5GiB"), parse_bytes("200 MB"), parse_bytes(64)
-    (1610612736, 200000000, 64)
-    """
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(text))
-    if not match or match[2].upper() not in UNITS:
-        raise BadConfig(f"cannot read {text!r} as a size; write a number and a unit, such as 2GiB or 500MB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
-
-
-def read_table(text: str, what: str) -> Any:
-    """A table from a YAML file, or from YAML text; the braces around the text may be left out.
-
-    >>> read_table("premium: {ttft: 0.3}, batch: {}", "tiers")
-    {'premium': {'ttft': 0.3}, 'batch': {}}
-    """
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        import yaml  # imported lazily: only needed when a table is given
-    except ImportError:
-        raise BadConfig(f"{what}: reading YAML needs pyyaml; pip install pyyaml, or write it as JSON") from None
-
-    inline = text.lstrip()
-    try:
-        if "{" not in inline and ":" not in inline:
-            inline = Path(text).read_text()
-        elif not inline.startswith("{") and "\n" not in inline:
-            inline = f"{{{inline}}}"
-        return yaml.safe_load(inline)
-    except OSError as error:
-        raise BadConfig(f"cannot read the {what} from {text}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadConfig(f"{what} is not YAML: {' '.join(str(error).split())}") from error
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    parse: Any = str,
-    choices: tuple[str, ...] = (),
-    group: str = "engine",
-    also: tuple[str, ...] = (),
-) -> Any:
-    """A field of a config; `also` are other names of its flag."""
-    metadata = {"help": help, "parse": parse, "choices": choices, "group": group, "also": also}
-    return field(default=default, metadata=metadata)
-
-
 # choices that cannot work together, with the reason
+APART: dict[str, tuple[str]] = {"prefill": ("disaggregated",)}
 SPLIT = {"tensor_parallel_size": range(2, 2**31)}
 FP8_IS_WHOLE = "fp8 kernels do not add up over ranks; leave fp8 out, or use one process"
 IMPOSSIBLE: tuple[tuple[Mapping[str, Container[object]], str], ...] = (
@@ -94,6 +35,19 @@ IMPOSSIBLE: tuple[tuple[Mapping[str, Container[object]], str], ...] = (
     ),
     ({"quantization": ("fp8",), **SPLIT}, FP8_IS_WHOLE),
     ({"kv_dtype": ("fp8",), **SPLIT}, FP8_IS_WHOLE),
+    (
+        {**APART, "batching": ("static", "dynamic")},
+        "a group is answered together, and its members would be on different engines; use batching=continuous",
+    ),
+    (
+        {**APART, "prefix_caching": (False,)},
+        "KV blocks travel under their names in the prefix cache; leave prefix_caching on",
+    ),
+    (
+        {**APART, "when_short": ("swap", "auto")},
+        "the host memory of a prefill engine is its outbox for KV blocks; use when_short=recompute",
+    ),
+    ({**APART, **SPLIT}, "the KV cache of an engine with several ranks is in parts; use tensor_parallel_size=1"),
 )
 
 SHOWN = {"speculates": "speculate"}  # what the user wrote, for a property in the table
@@ -104,37 +58,6 @@ LONGEST_WAIT_S = 1e8  # three years
 SLOTS = {"cpu": 64, "cuda": 512}
 PASS_TOKENS = {"cpu": 512, "cuda": 2048}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-class Options:
-    """Shared by all configs: checks types, and refuses an option that does not exist."""
-
-    def _check_types(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]
-            self._check_type(item, getattr(self, item.name))
-
-    def _check_type(self, item: "Field[Any]", value: Any) -> None:
-        if value is None and item.default is None:
-            return
-        if isinstance(item.default, bool):
-            if not isinstance(value, bool):
-                raise BadConfig(f"{item.name} must be true or false, not {value!r}")
-            return
-        numbers = {int: (int,), float: (int, float), parse_bytes: (int,)}.get(item.metadata["parse"])
-        if isinstance(item.default, tuple):
-            if not isinstance(value, tuple) or not all(isinstance(one, str) for one in value):
-                raise BadConfig(f"{item.name} must be a list of texts, not {value!r}")
-        elif numbers is None:
-            if not isinstance(value, str):
-                raise BadConfig(f"{item.name} must be a name, not {value!r}")
-            if item.metadata["choices"]:
-                pick(dict.fromkeys(item.metadata["choices"]), value, item.name)
-        elif isinstance(value, bool) or not isinstance(value, numbers):
-            raise BadConfig(f"{item.name} must be a number, not {value!r}")
-
-    def _at_least(self, name: str, least: float) -> None:
-        if getattr(self, name) < least:
-            raise BadConfig(f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +136,10 @@ class EngineConfig(Options):
     window_ms: float = option(50.0, "longest wait for a dynamic group to fill", parse=float, group="policy")
     layout: str = option("ragged", "shape of a pass", choices=("ragged", "padded", "shrink"), group="policy")
     prefill: str = option(
-        "chunked", "how much of a prompt per pass", choices=("chunked", "inline", "exclusive"), group="policy"
+        "chunked",
+        "how much of a prompt per pass; disaggregated: chunks, in other engines than those that decode (shoal serve)",
+        choices=("chunked", "inline", "exclusive", "disaggregated"),
+        group="policy",
     )
     order: str = option(
         "fcfs",

@@ -91,6 +91,12 @@ PRESETS: dict[str, Preset] = {
         batching="continuous", layout="ragged", prefill="chunked", memory="ondemand", when_short="recompute",
         prefix_caching=False, watermark=0.0, chunk_tokens=64, depth=1,
     ),
+    "splitwise": _preset(
+        "prompts on one engine, answers on another, KV sent in between, as DistServe does; they share the machine",
+        "KV is sent by prompt chunk and not by layer; the original adds a third, mixed pool of machines",
+        batching="continuous", layout="ragged", prefill="disaggregated", memory="ondemand", when_short="recompute",
+        prefix_caching=True, watermark=0.01, depth=None,
+    ),
     "shoal": _preset(
         "chunked prefill, paged KV on demand with a few blocks kept free, prefix cache, two passes in flight on a GPU",
         "this is the original",

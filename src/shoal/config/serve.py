@@ -8,11 +8,12 @@ import argparse
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.config.engine import SERVED_QUEUE, EngineConfig, Options, option, parse_bytes
+from shoal.config.engine import SERVED_QUEUE, EngineConfig
+from shoal.config.options import Options, option, parse_bytes
 from shoal.core.names import pick
 from shoal.errors import BadConfig
 
@@ -57,6 +58,18 @@ class ServeConfig(Options):
         "which of several engines gets a request: the one that holds its prefix, weighed against load; the one with "
         "the least work queued, in tokens; or each in turn",
         choices=("prefix", "least-load", "round-robin"),
+        group="server",
+    )
+    prefill_replicas: int | None = option(
+        None, "engines that compute prompts, with --prefill disaggregated; default: 1", parse=int, group="server"
+    )
+    decode_replicas: int | None = option(
+        None, "engines that continue the answers, with --prefill disaggregated; default: 1", parse=int, group="server"
+    )
+    kv_transport: str | None = option(
+        None,
+        "how KV blocks go from prefill to decode engines; default: cuda-ipc between engines on one GPU, else shm",
+        choices=("shm", "tcp", "cuda-ipc"),
         group="server",
     )
     cluster: str | None = option(
@@ -249,6 +262,49 @@ class ServeConfig(Options):
             raise BadConfig(f"{name} is for engines on a cluster; add --cluster ray, or leave it out")
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Of each engine on this machine; "": both."""
+        if self.prefill_replicas is None:
+            return ("",) * self.replicas
+        return ("prefill",) * self.prefill_replicas + ("decode",) * (self.decode_replicas or 0)
+
+    def with_roles(self, disaggregated: bool) -> "ServeConfig":
+        """A copy with the numbers of engines of each role filled in; raises BadConfig if they cannot work."""
+        own = ("prefill_replicas", "decode_replicas", "kv_transport")
+        if not disaggregated:
+            for name in own:
+                if getattr(self, name) is not None:
+                    flag = name.replace("_", "-")
+                    raise BadConfig(
+                        f"--{flag} is for engines of two roles; add --prefill disaggregated, or leave it out"
+                    )
+            return self
+        prefill, decode = (1 if count is None else count for count in (self.prefill_replicas, self.decode_replicas))
+        if prefill < 1:
+            raise BadConfig(
+                "prefill_replicas must be at least 1: decode engines get the KV of prompts from them; for engines that "
+                "do both use --replicas"
+            )
+        if decode < 1:
+            raise BadConfig(
+                "decode_replicas must be at least 1: prefill engines hand requests over to them; for engines that do "
+                "both use --replicas"
+            )
+        if prefill + decode > MOST_REPLICAS:
+            raise BadConfig(f"{prefill + decode} engines are too many for one machine; use at most {MOST_REPLICAS}")
+        if self.replicas != 1:
+            raise BadConfig(
+                "--replicas is for engines that do everything; with --prefill disaggregated use --prefill-replicas and "
+                "--decode-replicas"
+            )
+        if self.cluster is not None:
+            raise BadConfig(
+                "--prefill disaggregated is for engines on one machine, and a cluster may place them on several; "
+                "leave out --cluster, or use --prefill chunked"
+            )
+        return replace(self, prefill_replicas=prefill, decode_replicas=decode)
+
+    @property
     def least_replicas(self) -> int:
         """Fewest engines on a cluster."""
         return self.replicas if self.min_replicas is None else self.min_replicas
@@ -292,7 +348,8 @@ def read_options(
     for config in (EngineConfig, ServeConfig):
         own = {name: _as_tuple(value, TABLE[name][1]) for name, value in values.items() if TABLE[name][0] is config}
         found[config] = own
-    return EngineConfig.from_mapping(found[EngineConfig]), _server(found[ServeConfig])
+    engine, serve = EngineConfig.from_mapping(found[EngineConfig]), _server(found[ServeConfig])
+    return engine, serve.with_roles(engine.prefill == "disaggregated")
 
 
 def _server(values: dict[str, Any]) -> ServeConfig:

@@ -88,6 +88,8 @@ class PassEvents:
     padded_tokens: int = 0  # padding, as counted where it was computed
     blocks_out: int = 0  # KV blocks that have arrived in host memory
     blocks_in: int = 0  # … and back on the device
+    blocks_arrived: int = 0  # KV blocks that have come from another engine
+    blocks_lost: int = 0  # … and whose copy failed
     faults: int = 0  # passes that raised
     busy_s: float = 0.0
     owners: list[str] = field(default_factory=list)  # owners[i] got tokens[i] as its output number indexes[i]

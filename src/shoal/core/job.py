@@ -163,6 +163,8 @@ class EngineInfo:
     dtype: str
     device: str
     block_size: int = 0  # tokens of a KV block that later requests can hit; 0: none can
+    role: str = ""  # prefill or decode; "": both
+    outbox: str = ""  # where decode engines find the blocks that a prefill engine has computed
 
 
 class Sink:

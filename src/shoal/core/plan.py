@@ -30,6 +30,8 @@ class BlockCopy:
     source: tuple[int, ...]
     target: tuple[int, ...]
     direction: str  # "out" (device to host) or "in" (host to device)
+    names: tuple[bytes, ...] = ()  # of the blocks' contents, where another process may read or has written them
+    peer: str = ""  # "in" from the outbox of another engine, at this address; "": from this engine's own host memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,33 @@ class Executor(Protocol):
         """Give everything back; no further calls."""
 
 
+class BlockOutbox(Protocol):
+    """Host blocks that other engines read. A reader trusts a block only while that is labelled with the name that it
+    looks for: so a label is cleared before its block is overwritten, and set after."""
+
+    memory: Any  # bytes, [blocks, bytes of a block]: a numpy array, or a tensor on the device
+    address: str  # where engines find it
+
+    def clear(self, block: int) -> None: ...
+
+    def label(self, block: int, name: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BlockReader(Protocol):
+    """Reads the outboxes of other engines."""
+
+    def read(self, peer: str, blocks: Sequence[int], names: Sequence[bytes], take: Callable[[int, Any], None]) -> None:
+        """Call take(number, bytes) for each of these blocks, in order; waits a while for those that are not there yet.
+
+        Raises TransferFailed, and then what was taken is not to be trusted.
+        """
+
+    def close(self) -> None:
+        """End all reading, of other threads, too."""
+
+
 class EngineClient(Protocol):
     """An engine as its fronts see it, in this process or another. All calls are made on the front's event loop."""
 

@@ -57,6 +57,7 @@ class Reason(Enum):
     ERROR = "error"  # it could not be computed
     TIMEOUT = "timeout"  # its time was over before it was done; what it has is its answer
     REJECTED = "rejected"
+    HANDED = "handed"  # its prompt is computed, and another engine goes on from here
 
 
 class Group:
@@ -98,6 +99,7 @@ class Request:
         "holding",
         "id",
         "last_step",
+        "leaves",
         "max_tokens",
         "names",
         "needs_prompt_logprobs",
@@ -174,6 +176,7 @@ class Request:
         self.state = State.WAITING
         self.began = ran  # it has run, here or elsewhere
         self.resumed = False  # an engine that is gone had accepted it; given at admission
+        self.leaves = False  # another engine goes on after its next token; given at admission
         self.order = -1  # arrival number, given at admission
         self.arrived_s = 0.0  # at its front; given at admission
         self.first_s = math.nan  # when its first token was committed

@@ -72,3 +72,16 @@ def suspected(folder: Path, start: int) -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(read(folder)[0])
+
+
+class Suspected:
+    """The requests in the last passes of an engine that died of a fault, by id.
+
+    After the first death they are tried as one group. If the engine died again while it tried them, they are tried as
+    two halves. A request that was tried alone when the engine died is guilty.
+    """
+
+    def __init__(self, ids: Sequence[str], tried: bool) -> None:
+        half = len(ids) // 2 if tried else len(ids)
+        self.guilty = ids[0] if tried and len(ids) == 1 else None
+        self.first, self.second = frozenset(ids[:half]), frozenset(ids[half:])

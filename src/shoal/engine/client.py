@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from shoal.core.report import EngineStatus
 from shoal.core.request import Reason
 from shoal.core.turns import TurnTaker
 from shoal.engine import blackbox, wire
+from shoal.engine.front_handoffs import FrontHandoffs
 from shoal.engine.link import EngineAddress, EngineLink
+from shoal.engine.live_job import LiveJob
 from shoal.engine.restart_policy import RETRY_S, STARTING, RestartPolicy, WaitForEngine, check_timeout
 from shoal.errors import DeadlinePassed, EngineDown
 from shoal.routing.router import Router
@@ -36,25 +38,6 @@ PING_S = 1.0
 LATE_S = 0.1  # between two looks for jobs whose time is over while they wait for an engine
 MOST_RESUMES = 10  # a job is not submitted again once it has seen so many engines die
 GIVEN_UP = "the engine died and could not be started again; this server must be restarted"
-
-
-@dataclass
-class LiveJob:
-    """A job that has not ended."""
-
-    number: int
-    job: Job
-    sink: Sink
-    begun_s: float
-    outputs: dict[int, list[int]]  # sample → its output so far, for samples that have not ended
-    link: EngineLink | None = None  # the engine that has it; None: it waits
-    waits_for: EngineLink | None = None  # the one engine that may have it, since that suspects it; None: any
-    prompt_logprobs: int = 0  # how many of them the sink has
-    accepted: bool = False
-    sent: bool = False  # an engine has had it
-    prefilled: bool = False  # a token has come from the engine that has it
-    stopped: set[int] = field(default_factory=set)  # samples whose stop string was found
-    resumes: int = 0
 
 
 class ZmqClient:
@@ -78,6 +61,7 @@ class ZmqClient:
         self.router = router or Router()
         self._watch = router is not None
         self._links: dict[int, EngineLink] = {}  # by number
+        self.handoffs = FrontHandoffs(self._links, self.router)
         self._given_up = False  # no engine will come back
         self._live: dict[int, LiveJob] = {}  # by number
         self._numbers: dict[str, int] = {}  # by job id
@@ -217,16 +201,20 @@ class ZmqClient:
 
     def _place(self, live: LiveJob, job: Job) -> bool:
         """Send a job to the engine that the router chooses; False if there is none."""
-        work = Work.of(live.job, live.outputs, self.router.block_size())
-        number = self.router.place(live.number, work, live.waits_for.number if live.waits_for else None)
+        number = self.handoffs.place(live.number, self._work(live), live.waits_for.number if live.waits_for else None)
         if number is None:
             return False
         link = self._links[number]
-        if not link.send(wire.Submit.of(live.number, job, live.outputs if live.sent else None)):
+        leave = self.handoffs.going(live.number, number, live.outputs)
+        if not link.send(wire.Submit.of(live.number, job, live.outputs if live.sent else None, leave)):
             self.router.unsent(live.number)
+            self.handoffs.end(live.number)
             return False
         live.link, live.sent, live.prefilled, live.waits_for = link, True, False, None
         return True
+
+    def _work(self, live: LiveJob) -> Work:
+        return Work.of(live.job, live.outputs, self.router.block_size())
 
     async def _place_waiting(self, pause: TurnTaker) -> None:
         """Submit the jobs that no engine has, in the order of their arrival, but first those that an engine has had.
@@ -294,8 +282,9 @@ class ZmqClient:
     async def up(self, link: EngineLink, pause: TurnTaker) -> None:
         """A new engine, which has none of this front's jobs."""
         assert link.info is not None
+        self.handoffs.lost(link.number)
         self._take_from(link, died=True)
-        self.router.joined(link.number, link.info.block_size)
+        self.router.joined(link.number, link.info.block_size, link.info.role)
         self._leave([one for one in self._links.values() if one.is_leaving])
         await self._place_waiting(pause)
 
@@ -304,6 +293,7 @@ class ZmqClient:
         suspects = self._suspects(link)
         link.gone()
         self.router.left(link.number)
+        self.handoffs.lost(link.number)
         count = self._take_from(link, died=True)
         for live in suspects:
             live.waits_for = link
@@ -340,6 +330,7 @@ class ZmqClient:
         for live in jobs:
             live.link = None
             live.resumes += died
+            self.handoffs.end(live.number)
         return len(jobs)
 
     def _leave(self, links: Iterable[EngineLink]) -> None:
@@ -388,14 +379,16 @@ class ZmqClient:
         for part in message.prompt_logprobs:
             await self._take_prompt_logprobs(link, part, pause)
         await self._take_tokens(link, message, touched, pause)
+        for blocks in message.blocks:
+            live = self._on(link, blocks.number)
+            if live is not None:
+                self.handoffs.blocks(link, blocks, self._work(live))
         for key, ending in message.ended:
             await pause.if_long()
-            number, sample = divmod(key, wire.SAMPLES)
-            live = self._on(link, number)
-            if live is not None and live.outputs.pop(sample, None) is not None:
-                self._accept(live)
-                live.sink.ended(sample, ending)
-                touched[number] = live
+            live = self._on(link, key // wire.SAMPLES)
+            if live is not None and key % wire.SAMPLES in live.outputs:
+                self._ended(live, key % wire.SAMPLES, ending)
+                touched[live.number] = live
         for key, refusal in message.refused:
             live = self._on(link, key // wire.SAMPLES)
             if live is not None:
@@ -403,6 +396,19 @@ class ZmqClient:
                 touched[live.number] = live
         for live in touched.values():
             self._flush_or_forget(live)
+
+    def _ended(self, live: LiveJob, sample: int, ending: Ending) -> None:
+        """A sample has ended, or its prompt is computed and a decode engine goes on with it."""
+        if ending.reason == Reason.HANDED.value:
+            live.handed.setdefault(sample, ending)
+        else:
+            del live.outputs[sample]
+            self._accept(live)
+            live.sink.ended(sample, live.ending(sample, ending))
+        if self.handoffs.handed(live.number, sample) and live.outputs:
+            self.router.ended(live.number)
+            live.link = None
+            self._submit_again(live)
 
     def _on(self, link: EngineLink, number: int) -> LiveJob | None:
         """The job of this number, if this engine has it: late news of one that went elsewhere are not taken."""
@@ -436,6 +442,7 @@ class ZmqClient:
             if not live.prefilled:
                 live.prefilled = True
                 self.router.began(number)
+                self.handoffs.token(number)
                 self._accept(live)
             packed = logprobs.get(at) if logprobs else None
             live.sink.token(sample, token, None if packed is None else wire.read_logprobs(packed))
@@ -474,6 +481,7 @@ class ZmqClient:
 
     def _forget(self, live: LiveJob) -> None:
         self._live.pop(live.number, None)
+        self.handoffs.end(live.number)
         self.router.ended(live.number)
         if self._numbers.get(live.job.id) == live.number:
             del self._numbers[live.job.id]

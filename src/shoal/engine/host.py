@@ -23,7 +23,9 @@ from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, reques
 from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
+from shoal.engine.blackbox import Suspected
 from shoal.engine.elsewhere import ServiceElsewhere
+from shoal.engine.host_handoffs import HostHandoffs
 from shoal.engine.listen import Inbox
 from shoal.engine.load import LoadMeter
 from shoal.engine.loop import EngineLoop
@@ -54,19 +56,6 @@ class InboxClock(WallClock):
         left_s = at_s - self.now_s()
         if left_s > 0:
             self._socket.poll(round(left_s * 1000) + 1)
-
-
-class Suspected:
-    """The requests in the last passes of an engine that died of a fault, by id.
-
-    After the first death they are tried as one group. If the engine died again while it tried them, they are tried as
-    two halves. A request that was tried alone when the engine died is guilty.
-    """
-
-    def __init__(self, ids: Sequence[str], tried: bool) -> None:
-        half = len(ids) // 2 if tried else len(ids)
-        self.guilty = ids[0] if tried and len(ids) == 1 else None
-        self.first, self.second = frozenset(ids[:half]), frozenset(ids[half:])
 
 
 @dataclass
@@ -133,6 +122,7 @@ class Host:
         self.queue_s: dict[str, float] = {}  # request id → time it waited in the queue, until it ends
         self._outbox: dict[bytes, wire.Pass] = {}  # the next message to each front
         self._elsewhere = ServiceElsewhere()
+        self.handoffs = HostHandoffs(loop.scheduler)
         self._drain_until_s: float | None = None  # it is about to end
         self._told_leaving = False
         self._compiling: deque[Compiling] = deque()
@@ -147,6 +137,7 @@ class Host:
             wire.Abort: self._abort_all,
             wire.FinishAt: self._finish_at,
             wire.Ask: self._ask,
+            wire.Arriving: self.handoffs.announce,
         }
 
     def run(self) -> None:
@@ -182,12 +173,18 @@ class Host:
         self.beat()
         self._read()
         self._take_compiled()
+        for one in self.handoffs.ready():
+            self._start(one.front, one.message, one.job, one.grammars)
+            for message in one.finishes:
+                self._finish_at(one.front, message)
         self._send_news()
         now_s = self.loop.clock.now_s()
         events = self.loop.step(until_s=now_s + self._longest_wait_s())
         for observer in self.observers:
             observer.take(events)
         self._sort(events)
+        for front, blocks in self.handoffs.blocks():
+            self._news(front).blocks.append(blocks)
         self.reporter.note(events)
         self.meter.take(events)
         self._report()
@@ -251,6 +248,7 @@ class Host:
         """The front is gone: abort its jobs."""
         for number in list(self.fronts[front].jobs):
             self._abort(front, number)
+        self.handoffs.forget_front(front)
         del self.fronts[front]
         self._outbox.pop(front, None)
         self.reporter.forget(front)
@@ -261,6 +259,7 @@ class Host:
         self.reporter.forget(front)
         for number in list(self.fronts[front].jobs):
             self._abort(front, number)
+        self.handoffs.forget_front(front)
         name, dot, _ = front.rpartition(b".")
         for other in [one for one in self.fronts if dot and one != front and one.rpartition(b".")[0] == name]:
             self._forget(other)  # names are NAME.START: an earlier start of the same front, which is dead
@@ -312,16 +311,21 @@ class Host:
     def _start(
         self, front: bytes, message: wire.Submit, job: Job, grammars: Mapping[int, Grammar] | None = None
     ) -> None:
+        if self.handoffs.hold_back(front, message, job, grammars):
+            self.fronts[front].jobs[message.number] = []
+            return
         requests = requests_of(job, message.outputs, grammars)
         resumed = message.outputs is not None
         try:
             if resumed and any(request.id == self._suspects.guilty for request in requests):
                 raise RequestFailed("the engine died each time it computed this request")
-            self.loop.submit_all(requests, resumed=resumed)
+            self.loop.submit_all(requests, resumed=resumed, leave=message.leave)
         except ShoalError as error:
             self._refuse(front, message.number, error)
             return
         self._watch(requests)
+        if message.leave:
+            self.handoffs.begin(front, message.number, requests)
         self.fronts[front].jobs[message.number] = [request.id for request in requests]
         for request in requests:
             self.owners[request.id] = Owner(front, message.number * wire.SAMPLES + request.sample)
@@ -334,6 +338,7 @@ class Host:
                     self.loop.scheduler.suspects.add(request, which)
 
     def _refuse(self, front: bytes, number: int, error: ShoalError) -> None:
+        self.handoffs.forget(front, number)
         self.fronts[front].jobs.pop(number, None)
         self._news(front).refused.append((number * wire.SAMPLES, Refusal.of(error)))
 
@@ -342,12 +347,15 @@ class Host:
             self._abort(front, number)
 
     def _abort(self, front: bytes, number: int) -> None:
+        self.handoffs.forget(front, number)
         for request_id in self.fronts[front].jobs.pop(number, ()):
             self.owners.pop(request_id, None)
             self.queue_s.pop(request_id, None)
             self.loop.abort(request_id)
 
     def _finish_at(self, front: bytes, message: wire.FinishAt) -> None:
+        if self.handoffs.finish_later(front, message):
+            return
         number, sample = divmod(message.key, wire.SAMPLES)
         for request_id in self.fronts[front].jobs.get(number, ()):
             if self.owners[request_id].key % wire.SAMPLES == sample:
@@ -398,8 +406,11 @@ class Host:
     def _sort(self, events: PassEvents) -> None:
         """Put each event into the next message to the front it concerns. Hot: runs once per token."""
         for admitted in events.admitted:
-            if admitted.id in self.owners and not admitted.resumed:
-                self.queue_s[admitted.id] = admitted.waited_s
+            owner = self.owners.get(admitted.id)
+            if owner:
+                self.handoffs.started(owner.front, owner.key // wire.SAMPLES)
+                if not admitted.resumed:
+                    self.queue_s[admitted.id] = admitted.waited_s
         for id, (first, values) in events.prompt_logprobs.items():
             owner = self.owners.get(id)
             if owner:

@@ -55,9 +55,9 @@ class EngineLoop:
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request, self.clock.now_s())
 
-    def submit_all(self, requests: Sequence[Request], resumed: bool = False) -> None:
+    def submit_all(self, requests: Sequence[Request], resumed: bool = False, leave: bool = False) -> None:
         """All or none of them."""
-        self.scheduler.submit_all(requests, self.clock.now_s(), resumed)
+        self.scheduler.submit_all(requests, self.clock.now_s(), resumed, leave)
 
     def abort(self, request_id: str) -> bool:
         return self.scheduler.abort(request_id)

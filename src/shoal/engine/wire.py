@@ -23,6 +23,7 @@ from shoal.errors import BadParameter, BadRequest
 ADDRESS = "engine.ipc"  # the socket's file in the private folder
 GIVEN_UP = "given-up"  # a file there, written when the engine will not be started again
 SAMPLES = 256  # keys of one job
+DIGEST_BYTES = 32  # of a block's name
 assert MAX_SAMPLES <= SAMPLES
 
 
@@ -51,10 +52,11 @@ class Submit(Message):
     number: int
     packed: msgspec.Raw  # the job, unpacked apart: a bad one is refused by its number, not dropped
     outputs: dict[int, list[int]] | None = None  # resumed: sample → its tokens so far, for samples that have not ended
+    leave: bool = False  # compute one token, then end as "handed": another engine goes on
 
     @classmethod
-    def of(cls, number: int, job: Job, outputs: dict[int, list[int]] | None = None) -> "Submit":
-        return cls(number, msgspec.Raw(_encoder.encode(job)), outputs)
+    def of(cls, number: int, job: Job, outputs: dict[int, list[int]] | None = None, leave: bool = False) -> "Submit":
+        return cls(number, msgspec.Raw(_encoder.encode(job)), outputs, leave)
 
     def job(self) -> Job:
         """Raises BadParameter that names the field where the job is malformed or a value is out of range.
@@ -101,7 +103,16 @@ class Elsewhere(Message):
     service: dict[str, float]
 
 
-FrontMessage: TypeAlias = Hello | Watch | Ping | Submit | Abort | FinishAt | Ask | Elsewhere
+class Arriving(Message):
+    """Blocks of a job that will be submitted here are in the outbox of another engine, or will be soon."""
+
+    number: int
+    peer: str  # the outbox's address
+    names: bytes  # of DIGEST_BYTES each
+    slots: list[int]  # their places in the outbox
+
+
+FrontMessage: TypeAlias = Hello | Watch | Ping | Submit | Abort | FinishAt | Ask | Elsewhere | Arriving
 
 
 # ---- from the engine to a front
@@ -121,6 +132,14 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     values: tuple[msgspec.Raw, ...]  # packed Logprobs, unpacked one by one: there may be thousands of them
 
 
+class OutboxBlocks(msgspec.Struct, array_like=True):
+    """Blocks of a job that go to the engine's outbox."""
+
+    number: int
+    names: bytes
+    slots: list[int]
+
+
 class Pass(Message):
     """What one pass, or the time between two, changed for the jobs of one front."""
 
@@ -133,6 +152,7 @@ class Pass(Message):
     prompt_logprobs: list[PromptLogprobs] = []
     ended: list[tuple[int, Ending]] = []  # by key
     refused: list[tuple[int, Refusal]] = []  # by key
+    blocks: list[OutboxBlocks] = []  # of jobs that leave
 
 
 class Reply(Message):
@@ -172,6 +192,14 @@ _PARAMS_FIELDS = frozenset(item.name for item in fields(SamplingParams))
 def is_given_up(folder: Path | None) -> bool:
     """Whether the engine of this folder, if it is known, will not be started again."""
     return folder is not None and (folder / GIVEN_UP).exists()
+
+
+def split_digests(joined: bytes) -> list[bytes]:
+    """
+    >>> [len(name) for name in split_digests(bytes(64))]
+    [32, 32]
+    """
+    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
 
 
 def pack(message: Message) -> bytes:

@@ -54,6 +54,11 @@ class HostTier:
             self._idle.move_to_end(name)
         return entry.block
 
+    def place_of(self, name: bytes) -> int | None:
+        """Its block, if it is there or on its way."""
+        entry = self._entries.get(name)
+        return None if entry is None or entry.spoiled else entry.block
+
     def take(self, name: bytes) -> int | None:
         """A block to write this content to; None if all are pinned or being written."""
         assert name not in self._entries, "a block that is there is written again"
@@ -108,6 +113,10 @@ class HostTier:
         elif entry.spoiled:
             del self._entries[name]
             self._free.append(entry.block)
+
+    def pinned(self) -> dict[bytes, int]:
+        """How often each block is pinned, for checks."""
+        return {name: entry.pins for name, entry in self._entries.items() if entry.pins}
 
     def check(self) -> None:
         """Every host block is free or has one name; exactly the ready and unpinned may be forgotten."""

@@ -1,4 +1,5 @@
-"""KV manager: reserve, grow, publish and release the blocks of a request; and their way to host memory and back.
+"""KV manager: reserve, grow, publish and release the blocks of a request; and their way to host memory and back, or to
+another engine.
 
 Knows tokens, digests and block ids. Does not know policies, rows, torch or time.
 
@@ -6,13 +7,17 @@ Blocks travel by their names. `spill` copies full blocks to the host tier under 
 `reserve` looks for a prefix on the device first and goes on in the host tier, whose blocks are then fetched. Copies run
 beside the passes: a block on its way out stays held until its copy is done, and a holding whose blocks are on their way
 in is not used before that (`fetch`).
+
+Between engines they travel by name, too. One engine's host tier is its outbox (`export`), which the other reads; what
+arrives there (`arrive`) becomes part of its prefix cache, where the request that it came for finds it.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal.core.plan import BlockCopy
+from shoal.kv.arrivals import ArrivedBlocks
 from shoal.kv.host import HostTier
 from shoal.kv.pool import BlockPool
 from shoal.kv.prefix import PrefixIndex, first_digest, next_digest
@@ -41,7 +46,12 @@ class Transfer:
 
     names: tuple[bytes, ...]
     blocks: tuple[int, ...]  # on the device
-    holding: Holding | None  # the one that waits for it; None: on its way out
+    holding: Holding | None  # the one that waits for it; None: on its way out, or in from another engine
+    peer: str = ""  # the address of that engine's outbox
+
+    @property
+    def out(self) -> bool:
+        return self.holding is None and not self.peer
 
 
 class KVManager:
@@ -51,14 +61,19 @@ class KVManager:
     one of them runs (the caller gives them a salt of their own).
     """
 
-    def __init__(self, total_blocks: int, block_size: int, keep: bool = True, host_blocks: int = 0) -> None:
+    def __init__(
+        self, total_blocks: int, block_size: int, keep: bool = True, host_blocks: int = 0, spill_cold: bool = True
+    ) -> None:
+        """`spill_cold`: copy cached blocks that no request holds to host memory, if there is some."""
         self.block_size = block_size
         self.keep = keep
         self.index = PrefixIndex()
         self.pool = BlockPool(total_blocks, forget=self.index.forget)
         self.host = HostTier(host_blocks) if host_blocks else None
+        self.arrivals = ArrivedBlocks()
         self.transfers: dict[int, Transfer] = {}
         self.leaving = 0  # blocks that only copies hold: free soon
+        self._spills_cold = spill_cold
         self._orders: list[BlockCopy] = []
         self._copies = 0
         self._cold: deque[int] = deque(maxlen=total_blocks)  # blocks that became cached, oldest first
@@ -83,10 +98,10 @@ class KVManager:
         request that tries again, or comes back after a preemption, does not hash its tokens twice.
         """
         hits = self._hits(tokens, salt, names) if look and salt is not None else []
-        revived = sum(1 for block in hits if self.pool.references[block] == 0)
         fresh = max(0, self.blocks_for(capacity) - len(hits))
-        if self.pool.free - revived - fresh < spare:
-            return None
+        while self.pool.free - self._revived(hits) - fresh < spare:
+            if not self._let_newest_arrival_go():
+                return None
         for block in hits:  # hold first, or the grab below might take them away
             self.pool.hold(block)
         taken = self.pool.grab(fresh)
@@ -118,6 +133,10 @@ class KVManager:
             hits.append(block)
         return hits
 
+    def _revived(self, hits: Sequence[int]) -> int:
+        """How many of them are free to be overwritten."""
+        return sum(1 for block in hits if self.pool.references[block] == 0)
+
     def _name(self, names: list[bytes], number: int, tokens: Sequence[int], salt: str) -> None:
         """Make sure that names[number] is there; those before it are."""
         if number == len(names):
@@ -129,8 +148,10 @@ class KVManager:
         if capacity <= holding.capacity:
             return True
         taken = self.pool.grab(self.blocks_for(capacity) - len(holding.blocks))
-        if taken is None:
-            return False
+        while taken is None:
+            if not self._let_newest_arrival_go():
+                return False
+            taken = self.pool.grab(self.blocks_for(capacity) - len(holding.blocks))
         holding.blocks += taken
         holding.capacity = len(holding.blocks) * self.block_size
         return True
@@ -163,7 +184,7 @@ class KVManager:
                 if self.pool.references[block] == 0 and self.index.named_block(block):
                     self.index.forget(block)
                     self.pool.unpublish(block)
-        elif self.host is not None:
+        elif self.host is not None and self._spills_cold:
             self._cold += [block for block in reversed(blocks) if not self.pool.references[block]]
 
     def discard(self, holding: Holding) -> None:
@@ -262,8 +283,71 @@ class KVManager:
         number = self._copies
         self._copies += 1
         self.transfers[number] = transfer
-        self._orders.append(BlockCopy(number, sources, targets, direction))
+        self._orders.append(BlockCopy(number, sources, targets, direction, transfer.names, transfer.peer))
         return number
+
+    # ---- between engines ------------------------------------------------------------------------------------------
+
+    def export(self, names: Iterable[bytes]) -> list[int]:
+        """Begin to copy these blocks to the host tier, for another engine. Returns the host blocks of the first of
+        them, each pinned once: as many as are cached here and fit there."""
+        assert self.host is not None, "blocks are exported, and there is no host memory for them"
+        slots: list[int] = []
+        moving: list[tuple[bytes, int, int]] = []
+        for name in names:
+            slot = self.host.place_of(name)
+            if slot is None:
+                block = None if self.host.has(name) else self.index.find(name)
+                slot = None if block is None else self.host.take(name)
+                if block is None or slot is None:
+                    break
+                moving.append((name, block, slot))
+            self.host.pin(name)
+            slots.append(slot)
+        self._send_out(moving)
+        return slots
+
+    def arrive(self, receiver: Hashable, names: Sequence[bytes], slots: Sequence[int], peer: str, spare: int) -> None:
+        """Begin to copy blocks with these names from another engine's outbox, except those that are here, and keep all
+        of them for the receiver until dismiss(). Leaves `spare` blocks free: what does not fit is not copied."""
+        self.arrivals.expect(receiver)
+        for name in names:
+            block = self.index.find(name)
+            if block is not None:
+                self.pool.hold(block)
+                self.arrivals.keep(receiver, block)
+        missing = [
+            (name, slot)
+            for name, slot in zip(names, slots, strict=True)
+            if self.index.find(name) is None and not self.arrivals.has_under_way(name)
+        ][: max(0, self.pool.free - spare)]
+        if not missing:
+            return
+        targets = tuple(self.pool.grab(len(missing)) or ())
+        wanted, sources = zip(*missing, strict=True)
+        copy = self._order(Transfer(wanted, targets, None, peer), sources, targets, "in")
+        self.arrivals.begin(copy, receiver, wanted)
+
+    def dismiss(self, receiver: Hashable) -> None:
+        """Its blocks need not be kept any more."""
+        self._let_go(self.arrivals.leave(receiver))
+
+    def _let_newest_arrival_go(self) -> bool:
+        """Blocks are short: those that wait for a request may be overwritten. False if there are none."""
+        blocks = self.arrivals.newest()
+        if blocks is None:
+            return False
+        self._let_go(blocks)
+        return True
+
+    def _arrived(self, number: int, transfer: Transfer, failed: bool) -> None:
+        receiver = self.arrivals.came(number, transfer.names)
+        for name, block in zip(transfer.names, transfer.blocks, strict=True):
+            if not failed and self.index.add(name, block):
+                self.pool.publish(block)
+                if self.arrivals.keep(receiver, block):
+                    continue
+            self._let_go([block])
 
     def take_orders(self) -> tuple[BlockCopy, ...]:
         """Copies that no plan has carried yet; the next one must."""
@@ -277,6 +361,9 @@ class KVManager:
     def copied(self, number: int, failed: bool = False) -> int:
         """A copy is done, or has failed: then its content is nowhere but where it came from. Returns its blocks."""
         transfer = self.transfers.pop(number)
+        if transfer.peer:
+            self._arrived(number, transfer, failed)
+            return len(transfer.blocks)
         assert self.host is not None
         if transfer.holding is None:
             for name in transfer.names:
@@ -316,9 +403,12 @@ class KVManager:
         for block in held:
             sharers = held[block]
             assert sharers == 1 or self.index.named_block(block), f"block {block} is shared but was never published"
-        leaving = [block for one in self.transfers.values() if one.holding is None for block in one.blocks]
+        leaving = [block for one in self.transfers.values() if one.out for block in one.blocks]
         assert len(leaving) == self.leaving, "blocks on their way out are counted wrongly"
         held.update(leaving)
+        held.update(block for one in self.transfers.values() if one.peer for block in one.blocks)
+        held.update(self.arrivals.kept)
+        self.arrivals.check({number for number, one in self.transfers.items() if one.peer})
         counted = {block: count for block, count in enumerate(self.pool.references) if count}
         assert held == Counter(counted), "reference counts drifted"
         if self.host is not None:

@@ -23,6 +23,7 @@ class MachineShare:
     gpu: str = ""  # as CUDA_VISIBLE_DEVICES names it, or them; "": there are none
     cpus: tuple[int, ...] = ()  # (): any
     threads: int | None = None  # None: as many as its CPUs allow
+    on_gpu: int = 1  # engines that share its GPU
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> list[str]:
@@ -34,10 +35,17 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> 
 
 
 def machine_shares(
-    count: int, environ: Mapping[str, str] = os.environ, root: Path = ROOT, gpus_each: int = 1
+    count: int,
+    environ: Mapping[str, str] = os.environ,
+    root: Path = ROOT,
+    gpus_each: int = 1,
+    share_gpus: bool = False,
 ) -> list[MachineShare]:
-    """One share for each of so many engines. With more engines than cores, each computes with one thread."""
+    """One share for each of so many engines. With more engines than cores, each computes with one thread.
+    `share_gpus`: several engines use one GPU if there are fewer GPUs than engines."""
     gpus = visible_gpus(environ, root)
+    on_gpu = -(-count // len(gpus)) if gpus and share_gpus and gpus_each == 1 else 1
+    gpus = gpus * on_gpu
     allowed, quota = allowed_cpus() or [], cpu_quota(root)
     groups = split_cpus(allowed, count, root)
     shared = count > 1 and len(set(groups)) < count
@@ -46,5 +54,5 @@ def machine_shares(
         threads = 1 if shared else None
         if not shared and quota is not None and quota / count < len(cpus):
             threads = max(1, int(quota / count))
-        found.append(MachineShare(count, ",".join(gpus[number * gpus_each :][:gpus_each]), cpus, threads))
+        found.append(MachineShare(count, ",".join(gpus[number * gpus_each :][:gpus_each]), cpus, threads, on_gpu))
     return found

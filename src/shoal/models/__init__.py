@@ -43,6 +43,9 @@ class Model(Protocol):
     def shortened(self, layers: int) -> Model:
         """A model of the first layers only, with the same final norm and head; the weights are the same objects."""
 
+    def twin(self) -> Model:
+        """The same weights, for passes on another thread."""
+
     def reserve_positions(self, count: int) -> None:
         """Make the rope tables hold positions 0..count-1, so that no later pass of that length grows them."""
 

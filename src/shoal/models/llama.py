@@ -45,6 +45,14 @@ class LlamaModel:
         found.fused = self.shard.fused(lambda: self.ops.fused(found.layers))
         return found
 
+    def twin(self) -> "LlamaModel":
+        """The same weights, for another thread: what is kept between passes belongs to one of them."""
+        found = copy(self)
+        found.ops = copy(self.ops)
+        found.rope = RopeTable(self.spec.rope, self.spec.head_dim, self.norm.device)
+        found.fused = self.shard.fused(lambda: found.ops.fused(found.layers))
+        return found
+
     def reserve_positions(self, count: int) -> None:
         """Make the rope tables hold positions 0..count-1."""
         self.rope.reserve(count)

@@ -58,6 +58,8 @@ COUNTERS = {
     "shoal_faults": "Passes that raised an error; their requests are retried apart from the others",
     "shoal_kv_blocks_out": "KV blocks copied to host memory",
     "shoal_kv_blocks_in": "KV blocks copied back from host memory",
+    "shoal_kv_blocks_arrived": "KV blocks that came from a prefill engine",
+    "shoal_kv_blocks_lost": "KV blocks whose copy from a prefill engine failed, and which were computed again",
 }
 HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "shoal_queue_seconds": ("From a request's arrival to its first admission", WAIT_S),
@@ -180,6 +182,8 @@ class EngineMetrics(Collector):
         self.totals["shoal_faults"] += events.faults
         self.totals["shoal_kv_blocks_out"] += events.blocks_out
         self.totals["shoal_kv_blocks_in"] += events.blocks_in
+        self.totals["shoal_kv_blocks_arrived"] += events.blocks_arrived
+        self.totals["shoal_kv_blocks_lost"] += events.blocks_lost
         if events.proposed:
             self._drafts(events)
         if events.owners:

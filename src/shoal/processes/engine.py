@@ -18,8 +18,10 @@ from typing import Any
 
 from shoal.config.engine import EngineConfig
 from shoal.core.ports import Executor
+from shoal.disagg.links import links_of
 from shoal.engine import blackbox
-from shoal.engine.host import Host, InboxClock, Suspected
+from shoal.engine.blackbox import Suspected
+from shoal.engine.host import Host, InboxClock
 from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, name_process, say_ready
@@ -127,7 +129,10 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
 
     if share.of > 1 and pick_device(engine.device) == "cpu":
         engine = on_its_cpus(engine, share)
-    folder = Path(config["folder"])
+    elif share.on_gpu > 1:
+        engine = replace(engine.divided(share.on_gpu), kv_share=(engine.kv_share or 0.9) / share.on_gpu)
+    folder, role = Path(config["folder"]), config.get("role", "")
+    links = links_of(role, config.get("kv_transport") or "shm", home_of(config))
     made: list[Grammars] = []
     built = build(
         engine,
@@ -136,6 +141,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         in_idle_moments=True,
         spare_folder=folder / "kernels",  # the next engine finds it there
         on_tokenizer=lambda files, tokenizer: made.append(warming(files, tokenizer)),  # beside loading the weights
+        links=links,
     )
     built.ranks.on_lost = partial(end_engine, config)
     drafters = built.loop.scheduler.policies.drafts.names
@@ -143,7 +149,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     return Host(
         built.loop,
         socket,
-        built.info(config["epoch"]),
+        replace(built.info(config["epoch"]), role=role, outbox=links.address),
         observers=[metrics],
         answers={"metrics": metrics.render},
         make_grammar=made[0].make if made else None,

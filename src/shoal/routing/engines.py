@@ -27,9 +27,11 @@ class Placement:
 class RoutedEngine:
     """An engine that is up."""
 
-    def __init__(self, number: int, block_size: int) -> None:
+    def __init__(self, number: int, block_size: int, role: str = "") -> None:
         self.number = number
         self.block_size = block_size
+        self.role = role  # "": any job may be placed here
+        self.intended = 0  # tokens of jobs that will be placed here
         self.names: set[bytes] = set()  # published: prompts hit these
         self.promised: Counter[bytes] = Counter()  # of prompts that are on their way or being computed
         self.jobs = 0  # that the router has placed here
@@ -45,7 +47,7 @@ class RoutedEngine:
     @property
     def load(self) -> int:
         """Tokens that it has to compute before it is idle, about."""
-        return self.queued + self._unreported_tokens
+        return self.queued + self._unreported_tokens + self.intended
 
     def hits(self, names: BlockNames | Sequence[bytes]) -> int:
         """How many of the first blocks it holds, or will hold when the prompts that were sent there are computed."""

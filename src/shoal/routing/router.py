@@ -43,10 +43,18 @@ class Router:
 
     # ---- engines --------------------------------------------------------------------------------------------------
 
-    def joined(self, number: int, block_size: int = 0) -> None:
+    @property
+    def has_roles(self) -> bool:
+        return any(one.role for one in self._engines.values())
+
+    def has_role(self, role: str) -> bool:
+        """Whether an engine of this role is up."""
+        return any(one.role == role for one in self._engines.values())
+
+    def joined(self, number: int, block_size: int = 0, role: str = "") -> None:
         """An engine is up, and has no jobs of ours. One that was up is a new one."""
         self.left(number)
-        self._engines[number] = RoutedEngine(number, block_size)
+        self._engines[number] = RoutedEngine(number, block_size, role)
 
     def left(self, number: int) -> None:
         """An engine is down, or takes no more jobs: its jobs are on none."""
@@ -61,15 +69,21 @@ class Router:
 
     # ---- jobs -----------------------------------------------------------------------------------------------------
 
-    def place(self, job: int, work: Work, only: int | None = None) -> int | None:
+    def choose(self, work: Work, role: str) -> RoutedEngine | None:
+        """The best engine of this role for a job that will be placed later; None if none is up."""
+        allowed = [one for one in self._engines.values() if one.role == role]
+        return self.policy.choose(work, allowed) if allowed else None
+
+    def place(self, job: int, work: Work, only: int | None = None, role: str = "") -> int | None:
         """Choose an engine for a job that is on none, and count it there; None if no engine is up.
 
-        `only`: the one engine that may get it.
+        `only`: the one engine that may get it. `role`: of the engines that should get it; if none of them is up, any.
         """
         assert job not in self._placements, f"job {job} is placed already"
         allowed = [one for one in self._engines.values() if only is None or one.number == only]
         if not allowed:
             return None
+        allowed = [one for one in allowed if one.role == role] or allowed
         engine = allowed[0] if len(allowed) == 1 else self.policy.choose(work, allowed)
         names = self.policy.uses_names and len(self._engines) > 1
         self._placements[job] = engine.add(work, engine.hits(work.names) if names else 0, names)

@@ -71,4 +71,5 @@ class Copier:
         return tuple(done), tuple(failed)
 
     def close(self) -> None:
+        self._store.close()
         self._worker.shutdown(wait=True, cancel_futures=True)

@@ -1,20 +1,25 @@
-"""The KV tensors, and the copies between their blocks.
+"""The KV tensors, and the copies between their blocks, or from the outbox of another engine.
 
 Owns the memory, not its use: the KV manager decides which request holds a block.
 """
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.core.plan import BlockCopy
-from shoal.errors import BadConfig
+from shoal.core.ports import BlockOutbox, BlockReader
+from shoal.errors import BadConfig, TransferFailed
 from shoal.kernels import fp8
 from shoal.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -62,7 +67,10 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device | str,
         host_blocks: int = 0,
+        outbox: BlockOutbox | None = None,
+        peers: BlockReader | None = None,
     ) -> None:
+        """`outbox`: the memory of the host blocks, which other engines read; `peers`: how their outboxes are read."""
         # zeros, not empty: masked positions are multiplied by 0, and 0 x NaN is NaN; untouched pages cost nothing
         self.scratch = blocks  # one block more, which padding writes to
         sizes = (block_size, spec.kv_heads, spec.head_dim)
@@ -76,7 +84,11 @@ class KVStore:
             self.layers = [(fp8.blocks_in(k, *sizes), fp8.blocks_in(v, *sizes)) for k, v in self.layers]
         self.block_size = block_size
         self.host: Tensor | None = None
-        if host_blocks:
+        self.outbox, self.peers = outbox, peers
+        self._one_block = (spec.layers, 2, *of_block)
+        if outbox is not None:
+            self.host = self._opened(outbox)
+        elif host_blocks:
             host_shape = (spec.layers, 2, host_blocks, *of_block)
             # pinned where the device is a GPU: only then do copies run beside its work
             pinned = self.data.is_cuda
@@ -87,10 +99,57 @@ class KVStore:
                     else lazy_zeros(host_shape, kept, "cpu")
                 )
 
+    def _opened(self, outbox: BlockOutbox) -> Tensor:
+        """Its blocks, indexed as the device's are. Each lies in one piece, so that it can be sent."""
+        raw = outbox.memory if isinstance(outbox.memory, Tensor) else torch.from_numpy(outbox.memory)
+        if self.data.is_cuda and not raw.is_cuda:
+            pin(raw)
+        blocks = raw.view(self.data.dtype).view(len(raw), *self._one_block)
+        return blocks.permute(1, 2, 0, *range(3, blocks.dim()))
+
     @torch.inference_mode()
     def copy(self, order: BlockCopy) -> None:
         """Copy blocks between device and host, one by one, without a buffer in between."""
+        if order.peer:
+            self._copy_from_peer(order)
+            return
         assert self.host is not None, "a copy of blocks, but there is no host memory for them"
-        source, target = (self.data, self.host) if order.direction == "out" else (self.host, self.data)
+        out = order.direction == "out"
+        source, target = (self.data, self.host) if out else (self.host, self.data)
+        outbox = self.outbox if out else None
+        if outbox is not None:
+            for other in order.target:
+                outbox.clear(other)
         for one, other in zip(order.source, order.target, strict=True):
             target[:, :, other].copy_(source[:, :, one], non_blocking=True)
+        if outbox is not None:
+            if self.data.is_cuda:
+                torch.cuda.current_stream().synchronize()
+            for name, other in zip(order.names, order.target, strict=True):
+                outbox.label(other, name)
+
+    def _copy_from_peer(self, order: BlockCopy) -> None:
+        assert self.peers is not None, "blocks of another engine, but none can be reached"
+
+        def take(number: int, block: Any) -> None:
+            raw = block if isinstance(block, Tensor) else torch.from_numpy(block)
+            self.data[:, :, order.target[number]].copy_(raw.view(self.data.dtype).view(self._one_block))
+
+        try:
+            self.peers.read(order.peer, order.source, order.names, take)
+        except TransferFailed as error:
+            log.warning("%d KV blocks are computed again: %s", len(order.target), error)
+            raise
+
+    def close(self) -> None:
+        """No more copies between engines; those under way end soon."""
+        for one in (self.outbox, self.peers):
+            if one is not None:
+                one.close()
+
+
+def pin(memory: Tensor) -> None:
+    """Have a GPU copy from and to this host memory at full speed, if it can."""
+    problem = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
+    if int(problem):
+        log.warning("the KV outbox could not be pinned (CUDA error %d); copies to it are slower", int(problem))

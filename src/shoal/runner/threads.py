@@ -128,6 +128,12 @@ def move_to(cpus: Sequence[int] | frozenset[int] | set[int] | None) -> None:
             log.info("threads are not kept on CPUs %s: %s", sorted(cpus), error.strerror)
 
 
+def begin_thread(choice: ThreadChoice) -> None:
+    """Prepare the calling thread for computing: torch's number of threads belongs to the thread that sets it."""
+    move_to(choice.cpus)
+    torch.set_num_threads(choice.threads)
+
+
 class ThreadFollower:
     """Keeps the number of threads right while the CPUs and the quota that we may use change.
 

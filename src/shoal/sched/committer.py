@@ -193,7 +193,7 @@ class Committer:
         elif grammar is not None and grammar.ended:
             self._endings.end(request, Reason.STOP, events)
         elif outputs >= request.max_tokens:
-            self._endings.end(request, Reason.LENGTH, events)
+            self._endings.end(request, Reason.HANDED if request.leaves else Reason.LENGTH, events)
         else:
             return True
         return False
@@ -208,15 +208,20 @@ class Committer:
         """Blocks have arrived in host memory, or on the device."""
         kv, copies = self._tables.kv, self._tables.policies.copies
         for number, seconds in result.copies_done:
-            out = kv.transfers[number].holding is None
+            transfer = kv.transfers[number]
             blocks = kv.copied(number)
-            copies.learn(out, blocks, seconds)
-            if out:
+            if transfer.peer:
+                events.blocks_arrived += blocks
+                continue
+            copies.learn(transfer.out, blocks, seconds)
+            if transfer.out:
                 events.blocks_out += blocks
             else:
                 events.blocks_in += blocks
         for number in result.copies_failed:
-            kv.copied(number, failed=True)
+            from_peer = bool(kv.transfers[number].peer)
+            blocks = kv.copied(number, failed=True)
+            events.blocks_lost += blocks * from_peer
 
     def fail(self, error: str, now_s: float) -> PassEvents:
         """The executor raised. All requests of the passes in flight become suspects, to be tried again apart from the

@@ -103,7 +103,9 @@ def kept_promises(request: Request, now_s: float) -> tuple[bool | None, bool | N
     promise, first_s, gaps = request.promise, request.first_s, request.outputs - 1
     if request.reason is Reason.ABORT:
         return None, None
-    ttft = None if promise.ttft_s == math.inf else first_s - request.arrived_s <= promise.ttft_s  # NaN: not kept
+    elsewhere = math.isnan(first_s) and request.outputs > 0  # it had its first token before it came here
+    ttft = None if elsewhere or promise.ttft_s == math.inf else first_s - request.arrived_s <= promise.ttft_s
+    # without any token, NaN: not kept
     if promise.itl_s == math.inf or gaps < 1 or math.isnan(first_s):
         return ttft, None
     return ttft, (now_s - first_s) / gaps <= promise.itl_s

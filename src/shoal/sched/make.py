@@ -49,15 +49,17 @@ def make_scheduler(
     host: int = 0,
     drafter: Drafter | None = None,
     model: ModelDrafter | None = None,
+    spill_cold: bool = True,
 ) -> Scheduler:
     """A scheduler over so many KV blocks on the device and in host memory. drafter: made by the caller, since this room
-    knows none; it is needed where the config speculates. model: a draft model, where it names one."""
+    knows none; it is needed where the config speculates. model: a draft model, where it names one. spill_cold:
+    whether host memory also keeps cached blocks of no request."""
     if config.speculation.on and drafter is None:
         raise EngineError(f"speculate {config.speculate} needs a drafter, and none was made")
     if config.speculation.model and model is None:
         raise EngineError(f"speculate {config.speculate} needs a draft model, and none was made")
     rules = Rules(config.max_queue, config.max_wait, config.max_preemptions)
-    kv = KVManager(blocks, config.block_size, config.prefix_caching, host)
+    kv = KVManager(blocks, config.block_size, config.prefix_caching, host, spill_cold)
     setup = Setup(config, config.read_tiers())
     drafts = None
     if drafter is not None and config.speculation.on:

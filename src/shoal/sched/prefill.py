@@ -3,6 +3,7 @@
 chunked     as many as fit into the pass, beside the running decodes
 inline      the whole prompt in one pass, beside the running decodes, which take as long as it does
 exclusive   the whole prompt in a pass without decodes, which pause
+disaggregated  as chunked; prompts are computed by other engines than answers (disagg/), and both kinds do both in need
 
 A cap of `chunk_tokens` on one prompt's share of a pass goes with chunked and exclusive.
 """
@@ -71,8 +72,13 @@ class Exclusive(Chunks):
         return whole(need, left, first)
 
 
+class Disaggregated(Chunked):
+    """Chunked, in each engine. So a decode engine computes what did not come, beside its decodes."""
+
+
 PREFILL: dict[str, type[Prefill]] = {
     "chunked": Chunked,
     "inline": Inline,
     "exclusive": Exclusive,
+    "disaggregated": Disaggregated,
 }

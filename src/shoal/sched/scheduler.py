@@ -57,11 +57,12 @@ class Scheduler:
         """Queue a request; raises BadRequest if it can never be served, Rejected if it is refused for the moment."""
         self.submit_all([request], now_s, resumed)
 
-    def submit_all(self, requests: Sequence[Request], now_s: float, resumed: bool = False) -> None:
+    def submit_all(self, requests: Sequence[Request], now_s: float, resumed: bool = False, leave: bool = False) -> None:
         """Queue all of them (the n samples of a job) or, if this raises, none: then nothing has moved.
 
         `resumed`: an engine that is gone had accepted them, so no limit on load refuses them again. They may bring the
-        output tokens that they have so far.
+        output tokens that they have so far. `leave`: they end here after one token more, as HANDED, unless that token
+        is their last anyway.
         """
         tables = self.tables
         self._check_ids([request.id for request in requests])
@@ -80,7 +81,8 @@ class Scheduler:
             tables.between.rejected += [Rejection(request.id, kind, str(error), after_s, tier) for request in requests]
             raise
         for request, most in zip(requests, max_tokens, strict=True):
-            request.allow(most)
+            request.leaves = leave and most > request.outputs + 1
+            request.allow(request.outputs + 1 if request.leaves else most)
             self._enqueue(request, now_s, resumed)
 
     def _check_ids(self, ids: list[str]) -> None:
