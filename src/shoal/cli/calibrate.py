@@ -117,7 +117,7 @@ def measure_front(args: argparse.Namespace, loaded: "Loaded") -> "FrontTimes":
     crowd = argparse.Namespace(streams=many, seconds=6.0, api_workers=1, pin=False)
     one, all_of_them = measure(few, 50.0, rounds=10), measure(crowd, 50.0 * many)
     for found in (one, all_of_them):
-        if not found["tok_s"]:
+        if not found.get("tokens"):
             raise EngineError(f"no token came through the front: {found['problems']}; try --no-front")
     cpu_one, cpu_many = (found["front_cpu_us_per_token"] * 1e-6 for found in (one, all_of_them))
     token_s = min(max((many * cpu_many - cpu_one) / (many - 1), 0.0), cpu_many)
