@@ -145,7 +145,8 @@ def plan_of(args: argparse.Namespace, profile: "Profile") -> "tuple[ComparePlan,
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise BadConfig(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     args.seed = getattr(args, "seed", None)
-    names = tuple(PRESETS) if args.presets == "all" else tuple(args.presets.split(","))
+    simulated = (name for name, one in PRESETS.items() if one.settings["prefill"] != "disaggregated")
+    names = tuple(simulated) if args.presets == "all" else tuple(args.presets.split(","))
     for name in names:
         EngineConfig.from_mapping(preset_of(name).settings)  # fails now if it is invalid
     context = getattr(args, "max_model_len", None) or profile.model.max_model_len

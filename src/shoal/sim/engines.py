@@ -46,6 +46,8 @@ def check_config(profile: Profile, config: EngineConfig) -> None:
     """Refuse what this profile was not measured with."""
     if config.speculation.on:
         raise BadConfig("speculation is not simulated yet; leave out --speculate")
+    if config.prefill == "disaggregated":
+        raise BadConfig("disaggregated prefill is not simulated yet; choose another --prefill, or leave its preset out")
     if config.dtype not in ("auto", profile.dtype):
         raise BadConfig(f"the profile is of {profile.dtype}, not {config.dtype}; calibrate with --dtype {config.dtype}")
     for name, default in (("quantization", "none"), ("kv_dtype", "auto"), ("tensor_parallel_size", 1)):
