@@ -33,7 +33,7 @@ def add_simulate(commands: Any) -> None:
     parser = new_command(
         commands,
         "simulate",
-        "run a trace through simulated engines: the same scheduler, on a measured cost model",
+        "run a trace through simulated engines: the same scheduler, over the costs of a profile",
         "shoal simulate --profile llama-8b-h200 --trace azure-conv --requests 1000 --rates 10,20,40 --replicas 2",
         run_simulate,
     )
