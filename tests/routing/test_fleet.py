@@ -30,8 +30,7 @@ def test_requests_start_sooner_and_end_sooner_than_by_turns(by_prefix: routing.F
     assert by_turns.seconds >= 1.5 * by_prefix.seconds, "the same requests, so throughput is the inverse"
 
 
-@pytest.mark.parametrize("hot", [0.9, 1.0])
+@pytest.mark.parametrize("hot", [0.5, 0.9, 1.0])
 def test_a_hot_prefix_does_not_drown_one_engine(hot: float) -> None:
-    """At least two engines share it: another copy pays only once 6,000 tokens more are queued than elsewhere."""
     found = measured("prefix", 24.0, hot)
-    assert max(found.work) * len(found.work) / sum(found.work) <= 2.1
+    assert max(found.work) * len(found.work) / sum(found.work) <= 1.5

@@ -11,7 +11,7 @@ from shoal.core.report import EngineReport, join_names
 from shoal.errors import UnknownName
 from shoal.kv.manager import KVManager
 from shoal.kv.prefix import NetChanges
-from shoal.routing.policies import ROUTING, LongestPrefix
+from shoal.routing.policies import ROUTING, LongestPrefix, RecentPrefixes
 from shoal.routing.router import Router
 from shoal.routing.work import BlockNames, Work
 
@@ -85,6 +85,40 @@ def test_a_prefix_is_followed_until_its_engine_is_too_busy() -> None:
     assert one.place(next(jobs), work(tokens)) == 0, "now it pays"
     one.report(2, EngineReport(queued_tokens=miss + 10, submissions=2, evicted=join_names(names(tokens))))
     assert one.place(next(jobs), work(tokens)) == 0, "where that prompt is being computed"
+
+
+def chosen(one: Router, tokens: list[int]) -> int:
+    """The engine that would get such a job."""
+    found = one.choose(work(tokens), "")
+    assert found is not None
+    return found.number
+
+
+def test_a_hot_prefix_gets_as_many_copies_as_it_needs() -> None:
+    """Half of all jobs have one prefix, on four engines: it gets a second copy early, and a third one late."""
+    one, hot = router("prefix", 4), prompt(1, 401)
+    one.report(0, EngineReport(snapshot=True, added=join_names(names(hot))))
+    jobs = iter(range(1000))
+    for other in range(RecentPrefixes.LEAST):  # the others are of no prefix that is held
+        for tokens in (hot, prompt(100 + other, 33)):
+            job = next(jobs)
+            one.place(job, work(tokens, outputs=1))
+            one.ended(job)
+    policy = one.policy
+    assert isinstance(policy, LongestPrefix)
+    few, many = int(policy.HOT_MISS * 400), int(policy.MISS * 400)
+    for number in range(4):
+        one.report(number, EngineReport(queued_tokens=0, submissions=1000))
+    one.report(0, EngineReport(queued_tokens=few - 10, submissions=1000))
+    assert chosen(one, hot) == 0
+    one.report(0, EngineReport(queued_tokens=few + 10, submissions=1000))
+    second = chosen(one, hot)
+    assert second != 0
+    one.report(second, EngineReport(added=join_names(names(hot)), queued_tokens=few + 10, submissions=1000))
+    assert chosen(one, hot) in (0, second), "two are enough for half of the jobs"
+    for number in (0, second):
+        one.report(number, EngineReport(queued_tokens=many + 10, submissions=1000))
+    assert chosen(one, hot) not in (0, second), "unless both are too busy"
 
 
 def test_a_burst_of_one_new_prefix_stays_together_until_it_is_too_much() -> None:

@@ -14,7 +14,7 @@ from shoal.engine.loop import EngineLoop
 from shoal.errors import BadConfig
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
-from shoal.sim.calibrate import Calibration, RecordingExecutor, Stage, stages, swap_stage
+from shoal.sim.calibrate import Calibration, LoadStage, RecordingExecutor, stages, swap_stage
 from shoal.sim.cost import CopyCosts, CostModel, DeviceTimes, HostTimes, PassSize, SimulatedExecutor
 from shoal.sim.engines import check_model, simulated_loop
 from shoal.sim.fit import TimedCopy, TimedPass, errors, fit_copies, fit_costs, nonnegative
@@ -94,7 +94,7 @@ def test_the_recorder_leaves_the_engine_as_it_is() -> None:
     ends = []
     for loop in (plain, recorded):
         found = Calibration(lambda settings, loop=loop: loop, vocab_size=100)
-        found._drive(loop, RecordingExecutor(loop.executor, loop.clock), Stage("x", 4, (1, 50), (1, 9)), 1.0, 0)
+        found._drive(loop, RecordingExecutor(loop.executor, loop.clock), LoadStage("x", 4, (1, 50), (1, 9)), 1.0, 0)
         ends.append(loop.clock.now_s())
     assert ends[0] == ends[1]
 

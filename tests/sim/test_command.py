@@ -13,7 +13,7 @@ from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.recorder import RunRecorder
 from shoal.bench.tally import RunTally
 from shoal.cli import main, simulate
-from shoal.config.presets import PRESETS
+from shoal.cli.simulate import SIMULATED
 from shoal.sim.request import RequestMaker
 from shoal.sim.virtual import OpenArrivals, VirtualServer
 from tests.sim.made import engine, trace
@@ -57,7 +57,7 @@ def test_the_same_seed_gives_the_same_figures(capsys: pytest.CaptureFixture[str]
 @pytest.mark.usefixtures("no_report")
 def test_compare_simulates_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
     found = figures(capsys, "compare", "--simulate", "llama-8b-h200", "--requests", "20", "--rates", "20")
-    assert [run["preset"] for run in found["runs"]] == list(PRESETS)
+    assert [run["preset"] for run in found["runs"]] == list(SIMULATED)
     assert all(run["finished"] == 20 for run in found["runs"])
     assert "estimated" in found["meta"]["model"]
 

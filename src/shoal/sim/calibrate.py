@@ -69,7 +69,7 @@ class RecordingExecutor:
 
 
 @dataclass(frozen=True)
-class Stage:
+class LoadStage:
     """One way of loading the engine: so many users, with prompts and outputs of lengths within these bounds."""
 
     name: str
@@ -79,24 +79,24 @@ class Stage:
     settings: tuple[tuple[str, Any], ...] = ()
 
 
-def stages(slots: int, context: int, budget: int) -> Iterator[Stage]:
+def stages(slots: int, context: int, budget: int) -> Iterator[LoadStage]:
     """The plane: decodes of every batch size, with short and long pasts; prompts, alone and beside them; rectangles."""
     longest = max(2, min(context // 2, 8 * budget))
     short, medium = min(64, longest), min(512, longest)
     sizes = sorted({min(slots, 2**power) for power in range(12)})
     for users in sizes:
-        yield Stage(f"{users} users, chats", users, (4, medium), (8, max(8, min(128, context // 4))))
+        yield LoadStage(f"{users} users, chats", users, (4, medium), (8, max(8, min(128, context // 4))))
     for users in sizes[:: max(1, len(sizes) // 3)]:
-        yield Stage(f"{users} users, decodes", users, (1, short), (48, max(48, min(96, context // 4))))
+        yield LoadStage(f"{users} users, decodes", users, (1, short), (48, max(48, min(96, context // 4))))
     for users in sorted({1, max(1, slots // 8)}):
-        yield Stage(f"{users} users, long prompts", users, (longest // 2, longest), (2, 24))
-    yield Stage("padded", max(1, min(8, slots)), (4, short), (4, 32), (("layout", "padded"),))
+        yield LoadStage(f"{users} users, long prompts", users, (longest // 2, longest), (2, 24))
+    yield LoadStage("padded", max(1, min(8, slots)), (4, short), (4, 32), (("layout", "padded"),))
 
 
-def swap_stage(slots: int, context: int) -> Stage:
+def swap_stage(slots: int, context: int) -> LoadStage:
     """Memory is short, so blocks are swapped out and in."""
     most = max(2, min(256, context // 4))
-    return Stage(
+    return LoadStage(
         "swaps", max(2, slots // 2), (most // 2, most), (16, max(16, min(64, most))), (("when_short", "swap"),)
     )
 
@@ -112,7 +112,7 @@ class Calibration:
         self._chance = random.Random(seed)
         self._count = 0
 
-    def run(self, stage: Stage, seconds: float, least: int = 12) -> int:
+    def run(self, stage: LoadStage, seconds: float, least: int = 12) -> int:
         """Load a new engine this way for so long, and for so many passes at least; returns how many there were."""
         settings = {"max_num_seqs": max(stage.users, 1), "prefix_caching": False, **dict(stage.settings)}
         loop = self._make_engine(settings)
@@ -127,7 +127,9 @@ class Calibration:
         self.copies += recorder.copies
         return len(warm)
 
-    def _drive(self, loop: EngineLoop, recorder: RecordingExecutor, stage: Stage, until_s: float, least: int) -> None:
+    def _drive(
+        self, loop: EngineLoop, recorder: RecordingExecutor, stage: LoadStage, until_s: float, least: int
+    ) -> None:
         running: set[str] = set()
         while loop.clock.now_s() < until_s or len(recorder.passes) < least:
             while len(running) < stage.users:
@@ -142,7 +144,7 @@ class Calibration:
         while not loop.idle:
             loop.step()
 
-    def _request(self, stage: Stage, context: int) -> Request:
+    def _request(self, stage: LoadStage, context: int) -> Request:
         chance = self._chance
         output = min(chance.randint(*stage.output), context - 2)
         prompt = max(1, min(chance.randint(*stage.prompt), context - output - 1))
