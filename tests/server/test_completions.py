@@ -305,7 +305,7 @@ def test_an_unknown_field_is_refused_by_name() -> None:
 
 
 def test_ignored_fields_are_accepted_and_named_in_a_header() -> None:
-    answer = complete(front(), prompt=ONCE, user={"any": "thing"}, store=True, metadata=None)
+    answer = complete(front(), prompt=ONCE, user={"any": "thing"}, store=True, metadata={"a": "b"})
     assert answer.status_code == 200
     assert answer.headers["x-shoal-warning"] == "ignored: user, metadata, store"
     assert "x-shoal-warning" not in complete(front(), prompt=ONCE).headers

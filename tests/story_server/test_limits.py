@@ -366,7 +366,8 @@ def test_a_port_that_is_taken_is_an_error(narrow: Server, tiny_model: Path) -> N
 
 def test_a_file_and_variables_are_heard_and_flags_win(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "shoal.yaml").write_text("served_model_name: from-file\nmax_model_len: 77\nmax_queue: 5\n")
-    flags = (*SMALL[:-4], "--config", str(tmp_path / "shoal.yaml"), "--max-model-len", "99")
+    small = SMALL[: SMALL.index("--served-model-name")]
+    flags = (*small, "--config", str(tmp_path / "shoal.yaml"), "--max-model-len", "99")
     with running(tmp_path / "logs", tiny_model, *flags, env={"SHOAL_API_KEY": "from-variable"}) as server:
         assert server.http.get(f"{server.url}/v1/models").status_code == 401
         with server.openai("from-variable") as client:
