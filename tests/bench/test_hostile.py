@@ -2,9 +2,9 @@
 
 import argparse
 import asyncio
-import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.bench.hostile import CLOSED, OPEN, send_all
@@ -23,7 +23,7 @@ def test_every_body_is_within_the_default_limit_and_has_its_own_name() -> None:
         assert len(body) <= 4 * 2**20, one.name
         large += len(body) > BODY_BYTES * 0.9
         if one.name != "not JSON":
-            assert isinstance(json.loads(body, parse_int=len, parse_float=len), dict), one.name
+            assert msgspec.json.decode(body, type=dict[str, msgspec.Raw]), one.name
     assert large > 10
 
 
