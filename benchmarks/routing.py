@@ -42,6 +42,7 @@ class Figures:
     requests: list[RequestRecord]
     seconds: float
     work: tuple[int, ...]  # positions computed, by engine
+    ended: tuple[int, ...]  # requests, by engine
 
     @property
     def computed(self) -> int:
@@ -81,17 +82,21 @@ class ByEngine(RunRecorder):
     def __init__(self) -> None:
         super().__init__()
         self.work: Counter[Scheduler] = Counter()
+        self.ended: Counter[Scheduler] = Counter()
 
     def passed(self, events: PassEvents, scheduler: Scheduler) -> None:
         super().passed(events, scheduler)
         self.work[scheduler] += events.computed_tokens
+        self.ended[scheduler] += len(events.finished)
 
 
 def measured(policy: str, loops: list[EngineLoop], trace: list[TraceRequest]) -> Figures:
     recorder = ByEngine()
     server = VirtualServer(loops, recorder, RequestMaker(OUTPUT[1], BLOCK), routing=policy)
     seconds = server.run(OpenArrivals(trace))
-    return Figures(recorder.requests, seconds, tuple(recorder.work[loop.scheduler] for loop in loops))
+    schedulers = [loop.scheduler for loop in loops]
+    work, ended = (tuple(count[one] for one in schedulers) for count in (recorder.work, recorder.ended))
+    return Figures(recorder.requests, seconds, work, ended)
 
 
 def line(name: str, one: Figures, big: Figures) -> str:

@@ -34,3 +34,5 @@ def test_requests_start_sooner_and_end_sooner_than_by_turns(by_prefix: routing.F
 def test_a_hot_prefix_does_not_drown_one_engine(hot: float) -> None:
     found = measured("prefix", 24.0, hot)
     assert max(found.work) * len(found.work) / sum(found.work) <= 1.5
+    assert sum(found.ended) == COUNT
+    assert max(found.ended) <= 1.5 * COUNT / len(found.ended)

@@ -258,14 +258,24 @@ def make_split(loaded: "Loaded", config: EngineConfig) -> "SplitEngines":
 def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:
     """What a reader needs to judge the figures and to reproduce them."""
     from shoal.bench.floor import measure
-    from shoal.workload.synthetic import TABLES
 
     machine = measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
+    model = f"{loaded.files.name}, {str(loaded.dtype).removeprefix('torch.')}, on {loaded.device}"
+    rates = f"{machine.bandwidth_gb_s:.1f} GB/s, {machine.matrix_gflop_s:,.0f} GFLOP/s"
+    return common_meta(args, plan, fitted, model, rates)
+
+
+def common_meta(
+    args: argparse.Namespace, plan: "ComparePlan", fitted: "Fitted", model: str, machine: str
+) -> dict[str, Any]:
+    """… of a run or a simulation."""
+    from shoal.workload.synthetic import TABLES
+
     built_in = args.trace in TABLES
     return {
         "command": "shoal " + shlex.join(sys.argv[1:]) if sys.argv else "shoal compare",
-        "model": f"{loaded.files.name}, {str(loaded.dtype).removeprefix('torch.')}, on {loaded.device}",
-        "machine": f"{machine.bandwidth_gb_s:.1f} GB/s, {machine.matrix_gflop_s:,.0f} GFLOP/s",
+        "model": model,
+        "machine": machine,
         "trace": TABLES[args.trace].source if built_in else Path(args.trace).name,
         "requests": len(plan.trace),
         "prompt_tokens": sum(one.prompt for one in plan.trace),

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import new_command
-from shoal.cli.compare import add_promise, add_trace, kv_tokens_for, make_folder, numbers, write_report
+from shoal.cli.compare import add_promise, add_trace, common_meta, kv_tokens_for, make_folder, numbers, write_report
 from shoal.config.engine import SLOTS, EngineConfig, add_flags
 from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
@@ -264,24 +263,7 @@ def tallied(
 
 
 def meta_of(args: argparse.Namespace, profile: "Profile", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:
-    from shoal.workload.synthetic import TABLES
-
-    built_in = args.trace in TABLES
-    return {
-        "command": "shoal " + shlex.join(sys.argv[1:]),
-        "model": profile.in_words(),
-        "machine": f"simulated, with {getattr(args, 'replicas', 1)} of {profile.card.name}; profile {profile.name}",
-        "trace": TABLES[args.trace].source if built_in else Path(args.trace).name,
-        "requests": args.requests,
-        "prompt_tokens": sum(one.prompt for one in plan.trace),
-        "output_tokens": sum(one.output for one in plan.trace),
-        "scale": f"prompts by {args.prompt_scale:.4g}, outputs by {args.output_scale:.4g}",
-        "capped_share": fitted.capped_share,
-        "arrivals": f"closed loop, {plan.users} users" if plan.users else plan.arrivals,
-        "slots": plan.slots,
-        "max_tokens": plan.max_tokens,
-        "promise": f"first token within {plan.promise.ttft_s:g} s, mean gap within {plan.promise.gap_s:g} s",
-        "price_per_hour": plan.price_per_hour,
-        "presets": {name: asdict(preset_of(name)) for name in plan.presets},
-        "profile": {"name": profile.name, "quality": profile.quality, "error": profile.error, "note": profile.note},
-    }
+    machine = f"simulated, with {getattr(args, 'replicas', 1)} of {profile.card.name}; profile {profile.name}"
+    about = {"name": profile.name, "quality": profile.quality, "error": profile.error, "note": profile.note}
+    found = common_meta(args, plan, fitted, profile.in_words(), machine)
+    return {**found, "requests": args.requests, "profile": about}

@@ -6,7 +6,7 @@ An outbox is a segment of host blocks and a thread that lets other engines in:
     tcp    tcp://HOST:PORT/TOKEN  the reader asks for blocks by place and name, and they are sent
     (cuda-ipc.  cuda:PATH         the blocks lie on a GPU: disagg/cuda_ipc.py)
 
-A block is announced before it is there. Whoever reads it waits until its label says so, as long as the other engine
+A block is announced before it is there. Its reader waits until its label says so, as long as the other engine
 lives. Knows bytes, names and sockets; does not know requests or torch.
 """
 
@@ -87,7 +87,7 @@ class SharedOutbox:
 
 
 class TcpOutbox:
-    """An outbox whose blocks are sent over TCP to those who know the token."""
+    """An outbox whose blocks are sent over TCP to readers with the right token."""
 
     def __init__(self, host: str, blocks: int, block_bytes: int) -> None:
         self.segment = Segment.fresh(blocks, block_bytes)
