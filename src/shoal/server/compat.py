@@ -3,13 +3,15 @@
     python -m shoal.server.compat > docs/api.md
 
 Owns the page and the notes in it. Whether something is taken is read from the bodies and routes themselves, so the page
-cannot claim what the code does not do; tests send every field. Knows no requests.
+cannot claim what the code does not do; tests/fields checks what each field that is taken does.
+Knows no requests.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -112,8 +114,9 @@ NOT_SERVED: dict[str, tuple[str, ...]] = {
 ABOUT = """# vLLM's and SGLang's API, field by field
 
 For users of other servers: what Shoal does with every endpoint and field of vLLM's and SGLang's OpenAI-compatible
-servers. This page is generated from the code (`python -m shoal.server.compat`), and tests send every field.
-[server.md](server.md) describes the API, [tools.md](tools.md) tools and reasoning.
+servers. This page is generated from the code (`python -m shoal.server.compat`); tests send every field, and check on a
+real engine what each that is taken does. [server.md](server.md) describes the API, [tools.md](tools.md) tools and
+reasoning.
 
 - **taken**: it means what it means there. **ignored with a warning**: the answer's `X-Shoal-Warning` header names it.
   **refused**: a 400 that names it, with the reason; for an endpoint, a 404.
@@ -153,7 +156,7 @@ def fields_of(path: str) -> list[Field]:
 def status_of(path: str, name: str) -> tuple[str, str]:
     """(what becomes of a field, how or why)."""
     body = BODIES[path]
-    kinds = {field.encode_name: field.type for field in msgspec.inspect.type_info(body).fields}  # type: ignore[attr-defined]
+    kinds = kinds_of(body)
     if name not in kinds:
         return REFUSES, ABSENT[name][1]
     if issubclass(body, GenerationBody) and name in DEFAULT_ONLY:
@@ -165,6 +168,12 @@ def status_of(path: str, name: str) -> tuple[str, str]:
         return REFUSES, reasons[name].removeprefix("is not supported: ").removesuffix("; remove it")
     note = DIFFERENCES.get(f"{path} {name}", DIFFERENCES.get(name, ""))
     return (DIFFERS, note) if note else (TAKEN, "")
+
+
+@cache
+def kinds_of(body: type[msgspec.Struct]) -> dict[str, Any]:
+    """Its fields and their types."""
+    return {field.encode_name: field.type for field in msgspec.inspect.type_info(body).fields}  # type: ignore[attr-defined]
 
 
 def is_raw(kind: Any) -> bool:
