@@ -43,7 +43,8 @@ from shoal.server.logprobs import TokenNames
 from shoal.server.ollama_routes import OllamaRoutes
 from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
 from shoal.server.protocol import TRANSPORT
-from shoal.server.response_routes import ResponseRoutes
+from shoal.server.response_background import followed
+from shoal.server.response_routes import ResponseRoutes, send_events
 from shoal.server.response_store import NoStore, ResponseStore
 from shoal.server.server_routes import ServerRoutes
 from shoal.server.settings import ServerSettings
@@ -278,6 +279,9 @@ class Front:
                 client = BeamClient(client, prepared.length_penalty)
             call = Call(client, prepared, self.tokenizer, self.preparer.eos, reservation)
             self.calls.add(call)
+            if prepared.in_background and prepared.stream:
+                await self._stream_in_background(exchange, call, dialect, watcher)
+                return
             if prepared.in_background:
                 await self._in_background(exchange, call)
                 return
@@ -320,13 +324,35 @@ class Front:
             await exchange.reply(200, body, headers=warning(call.prepared))
             while not call.over:
                 await call.change()
-            error = self._late_error(exchange, call)
-            if error is not None:
-                await call.prepared.at_failure(error)
-            else:
-                await call.prepared.at_end(call.outputs)
+            await self._end_in_background(exchange, call)
         finally:
             self.answer_memory.close(call)
+
+    async def _end_in_background(self, exchange: Exchange, call: Call) -> HttpError | None:
+        error = self._late_error(exchange, call)
+        if error is not None:
+            await call.prepared.at_failure(error)
+        else:
+            await call.prepared.at_end(call.outputs)
+        return error
+
+    async def _stream_in_background(self, exchange: Exchange, call: Call, dialect: Dialect, watcher: Watcher) -> None:
+        """Keep the events; the client follows them, as others may do later, and can leave."""
+        writer = dialect.stream(call, dialect.id_prefix + exchange.name, int(time.time()))
+        stream = EventStream(call, writer, sys.maxsize)
+        await call.submit(stream.sinks)
+        events = await call.prepared.at_stream_begin(lambda: call.fail(cancelled()))
+        following = asyncio.create_task(
+            send_events(exchange, followed(events, -1), watcher, self, warning(call.prepared))
+        )  # fmt: skip
+        try:
+            await stream.write(events.send)
+            error = await self._end_in_background(exchange, call)
+            await stream.finish(events.send, error)
+        finally:
+            events.end()
+            stream.sinks.clear()  # they refer to the stream: nothing but the garbage collector would free it
+            await following
 
     async def _stream(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
         writer = dialect.stream(call, dialect.id_prefix + exchange.name, int(time.time()))

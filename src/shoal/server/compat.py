@@ -70,7 +70,7 @@ DIFFERENCES: dict[str, str] = {
     "/v1/responses store": "bounded in size and age, per key",
     "/v1/responses truncation": "auto leaves out the oldest turns",
     "/v1/responses tools": "functions only",
-    "/v1/responses background": "not together with stream",
+    "/v1/responses background": "must be stored",
     "/v1/messages tools": "those that the client runs",
     "/v1/messages thinking": "budget_tokens is enforced by grammar; signatures are empty",
 }

@@ -246,7 +246,13 @@ def _stored_responses(settings: ServerSettings) -> Json:
         {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
         {"name": "after", "in": "query", "schema": {"type": "string"}},
     ]
-    found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id])
+    events: list[Json] = [
+        {"name": "stream", "in": "query", "schema": {"enum": ["true", "false"]},
+         "description": "true: the events of one that was made with `background` and `stream`, as they come"},
+        {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0},
+         "description": "with `stream`: the number of the last event that is not wanted"},
+    ]  # fmt: skip
+    found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id, *events])
     gone = _get("Delete it", DeletedResponse, 404, 503, parameters=[id])["get"]
     items = _get("The items of its input", InputItemList, 400, 404, 503, parameters=[id, *options])
     cancel = _get("Cancel it, if it is made in the background", ResponseAnswer, 400, 404, 503, parameters=[id])["get"]

@@ -26,6 +26,7 @@ from shoal.server.constraint import is_constrained
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.final_message import cut, marked
 from shoal.server.history import plain_messages, size_of
+from shoal.server.response_log import EventLog
 from shoal.server.rules import (
     check_beams,
     check_defaults,
@@ -109,6 +110,10 @@ class PreparedRequest:
 
     async def at_begin(self, cancel: Callable[[], None]) -> bytes:
         """The answer to a request that goes on in the background. `cancel`: ends it."""
+        raise NotImplementedError
+
+    async def at_stream_begin(self, cancel: Callable[[], None]) -> EventLog:
+        """The same for one that is streamed: where its events go."""
         raise NotImplementedError
 
     async def at_end(self, outputs: Outputs) -> None:
