@@ -8,6 +8,5 @@ test_fields.py  runs them all, and fails where a field has none
 
 import pytest
 
-pytest.register_assert_rewrite(
-    *(f"tests.fields.{name}" for name in ("server", "drawing", "ends", "forms", "prompts", "shown", "apart"))
-)
+CHECKS = ("drawing", "ends", "forms", "prompts", "shown", "apart", "generate")
+pytest.register_assert_rewrite(*(f"tests.fields.{name}" for name in ("server", *CHECKS)))

@@ -30,6 +30,12 @@ def cache_salt(server: FieldServer, path: str) -> None:
 @checks(THREE, "priority")
 def priority(server: FieldServer, path: str) -> None:
     """Of two requests that wait while others hold all rows, the one with the lower number goes first."""
+    ended = asyncio.run(in_order(server, path))
+    assert ended.index("soon") < ended.index("late")
+
+
+async def in_order(server: FieldServer, path: str) -> list[str]:
+    """The names of the requests as they end."""
     ended: list[str] = []
 
     async def one(name: str, at: str = path, **body: Any) -> None:
@@ -37,18 +43,15 @@ def priority(server: FieldServer, path: str) -> None:
         assert answer.status_code == 200, answer.text
         ended.append(name)
 
-    async def story() -> None:
-        long = one("long", COMPLETIONS, n=ROWS - 1, max_tokens=90, ignore_eos=True)
-        short = one("short", COMPLETIONS, max_tokens=20, ignore_eos=True)  # when it ends, one row is free
-        tasks: list[asyncio.Task[None]] = []
-        for waiting in (long, short, one("late", priority=5), one("soon", priority=-5)):
-            tasks.append(asyncio.create_task(waiting))
-            while server.front.client.jobs < len(tasks):
-                await asyncio.sleep(0)
-        await asyncio.gather(*tasks)
-
-    asyncio.run(story())
-    assert ended.index("soon") < ended.index("late")
+    long = one("long", COMPLETIONS, n=ROWS - 1, max_tokens=90, ignore_eos=True)
+    short = one("short", COMPLETIONS, max_tokens=20, ignore_eos=True)  # when it ends, one row is free
+    tasks: list[asyncio.Task[None]] = []
+    for waiting in (long, short, one("late", priority=5), one("soon", priority=-5)):
+        tasks.append(asyncio.create_task(waiting))
+        while server.front.client.jobs < len(tasks):
+            await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    return ended
 
 
 # ---- the store

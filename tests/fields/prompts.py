@@ -109,6 +109,9 @@ def tokenized(server: FieldServer, path: str) -> None:
     found = server.ask(path, prompt=STORY)
     assert found == {"count": len(found["tokens"]), "max_model_len": 4096, "tokens": [BOS, *encoded(STORY)]}
     assert server.ask(path, prompt=STORY, add_special_tokens=False)["tokens"] == encoded(STORY)
+    both = server.ask(path, prompt=[STORY, "a fish"], return_token_strs=True)
+    assert both["tokens"] == [[BOS, *encoded(STORY)], [BOS, *encoded("a fish")]]
+    assert both["count"] == [len(one) for one in both["tokens"]] == [len(one) for one in both["token_strs"]]
     named = server.ask(path, prompt="a fish", return_token_strs=True)
     assert named["token_strs"] == [backend().id_to_token(token) for token in named["tokens"]]
     assert server.ask(path, prompt=STORY, model="other-name") == found
@@ -116,12 +119,13 @@ def tokenized(server: FieldServer, path: str) -> None:
 
 
 @checks(TOKENIZE, "messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+@checks(TOKENIZE, "tool_choice", "reasoning_effort")
 def tokenized_chats(server: FieldServer, path: str) -> None:
     """The ids are those that a chat with the same fields reads."""
     tool = {"type": "function", "function": {"name": "count_fish", "parameters": {"type": "object", "properties": {}}}}
     fields: list[dict[str, Any]] = [
         {}, {"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": False},
-        {"chat_template_kwargs": {"mood": "(glad)"}}, {"tools": [tool]},
+        {"chat_template_kwargs": {"mood": "(glad)"}}, {"tools": [tool]}, {"reasoning_effort": "low"},
     ]  # fmt: skip
     read = set()
     for body in fields:
@@ -129,12 +133,15 @@ def tokenized_chats(server: FieldServer, path: str) -> None:
         assert decoded(ids) == server.prompt(CHAT, messages=HALF, **body)
         read.add(decoded(ids))
     assert len(read) == len(fields)
+    hidden = server.ask(path, messages=HALF, tools=[tool], tool_choice="none")["tokens"]
+    assert hidden == server.ask(path, messages=HALF)["tokens"]
 
 
 @checks(DETOKENIZE, "tokens", "skip_special_tokens", "model")
 def detokenized(server: FieldServer, path: str) -> None:
     tokens = [BOS, *encoded(STORY), EOS]
-    assert server.ask(path, tokens=tokens) == {"prompt": f"<s>{STORY}</s>"}
-    assert server.ask(path, tokens=tokens, skip_special_tokens=True) == {"prompt": STORY}
+    assert server.ask(path, tokens=tokens) == {"prompt": f"<s>{STORY}</s>", "text": f"<s>{STORY}</s>"}
+    assert server.ask(path, tokens=tokens, skip_special_tokens=True)["prompt"] == STORY
+    assert server.ask(path, tokens=[tokens, [5]], skip_special_tokens=True)["text"][0] == STORY
     assert server.ask(path, tokens=tokens, model="other-name")
     assert server.post(path, tokens=tokens, model="unknown").status_code == 404

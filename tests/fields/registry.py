@@ -5,6 +5,7 @@ from typing import Any
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, COUNT, TOKENIZE, DETOKENIZE = "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"
+GENERATE, GENERATE_SAMPLING = "/generate", "/generate sampling_params"
 BOTH, THREE, FOUR = (COMPLETIONS, CHAT), (COMPLETIONS, CHAT, RESPONSES), (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
 
 Check = Callable[..., None]  # is given the server and the path

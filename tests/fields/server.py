@@ -18,7 +18,7 @@ from shoal.engine.local import LocalClient
 from shoal.server.app import Front
 from shoal.server.response_store import SqliteStore
 from shoal.server.settings import ServerSettings
-from tests.fields.registry import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from tests.fields.registry import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from tests.server.fronts import ask_async
 from tests.story.models import EOS, backend, open_llm, save_model
 
@@ -35,6 +35,7 @@ LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"messages": ASKED, "max_tokens": 24},
     RESPONSES: {"input": STORY, "max_output_tokens": 24, "store": False},
     MESSAGES: {"messages": ASKED, "max_tokens": 24},
+    GENERATE: {"text": STORY, "sampling_params": {"max_new_tokens": 24}},
 }
 GREEDY = {"temperature": 0}
 ROWS = 8  # sequences that run at the same time
@@ -70,11 +71,11 @@ class FieldServer:
         sent = {name: value for name, value in {**LEAST.get(path, {}), **body}.items() if value is not None}
         return await ask_async(self.front, "POST", path, json=sent)
 
-    def ask(self, path: str, **body: Any) -> dict[str, Any]:
+    def ask(self, path: str, **body: Any) -> Any:
         """An answer that must be a good one."""
         answer = self.post(path, **body)
         assert answer.status_code == 200, answer.text[:1000]
-        return dict(answer.json())
+        return answer.json()
 
     def refused(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.post(path, **body)
@@ -110,6 +111,8 @@ def text_of(answer: dict[str, Any]) -> str:
     if "choices" in answer:
         one = answer["choices"][0]
         return str(one["text"] if "text" in one else one["message"]["content"])
+    if "text" in answer and "meta_info" in answer:
+        return str(answer["text"])
     if "output" in answer:
         return "".join(part["text"] for one in answer["output"] if one["type"] == "message" for part in one["content"])
     return "".join(part["text"] for part in answer["content"] if part["type"] == "text")

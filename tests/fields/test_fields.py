@@ -6,11 +6,11 @@ import pytest
 
 from shoal.server.compat import DIFFERS, TAKEN, fields_of
 from shoal.server.other_servers import FIELDS
-from tests.fields import apart, drawing, ends, forms, prompts, shown
+from tests.fields import apart, drawing, ends, forms, generate, prompts, shown
 from tests.fields.registry import CHECKS, Check, runs
 from tests.fields.server import FieldServer, field_server
 
-MODULES = (apart, drawing, ends, forms, prompts, shown)
+MODULES = (apart, drawing, ends, forms, generate, prompts, shown)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from shoal.output.parser import Parsed, calls_of, content_of, reasoning_of
 from shoal.output.sample import Sample
 from shoal.server.dialects.common import encode, reason_of
 from shoal.server.errors import BadField, HttpError
-from shoal.server.prepare import PreparedRequest
+from shoal.server.prepared import PreparedRequest
 from shoal.server.response_items import (
     FunctionCallItem,
     ItemStatus,

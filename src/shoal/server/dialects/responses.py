@@ -27,7 +27,8 @@ from shoal.server.dialects.response_events import ResponseStream
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.jobs import Call
 from shoal.server.logprobs import TokenNames, token_pieces
-from shoal.server.prepare import PreparedRequest, Preparer
+from shoal.server.prepare import Preparer
+from shoal.server.prepared import PreparedRequest
 from shoal.server.response_background import BackgroundResponses
 from shoal.server.response_items import InputItem, ResponseEvent, Source, messages_of, stored_items
 from shoal.server.response_log import EventLog
