@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.common import check_writable, new_command
-from shoal.cli.compare import add_model, load_once
+from shoal.cli.common import add_model, check_writable, new_command
+from shoal.cli.compare import load_once
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig, EngineError
 

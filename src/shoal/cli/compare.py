@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.common import new_command
+from shoal.cli.common import add_model, choose_model, new_command
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
@@ -59,12 +59,6 @@ def add_compare(commands: Any) -> None:
     )
     add_promise(parser, out="shoal-compare")
     add_flags(parser)
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
-    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
 
 
 def add_promise(parser: argparse.ArgumentParser, out: str) -> None:
@@ -140,9 +134,7 @@ def make_folder(folder: Path) -> None:
 def load_once(args: argparse.Namespace) -> "Loaded":
     from shoal.build import load
 
-    if args.config and getattr(args, "load_format", "auto") != "dummy":
-        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
-    args.model = args.config or args.model
+    choose_model(args)
     return load(EngineConfig.from_args(args), progress=sys.stderr.isatty())
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.common import check_writable, new_command
+from shoal.cli.common import add_model, check_writable, choose_model, new_command
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig
 
@@ -20,12 +20,10 @@ def add_latency(kinds: Any) -> None:
         kinds,
         "latency",
         "time to the first token and between tokens for whole batches, with the floor and the fraction reached",
-        "shoal bench latency --config DIR --load-format dummy --batches 1,8,64,256 --prompt 512 --output 128",
+        "shoal bench latency --config qwen3-0.6b --load-format dummy --batches 1,8,64,256 --prompt 512 --output 128",
         run_bench_latency,
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
-    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
+    add_model(parser)
     parser.add_argument("--batches", default=BATCHES, metavar="N,N,…", help=f"batch sizes (default: {BATCHES})")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (default: 512)")
     parser.add_argument("--output", type=int, default=128, help="tokens of each answer (default: 128)")
@@ -46,9 +44,7 @@ def run_bench_latency(args: argparse.Namespace) -> int:
             raise BadConfig(f"--{name} must be at least {least}, not {getattr(args, name)}")
     if args.json and args.json != "-":
         check_writable(args.json)
-    if args.config and getattr(args, "load_format", "auto") != "dummy":
-        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
-    args.model = args.config or args.model
+    choose_model(args)
     defaults = {"prefix_caching": False, "max_num_seqs": max(batches), "max_num_batched_tokens": TOKENS}
     built = build(
         EngineConfig.from_args(argparse.Namespace(**{**defaults, **vars(args)})), progress=sys.stderr.isatty()

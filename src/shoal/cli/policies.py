@@ -7,8 +7,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.common import new_command
-from shoal.cli.compare import add_model, load_once, make_folder
+from shoal.cli.common import add_model, new_command
+from shoal.cli.compare import load_once, make_folder
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.names import pick
 from shoal.errors import BadConfig
