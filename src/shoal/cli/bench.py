@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.bench.serve_command import add_command as add_serve
 from shoal.cli.accuracy import add_accuracy
+from shoal.cli.checks import check_early
 from shoal.cli.common import add_model, check_writable, choose_model, new_command
 from shoal.cli.compare import load_once, make_folder
 from shoal.cli.frontend import add_frontend
@@ -21,6 +22,7 @@ from shoal.cli.scheduler import add_scheduler
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.params import SamplingParams
 from shoal.errors import BadConfig
+from shoal.workload.lengths import random_prompts
 from shoal.workload.named import WORKLOADS, find_lengths
 
 if TYPE_CHECKING:
@@ -75,16 +77,16 @@ def add_bench(commands: Any) -> None:
 
 
 def run_bench_giant(args: argparse.Namespace) -> int:
+    folder = Path(args.out)
+    make_folder(folder)
+    loaded = load_once(args)
     from shoal.bench.giant import giant_rows, run_giant
     from shoal.bench.giant_plots import giant_plot
     from shoal.bench.plot_style import save
     from shoal.bench.report import giant_table
     from shoal.build import assemble
 
-    loaded = load_once(args)
     flags = {name: value for name, value in asdict(EngineConfig.from_args(args)).items() if name in vars(args)}
-    folder = Path(args.out)
-    make_folder(folder)
 
     def make(settings: dict[str, Any]) -> "EngineLoop":
         chosen = {"max_num_batched_tokens": args.chunk + args.streams, **settings, **flags, "model": None}
@@ -119,12 +121,6 @@ def add_giant(kinds: Any) -> None:
 
 
 def run_bench_throughput(args: argparse.Namespace) -> int:
-    from shoal.bench.floor import floor, measure
-    from shoal.bench.report import throughput_figures, throughput_table
-    from shoal.bench.throughput import run_throughput
-    from shoal.build import build
-    from shoal.workload.lengths import random_prompts
-
     for name in ("requests", "runs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise BadConfig(f"--{name} must be at least 1, not {getattr(args, name)}")
@@ -133,9 +129,14 @@ def run_bench_throughput(args: argparse.Namespace) -> int:
             check_writable(path)
     choose_model(args)
     given = {"prefix_caching": False, **vars(args)}  # random prompts share no prefixes
-    config = EngineConfig.from_args(argparse.Namespace(**given))
+    config = check_early(EngineConfig.from_args(argparse.Namespace(**given)))
     lengths = find_lengths(args.workload)[: args.requests]
     params = read_sampling(args.sampling)
+    from shoal.bench.floor import floor, measure  # after the checks: torch is loaded here
+    from shoal.bench.report import throughput_figures, throughput_table
+    from shoal.bench.throughput import run_throughput
+    from shoal.build import build
+
     built = build(config, progress=sys.stderr.isatty())
     prompts = random_prompts(lengths, built.spec.vocab_size)
     run = partial(run_throughput, built.loop, params=params, speculate=config.speculate)

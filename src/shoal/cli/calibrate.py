@@ -28,7 +28,7 @@ def add_calibrate(commands: Any) -> None:
         commands,
         "calibrate",
         "measure how long passes take on this machine, and write a profile for shoal simulate",
-        "shoal calibrate --model SmolLM2 --seconds 180 --out profile.json",
+        "shoal calibrate --seconds 180 --out profile.json",
         run_calibrate,
     )
     add_model(parser)

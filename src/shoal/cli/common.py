@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.checks import check_early
 from shoal.config.engine import EngineConfig
 from shoal.core.names import pick
 from shoal.core.params import DEFAULTS, PARAMS, SamplingParams
@@ -28,7 +29,6 @@ def new_command(
         description=help[0].upper() + help[1:] + ".",
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     if log_level:
         parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
@@ -63,9 +63,10 @@ def sampling_from(args: argparse.Namespace, llm: "LLM", prompt_tokens: int) -> S
 
 
 def open_llm(args: argparse.Namespace) -> "LLM":
-    from shoal.llm.llm import LLM
+    config = check_early(EngineConfig.from_args(args))
+    from shoal.llm.llm import LLM  # after the checks: it loads torch
 
-    return LLM(**asdict(EngineConfig.from_args(args)), progress=sys.stderr.isatty())
+    return LLM(**asdict(config), progress=sys.stderr.isatty())
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.checks import check_early
 from shoal.cli.common import add_model, check_writable, choose_model, new_command
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig
@@ -33,11 +34,6 @@ def add_latency(kinds: Any) -> None:
 
 
 def run_bench_latency(args: argparse.Namespace) -> int:
-    from shoal.bench.floor import measure
-    from shoal.bench.latency import best_of, latency_figures, run_latency
-    from shoal.bench.report import latency_table
-    from shoal.build import build
-
     batches = read_batches(args.batches)
     for name, least in (("prompt", 1), ("output", 2), ("runs", 1)):
         if getattr(args, name) < least:
@@ -46,9 +42,13 @@ def run_bench_latency(args: argparse.Namespace) -> int:
         check_writable(args.json)
     choose_model(args)
     defaults = {"prefix_caching": False, "max_num_seqs": max(batches), "max_num_batched_tokens": TOKENS}
-    built = build(
-        EngineConfig.from_args(argparse.Namespace(**{**defaults, **vars(args)})), progress=sys.stderr.isatty()
-    )
+    config = check_early(EngineConfig.from_args(argparse.Namespace(**{**defaults, **vars(args)})))
+    from shoal.bench.floor import measure  # after the checks: torch is loaded here
+    from shoal.bench.latency import best_of, latency_figures, run_latency
+    from shoal.bench.report import latency_table
+    from shoal.build import build
+
+    built = build(config, progress=sys.stderr.isatty())
     machine = measure(built.dtype, built.device, built.spec.parameters * built.dtype.itemsize)
     rows = []
     for number, batch in enumerate(batches):

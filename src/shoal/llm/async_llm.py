@@ -23,6 +23,7 @@ from shoal.llm.collect import Collection
 from shoal.llm.jobs import Prompt
 from shoal.llm.llm import CLOSED, LocalModel
 from shoal.llm.records import Chunk, RequestOutput
+from shoal.llm.words import in_keywords
 
 
 class AsyncLLM:
@@ -40,8 +41,9 @@ class AsyncLLM:
         """Loads the model, which takes seconds and blocks; `await AsyncLLM.load(…)` does it beside the event loop."""
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         clock = WakeClock()
-        config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
-        self._model = LocalModel(build(config, clock=clock, progress=progress))
+        with in_keywords():
+            config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
+            self._model = LocalModel(build(config, clock=clock, progress=progress))
         self._calls: set[Collection] = set()  # that still run; only the engine's thread changes it
         self._engine = EngineThread(self._model.client, clock, partial(_fail_all, self._calls))
         weakref.finalize(self, self._engine.stop)  # the thread does not keep an AsyncLLM that is dropped

@@ -24,6 +24,7 @@ from shoal.errors import EngineError
 from shoal.llm.collect import Collection
 from shoal.llm.jobs import JobMaker, Prompt
 from shoal.llm.records import Chunk, RequestOutput
+from shoal.llm.words import in_keywords
 from shoal.text.grammar import Grammars, grammars_of
 
 CLOSED = "this LLM was closed; make a new one"
@@ -61,9 +62,10 @@ class LocalModel:
     ) -> Collection:
         """Tokenize and check the prompts of one call; raises if any of them cannot be read."""
         self.check_open()
-        if grammar is not None:
-            self.grammars.check(grammar)
-        return Collection(self.maker.jobs(prompts, params, salt, grammar), self.built.tokenizer, streams)
+        with in_keywords():
+            if grammar is not None:
+                self.grammars.check(grammar)
+            return Collection(self.maker.jobs(prompts, params, salt, grammar), self.built.tokenizer, streams)
 
 
 class CompletionStream:
@@ -111,8 +113,9 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = False, **options: Any) -> None:
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
-        self._model = LocalModel(build(config, progress=progress))
+        with in_keywords():
+            config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
+            self._model = LocalModel(build(config, progress=progress))
         self._client = self._model.client
         self.loop = self._model.built.loop
         self.tokenizer = self._model.built.tokenizer

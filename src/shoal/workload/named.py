@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-import numpy as np
-
 from shoal.errors import BadConfig
 from shoal.workload.lengths import Lengths, read_lengths
 from shoal.workload.synthetic import draw_lengths
@@ -37,6 +35,8 @@ def _nano256() -> list[Lengths]:
 
 
 def _cpu64() -> list[Lengths]:
+    import numpy as np  # here: the names are wanted where the lengths are not
+
     source = np.random.RandomState(0)
     prompts, outputs = (source.lognormal(math.log(median), 0.8, 64) for median in (128, 64))
     return [Lengths(round(prompt), round(output)) for prompt, output in zip(prompts, outputs, strict=True)]
