@@ -55,7 +55,7 @@ Lengths = Sequence[Sequence[int]]
 
 def options(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", help="cpu64 or another name, or a JSON list of [prompt, output] lengths; none: single requests only")
+    parser.add_argument("--workload", help="a name such as cpu64, or a JSON file of lengths; none: single requests")
     parser.add_argument("--requests", type=int, help="use only the first N")
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--gguf", action="append", default=[], metavar="VARIANT=FILE", help="for llama.cpp")
