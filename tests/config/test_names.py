@@ -24,6 +24,7 @@ Capture = pytest.CaptureFixture[str]
         ("device must be a name", "--device must be a name"),
         ("chat_template.jinja in the folder", "chat_template.jinja in the folder"),
         ("raise --max-model-len", "raise --max-model-len"),
+        ('lower kv_memory= or kv_share=; use device="cpu"', "lower --kv-memory or --kv-share; use --device cpu"),
         ("a folder '/x/block_size'", "a folder '/x/block_size'"),
     ],
 )

@@ -84,7 +84,8 @@ def as_flags(text: str, names: Iterable[str]) -> str:
     """
     for name in names:
         flag = "--" + name.replace("_", "-")
-        text = re.sub(rf"(?<![\w'\"./-]){name}=(?=\w)", f"{flag} ", text)
+        text = re.sub(rf"(?<![\w'\"./-]){name}=(?:\"(\w+)\"|(?=\w))", rf"{flag} \1", text)
+        text = re.sub(rf"(?<![\w'\"./-]){name}=", flag, text)  # as a call from Python names it
         # a name of one word is also a word of the language: it is the option where it begins a message
         where = rf"(?<![\w'\"./-]){name}(?![\w'\"/=]|\.\w)" if "_" in name else rf"\A{name}(?= (must|cannot))"
         text = re.sub(where, flag, text)
