@@ -76,8 +76,10 @@ def test_a_device_at_its_limit_has_an_mbu_of_1() -> None:
     metrics = EngineMetrics(utilisation=use)
     recorder = Watching(metrics)
     assert math.isnan(use.shares()["mbu"])
-    server = VirtualServer([engine(ByBandwidth(), blocks=40)], recorder, RequestMaker(80, 16))
-    seconds = server.run(OpenArrivals(trace(40, rate=60)))
+    server = VirtualServer(
+        [engine(ByBandwidth(), blocks=40, prefix_caching=False, watermark=0.0)], recorder, RequestMaker(200, 16)
+    )
+    seconds = server.run(OpenArrivals(trace(30, rate=600, longest=100, outputs=200)))
     assert math.isnan(use.shares()["mbu"])  # nothing is known of the device
     use.learn(RATES)
     shares = use.shares()
@@ -94,7 +96,7 @@ def test_a_device_at_its_limit_has_an_mbu_of_1() -> None:
     assert found["useful_work"] == pytest.approx(1 - wasted / computed)
     text = metrics.render().decode()
     assert "shoal_mbu_ratio 1.0" in text or "shoal_mbu_ratio 0.99999" in text
-    assert f"shoal_device_flop_rate {RATES.flop_s}" in text
+    assert "shoal_device_flop_rate 1e+06" in text
 
 
 def test_padding_recomputation_and_rejected_drafts_are_not_useful() -> None:
