@@ -24,6 +24,7 @@ from shoal.cli.restart import add_restart
 from shoal.cli.serve import add_serve
 from shoal.cli.simulate import add_simulate
 from shoal.cli.top import add_top
+from shoal.cli.tune import add_tune
 from shoal.errors import ShoalError, one_line
 
 
@@ -74,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_simulate(commands)
     add_calibrate(commands)
     add_plan(commands)
+    add_tune(commands)
     add_key(commands)
     add_top(commands)
     add_restart(commands)
