@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.calibrate import calibrated, measure_passes
-from shoal.cli.common import check_writable, new_command
-from shoal.cli.compare import add_model, add_trace, load_once, read_requests
+from shoal.cli.common import add_model, check_writable, new_command
+from shoal.cli.compare import add_trace, load_once, read_requests
 from shoal.cli.doctor import flags_of
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig
