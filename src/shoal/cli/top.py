@@ -101,9 +101,19 @@ def now(url: str, key: str | None, insecure: bool) -> list[str]:
 
 def fetch(url: str, key: str | None = None, insecure: bool = False) -> dict[str, Any]:
     """The server's snapshot of its requests."""
+    return get(url, "/debug/requests", key, insecure, "requests")
+
+
+def get(url: str, path: str, key: str | None, insecure: bool, field: str) -> dict[str, Any]:
     if not url.startswith(("http://", "https://")):
         raise BadConfig(f"--url must begin with http:// or https://, not be {url!r}")
-    return call(urllib.request.Request(f"{url.rstrip('/')}/debug/requests"), url, key, insecure, "requests")
+    return call(urllib.request.Request(f"{url.rstrip('/')}{path}"), url, key, insecure, field)
+
+
+def ask_server(args: argparse.Namespace, path: str, field: str) -> dict[str, Any]:
+    """For commands with --url, --api-key and --insecure."""
+    key = ask_for_key() if args.api_key == "-" else args.api_key
+    return get(args.url, path, key, args.insecure, field)
 
 
 def call(request: urllib.request.Request, url: str, key: str | None, insecure: bool, field: str) -> dict[str, Any]:
