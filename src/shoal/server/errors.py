@@ -149,10 +149,13 @@ _PART_TYPE = re.compile(r"(messages|input)\[\d+\]\.(content|output)\[\d+\]\.type
 
 
 def bad_body(
-    error: Exception, refused: dict[str, str], known: Callable[[str], Collection[str]] = lambda path: ()
+    error: Exception,
+    refused: dict[str, str],
+    known: Callable[[str], Collection[str]] = lambda path: (),
+    allowed: Callable[[str], Collection[str]] = lambda path: (),
 ) -> HttpError:
     """The answer to a body that cannot be read. `refused`: known but unsupported fields, and why they are refused;
-    `known`: the fields of the object at a path."""
+    `known`: the fields of the object at a path; `allowed`: the values of the field at a path."""
     if isinstance(error, RecursionError):
         return HttpError(400, "the body is nested too deeply", code="bad_json")
     if not isinstance(error, msgspec.ValidationError):
@@ -176,6 +179,8 @@ def bad_body(
         hint = did_you_mean(named["name"], known(place))
         return HttpError(400, f"{param} is not a known field{hint}", param=param, code="unknown_field")
     hint = "; only parts of text are supported" if _PART_TYPE.fullmatch(param) else ""
+    if what.startswith("Invalid enum value") and (values := allowed(place)):
+        hint += f"; allowed: {', '.join(values)}"
     return HttpError(400, f"{param or 'the body'}: {shorten(what)}{hint}", param=param or None, code="bad_value")
 
 
