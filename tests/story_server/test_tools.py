@@ -19,7 +19,7 @@ jsonschema = pytest.importorskip("jsonschema_rs")
 TOOLS = tools()
 SCHEMAS = {tool["function"]["name"]: schema for tool, schema in zip(TOOLS, schemas(), strict=True)}
 MOST = 700  # tokens; the tiny model has one for each character
-CALLS = int(os.environ.get("SHOAL_TEST_CALLS", "0"))  # requests of each slow test; 0: as many as it has by default
+CALLS = int(os.environ.get("TEST_TOOL_CALLS", "0"))  # requests of each slow test; 0: as many as it has by default
 
 
 @pytest.fixture(scope="module")
