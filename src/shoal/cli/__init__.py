@@ -20,6 +20,7 @@ from shoal.cli.doctor import add_doctor
 from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
 from shoal.cli.parser import CommandParser
+from shoal.cli.plan import add_plan
 from shoal.cli.restart import add_restart
 from shoal.cli.serve import add_serve
 from shoal.cli.simulate import add_simulate
@@ -78,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_compare(commands)
     add_simulate(commands)
     add_calibrate(commands)
+    add_plan(commands)
     add_key(commands)
     add_top(commands)
     add_restart(commands)

@@ -18,6 +18,8 @@ from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
     from shoal.bench.compare import ComparePlan
+    from shoal.bench.floor import Machine
+    from shoal.bench.record import RunRecord
     from shoal.bench.split_engines import SplitEngines
     from shoal.build import Loaded
     from shoal.engine.loop import EngineLoop
@@ -110,10 +112,11 @@ def run_compare(args: argparse.Namespace) -> int:
     loaded = load_once(args)
     plan, fitted = make_plan(args, loaded)
     results = compare(plan, engine_maker(args, loaded, plan), progress=sys.stderr.isatty() or not args.json)
+    machine = note_costs(args, loaded, [*results.kept, *results.tried])
     rows = rows_of(results.kept, plan)
     static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
     found = speed_up(results.kept, plan, continuous, static)
-    meta = make_meta(args, loaded, plan, fitted)
+    meta = make_meta(args, loaded, plan, fitted, machine)
     meta |= {"summary": in_words(found), "speed_up": found._asdict() | {"times": found.times} if found else None}
     write_report(folder, plan, meta, rows, rows_of(results.tried, plan), results.kept)
     if args.json:
@@ -260,11 +263,26 @@ def make_split(loaded: "Loaded", config: EngineConfig) -> "SplitEngines":
     return SplitEngines(prefill, decode, links.address, on_close=folder.cleanup)
 
 
-def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:
-    """What a reader needs to judge the figures and to reproduce them."""
+def note_costs(args: argparse.Namespace, loaded: "Loaded", runs: "list[RunRecord]") -> "Machine":
+    """Measure the machine, and give the runs what their utilisation is derived from."""
     from shoal.bench.floor import measure
+    from shoal.build_rates import model_work
+    from shoal.build_types import kv_dtype
+    from shoal.runner.kvstore import bytes_per_block
 
     machine = measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
+    config = EngineConfig.from_args(args)
+    kv_bytes = bytes_per_block(loaded.spec, 1, kv_dtype(config, loaded.dtype))
+    weight_bytes = 1 if config.quantization != "none" else loaded.dtype.itemsize
+    for run in runs:
+        run.work, run.rates = model_work(loaded.spec, weight_bytes, kv_bytes), machine.rates
+    return machine
+
+
+def make_meta(
+    args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted", machine: "Machine"
+) -> dict[str, Any]:
+    """What a reader needs to judge the figures and to reproduce them."""
     model = f"{loaded.files.name}, {str(loaded.dtype).removeprefix('torch.')}, on {loaded.device}"
     rates = f"{machine.bandwidth_gb_s:.1f} GB/s, {machine.matrix_gflop_s:,.0f} GFLOP/s"
     return common_meta(args, plan, fitted, model, rates)
