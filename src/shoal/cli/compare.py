@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.checks import check_early
 from shoal.cli.common import add_model, choose_model, new_command
+from shoal.cli.compare_progress import ProgressLines, count_kept, kept_runs
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
@@ -77,7 +78,7 @@ def add_promise(parser: argparse.ArgumentParser, out: str) -> None:
     group.add_argument("--json", action="store_true", help="print the figures as JSON too")
 
 
-def add_trace(parser: argparse.ArgumentParser, scale: float | None = None, count: int = 48) -> None:
+def add_trace(parser: argparse.ArgumentParser, scale: float | None = None, count: int = 32) -> None:
     """The flags of a workload; `scale`: default of both scales, else those that suit a small model on a CPU."""
     group = parser.add_argument_group("requests")
     group.add_argument(
@@ -109,13 +110,21 @@ def run_compare(args: argparse.Namespace) -> int:
     make_folder(folder)
     loaded = load_once(args)
     plan, fitted = make_plan(args, loaded)
-    results = compare(plan, engine_maker(args, loaded, plan), progress=sys.stderr.isatty() or not args.json)
+    meta = make_meta(args, loaded, plan, fitted)
+    kept, lines = kept_runs(args, loaded, plan), ProgressLines(plan)
+    lines.announce(meta.pop("floor_s"), count_kept(kept, plan))
+    maker, bar = engine_maker(args, loaded, plan), sys.stderr.isatty()
+    try:
+        results = compare(plan, maker, bar, kept=kept, preset_ended=lines.preset_ended)
+    except KeyboardInterrupt:
+        lines.interrupted(str(kept.folder))
+        raise
     rows = rows_of(results.kept, plan)
     static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
     found = speed_up(results.kept, plan, continuous, static)
-    meta = make_meta(args, loaded, plan, fitted)
     meta |= {"summary": in_words(found), "speed_up": found._asdict() | {"times": found.times} if found else None}
     write_report(folder, plan, meta, rows, rows_of(results.tried, plan), results.kept)
+    kept.clear()
     if args.json:
         print(json.dumps({"meta": meta, "runs": rows}))
     else:
@@ -262,12 +271,15 @@ def make_split(loaded: "Loaded", config: EngineConfig) -> "SplitEngines":
 
 def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:
     """What a reader needs to judge the figures and to reproduce them."""
-    from shoal.bench.floor import measure
+    from shoal.bench.floor import floor, measure
+    from shoal.workload.lengths import Lengths
 
     machine = measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
     model = f"{loaded.files.name}, {str(loaded.dtype).removeprefix('torch.')}, on {loaded.device}"
     rates = f"{machine.bandwidth_gb_s:.1f} GB/s, {machine.matrix_gflop_s:,.0f} GFLOP/s"
-    return common_meta(args, plan, fitted, model, rates)
+    lengths = [Lengths(one.prompt, one.output) for one in plan.trace]
+    least = floor(lengths, loaded.spec, loaded.dtype, plan.slots, machine)
+    return common_meta(args, plan, fitted, model, rates) | {"floor_s": least.total_s}
 
 
 def common_meta(
