@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.bench.cpu_noise import Noise
 from shoal.bench.record import PassRecord, RequestRecord, RunRecord
+from shoal.core.work import ModelWork
 
 
 class NothingKept:
@@ -59,4 +60,5 @@ def as_run(values: dict[str, Any]) -> RunRecord:
     requests = [RequestRecord(**one) for one in values["requests"]]
     passes = [PassRecord(**{**one, "rows": tuple(map(tuple, one["rows"]))}) for one in values["passes"]]
     noise = None if values["noise"] is None else Noise(**values["noise"])
-    return RunRecord(**{**values, "requests": requests, "passes": passes, "noise": noise})
+    parts = {"requests": requests, "passes": passes, "noise": noise, "work": ModelWork(**values["work"])}
+    return RunRecord(**{**values, **parts, "rates": None})  # the machine is measured by each start

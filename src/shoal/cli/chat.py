@@ -46,7 +46,7 @@ def add_chat(commands: Any) -> None:
 
 def run_chat(args: argparse.Namespace) -> int:
     with open_llm(args) as llm, line_editing():
-        chat = Conversation(args, llm)
+        chat = TerminalChat(args, llm)
         print("Type a message; /help lists commands, Ctrl-D quits.", file=sys.stderr)
         while True:
             try:
@@ -59,7 +59,7 @@ def run_chat(args: argparse.Namespace) -> int:
                 chat.take(line)
 
 
-class Conversation:
+class TerminalChat:
     """The messages so far, and what a line does to them."""
 
     def __init__(self, args: argparse.Namespace, llm: "LLM") -> None:

@@ -19,6 +19,8 @@ from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
     from shoal.bench.compare import ComparePlan
+    from shoal.bench.floor import Machine
+    from shoal.bench.record import RunRecord
     from shoal.bench.split_engines import SplitEngines
     from shoal.build import Loaded
     from shoal.engine.loop import EngineLoop
@@ -110,15 +112,17 @@ def run_compare(args: argparse.Namespace) -> int:
     make_folder(folder)
     loaded = load_once(args)
     plan, fitted = make_plan(args, loaded)
-    meta = make_meta(args, loaded, plan, fitted)
+    machine = machine_of(loaded)
+    meta = make_meta(args, loaded, plan, fitted, machine)
     kept, lines = kept_runs(args, loaded, plan), ProgressLines(plan)
-    lines.announce(meta.pop("floor_s"), count_kept(kept, plan))
+    lines.announce(least_s(loaded, plan, machine), count_kept(kept, plan))
     maker, bar = engine_maker(args, loaded, plan), sys.stderr.isatty()
     try:
         results = compare(plan, maker, bar, kept=kept, preset_ended=lines.preset_ended)
     except KeyboardInterrupt:
         lines.interrupted(str(kept.folder))
         raise
+    note_costs(args, loaded, [*results.kept, *results.tried], machine)
     rows = rows_of(results.kept, plan)
     static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
     found = speed_up(results.kept, plan, continuous, static)
@@ -269,17 +273,42 @@ def make_split(loaded: "Loaded", config: EngineConfig) -> "SplitEngines":
     return SplitEngines(prefill, decode, links.address, on_close=folder.cleanup)
 
 
-def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:
-    """What a reader needs to judge the figures and to reproduce them."""
-    from shoal.bench.floor import floor, measure
+def machine_of(loaded: "Loaded") -> "Machine":
+    """What it reads and multiplies in a second, measured."""
+    from shoal.bench.floor import measure
+
+    return measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
+
+
+def least_s(loaded: "Loaded", plan: "ComparePlan", machine: "Machine") -> float:
+    """What the requests take at the machine's limits."""
+    from shoal.bench.floor import floor
     from shoal.workload.lengths import Lengths
 
-    machine = measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
+    lengths = [Lengths(one.prompt, one.output) for one in plan.trace]
+    return floor(lengths, loaded.spec, loaded.dtype, plan.slots, machine).total_s
+
+
+def note_costs(args: argparse.Namespace, loaded: "Loaded", runs: "list[RunRecord]", machine: "Machine") -> None:
+    """Give the runs what their utilisation is derived from."""
+    from shoal.build_rates import model_work
+    from shoal.build_types import kv_dtype
+    from shoal.runner.kvstore import bytes_per_block
+
+    config = EngineConfig.from_args(args)
+    kv_bytes = bytes_per_block(loaded.spec, 1, kv_dtype(config, loaded.dtype))
+    weight_bytes = 1 if config.quantization != "none" else loaded.dtype.itemsize
+    for run in runs:
+        run.work, run.rates = model_work(loaded.spec, weight_bytes, kv_bytes), machine.rates
+
+
+def make_meta(
+    args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted", machine: "Machine"
+) -> dict[str, Any]:
+    """What a reader needs to judge the figures and to reproduce them."""
     model = f"{loaded.files.name}, {str(loaded.dtype).removeprefix('torch.')}, on {loaded.device}"
     rates = f"{machine.bandwidth_gb_s:.1f} GB/s, {machine.matrix_gflop_s:,.0f} GFLOP/s"
-    lengths = [Lengths(one.prompt, one.output) for one in plan.trace]
-    least = floor(lengths, loaded.spec, loaded.dtype, plan.slots, machine)
-    return common_meta(args, plan, fitted, model, rates) | {"floor_s": least.total_s}
+    return common_meta(args, plan, fitted, model, rates)
 
 
 def common_meta(

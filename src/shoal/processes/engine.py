@@ -29,6 +29,8 @@ from shoal.errors import EngineLost, ShoalError
 from shoal.machine.shares import VISIBLE, MachineShare
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
+from shoal.obs.recent import RecentWork
+from shoal.obs.utilisation import Utilisation
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
 from shoal.text.grammar import Grammars, warming
 
@@ -127,6 +129,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         os.environ[VISIBLE] = share.gpu  # before torch is loaded
     log.info("starting: loading torch, then %s", engine.model or "the default model")
     from shoal.build import build, pick_device  # loads torch
+    from shoal.build_rates import describe, measure_when_idle, work_of
 
     if share.of > 1 and pick_device(engine.device) == "cpu":
         engine = on_its_cpus(engine, share)
@@ -146,16 +149,35 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     )
     built.ranks.on_lost = partial(end_engine, config)
     drafters = built.loop.scheduler.policies.drafts.names
-    metrics = EngineMetrics(policies_of(built.config), drafters)
-    return Host(
+    use = Utilisation(work_of(built))
+    measure_when_idle(built, use.learn)
+    metrics, recent = EngineMetrics(policies_of(built.config), drafters, use), RecentWork()
+    host = Host(
         built.loop,
         socket,
         replace(built.info(config["epoch"]), role=role, outbox=links.address),
-        observers=[metrics],
+        observers=[metrics, recent],
         answers={"metrics": metrics.render},
         make_grammar=made[0].make if made else None,
         suspects=suspects,
     )
+    about = describe(built)
+    host.answers["state"] = lambda: json.dumps({**host.state(), "utilisation": use.state()}).encode()
+    host.answers["passes"] = lambda: json.dumps({**about, **seen_by(host, use), **recent.state()}).encode()
+    return host
+
+
+def seen_by(host: Host, use: Utilisation) -> dict[str, Any]:
+    """What the engine has learned besides its latest passes."""
+    block_s = host.loop.scheduler.policies.copies.block_s
+    rates = use.rates
+    return {
+        "now_s": host.loop.clock.now_s(),
+        "utilisation": use.state(),
+        "flop_s": rates.flop_s if rates else None,
+        "bytes_s": rates.bytes_s if rates else None,
+        "copy_block_s": {"out": block_s.get(True), "in": block_s.get(False)},
+    }
 
 
 def on_its_cpus(engine: EngineConfig, share: MachineShare) -> EngineConfig:

@@ -23,7 +23,7 @@ MOST_STOP_IDS = PARAMS["stop_token_ids"].most
 MOST_SALT = 256  # characters
 MOST_MESSAGES = 4096
 SMALL_BODY = 16 * 2**10  # bytes; read on the event loop
-ID_FIELDS = ("prompt", "tokens")  # fields that may be long lists of token ids
+ID_FIELDS = ("prompt", "tokens", "input_ids")  # fields that may be long lists of token ids
 
 
 def _hint(**schema: Any) -> Meta:

@@ -171,6 +171,8 @@ def bad_body(
     top = re.split(r"[.\[]", param, maxsplit=1)[0]
     if top in refused:
         return HttpError(400, f"{top} {refused[top]}", param=top, code="unsupported_field")
+    if param in refused:
+        return HttpError(400, f"{param} {refused[param]}", param=param, code="unsupported_field")
     if named and named["how"].startswith("missing"):
         return HttpError(400, f"{param} is missing", param=param, code="missing_field")
     if named:
