@@ -144,6 +144,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     engine = EngineConfig(**config["engine"]).for_answers()
     if share.gpu and engine.device != "cpu":
         os.environ[VISIBLE] = share.gpu  # before torch is loaded
+    log.info("starting: loading torch, then %s", engine.model or "the default model")
     from shoal.build import build, pick_device  # loads torch
     from shoal.build_rates import describe, measure_when_idle, work_of
 
