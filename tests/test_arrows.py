@@ -63,6 +63,7 @@ ARROWS: dict[str, set[str]] = {
         "build_types",
         "config",
         "disagg",
+        "files",
         "keys",
         "core",
         "engine",

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.common import new_command
+from shoal.cli.checks import check_early
+from shoal.cli.common import add_model, choose_model, new_command
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
@@ -61,12 +62,6 @@ def add_compare(commands: Any) -> None:
     add_flags(parser)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
-    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
-
-
 def add_promise(parser: argparse.ArgumentParser, out: str) -> None:
     group = parser.add_argument_group("report")
     group.add_argument(
@@ -110,6 +105,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
         return simulate_compare(args)
     folder = Path(args.out)
+    check_requests(args)
     make_folder(folder)
     loaded = load_once(args)
     plan, fitted = make_plan(args, loaded)
@@ -138,12 +134,11 @@ def make_folder(folder: Path) -> None:
 
 
 def load_once(args: argparse.Namespace) -> "Loaded":
-    from shoal.build import load
+    choose_model(args)
+    config = check_early(EngineConfig.from_args(args))
+    from shoal.build import load  # after the checks: it loads torch
 
-    if args.config and getattr(args, "load_format", "auto") != "dummy":
-        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
-    args.model = args.config or args.model
-    return load(EngineConfig.from_args(args), progress=sys.stderr.isatty())
+    return load(config, progress=sys.stderr.isatty())
 
 
 def read_requests(args: argparse.Namespace) -> "Fitted":
@@ -170,15 +165,25 @@ def numbers(text: str, flag: str) -> tuple[float, ...]:
     return found
 
 
+def check_requests(args: argparse.Namespace) -> None:
+    """Raise if the trace, the presets or the rates cannot be read; before the model loads."""
+    read_requests(args)
+    numbers(args.rates, "--rates")
+    for name in preset_names(args):
+        EngineConfig.from_mapping(preset_of(name).settings)
+
+
+def preset_names(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(PRESETS) if args.presets == "all" else tuple(args.presets.split(","))
+
+
 def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[ComparePlan, Fitted]":
     from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
     from shoal.workload.prompts import make_prompts
     from shoal.workload.traces import fit
 
-    names = tuple(PRESETS) if args.presets == "all" else tuple(args.presets.split(","))
-    for name in names:
-        EngineConfig.from_mapping(preset_of(name).settings)  # fails now if it is invalid
+    names = preset_names(args)
     context = getattr(args, "max_model_len", None) or loaded.spec.max_position
     fitted = read_requests(args)
     capped = fit(fitted.requests, max_prompt=context // 2, max_output=context // 2)
