@@ -236,7 +236,7 @@ def test_the_report_opens_in_chromium_with_every_plot(report: Path, tmp_path: Pa
         (["--rates", "fast"], "numbers separated by commas"),
         (["--rates", "-1"], "not negative"),
         (["--requests", "0"], "at least 1"),
-        (["--trace", "/no/such/trace.csv"], "cannot read"),
+        (["--trace", "/no/such/trace.csv"], "there is no trace"),
         (["--arrivals", "replay"], "no arrival times"),
         (["--config", "."], "--load-format dummy"),
     ],
