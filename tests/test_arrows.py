@@ -49,10 +49,23 @@ ARROWS: dict[str, set[str]] = {
     "build_draft": {"config", "core", "sched", "spec", "files", "text", "models", "runner"},
     "build_ranks": {"config", "files", "machine", "models", "runner"},
     "build_types": {"config", "kernels", "models"},
+    "build_rates": {"build", "build_types", "config", "core", "kernels", "machine", "models", "runner"},
     "build_follower": {"build", "config", "files", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
-    "processes.engine": {"processes", "build", "config", "core", "disagg", "engine", "machine", "sched", "text", "obs"},
+    "processes.engine": {
+        "processes",
+        "build",
+        "build_rates",
+        "config",
+        "core",
+        "disagg",
+        "engine",
+        "machine",
+        "sched",
+        "text",
+        "obs",
+    },
     "processes.front": {
         *("processes", "config", "keys", "core", "engine", "files", "routing", "text", "obs", "server"),
     },
@@ -60,6 +73,7 @@ ARROWS: dict[str, set[str]] = {
     "processes": set(),
     "cli": {
         "build",
+        "build_rates",
         "build_types",
         "config",
         "disagg",
@@ -85,7 +99,7 @@ ARROWS: dict[str, set[str]] = {
 LIBRARIES: dict[str, set[str]] = {
     "torch": {
         *("kernels", "models", "runner", "bench"),
-        *("build", "build_draft", "build_ranks", "build_follower", "build_types", "disagg.cuda_ipc"),
+        *("build", "build_draft", "build_ranks", "build_rates", "build_follower", "build_types", "disagg.cuda_ipc"),
     },
     "transformers": set(),
     "triton": {"kernels"},

@@ -20,10 +20,12 @@ from shoal.cli.doctor import add_doctor
 from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
 from shoal.cli.parser import CommandParser
+from shoal.cli.plan import add_plan
 from shoal.cli.restart import add_restart
 from shoal.cli.serve import add_serve
 from shoal.cli.simulate import add_simulate
 from shoal.cli.top import add_top
+from shoal.cli.tune import add_tune
 from shoal.config.options import as_flags
 from shoal.config.serve import TABLE
 from shoal.core.params import PARAMS
@@ -78,6 +80,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_compare(commands)
     add_simulate(commands)
     add_calibrate(commands)
+    add_plan(commands)
+    add_tune(commands)
     add_key(commands)
     add_top(commands)
     add_restart(commands)

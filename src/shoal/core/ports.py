@@ -128,7 +128,8 @@ class EngineClient(Protocol):
 
     async def ask(self, what: str, engine: int | None = None) -> Any:
         """'metrics': an engine's metrics as Prometheus text; 'state' and 'load': its tables and its load, as
-        dictionaries; 'reset_prefix_cache': forget the cached blocks that no request holds, and how many these were.
+        dictionaries; 'passes': its latest passes and requests; 'reset_prefix_cache': forget the cached blocks that no
+        request holds, and how many these were.
 
         `engine`: its number; None: any one.
 

@@ -88,7 +88,7 @@ class FinishAt(Message):
 
 
 class Ask(Message):
-    """A question, by its name: metrics, state, load or reset_prefix_cache, which changes something, too."""
+    """A question, by its name: metrics, state, load, passes or reset_prefix_cache, which changes something, too."""
 
     number: int
     what: str

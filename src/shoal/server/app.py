@@ -195,6 +195,7 @@ class Front:
             ("/version", "/version", {"GET": info.version}),
             ("/metrics", "/metrics", {"GET": info.metrics}),
             ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
+            ("/debug/passes", "/debug/passes", {"GET": debug.passes}),
             ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
             ("/load", "/load", {"GET": server.load}),
             *((path, path, {"GET": server.server_info}) for path in ("/server_info", "/get_server_info")),
