@@ -116,8 +116,8 @@ def test_no_torch_is_loaded() -> None:
         ([*PROFILE, "--price-per-hour", "-1"], "at least 0"),
         ([*PROFILE, "--prompt-scale", "0"], "above 0"),
         ([*PROFILE, "--presets", "none"], "none"),
-        ([*PROFILE, "--speculate", "ngram"], "not simulated"),
-        ([*PROFILE, "--presets", "splitwise"], "disaggregated prefill is not simulated"),
+        ([*PROFILE, "--speculate", "ngram"], "synthetic:0.7"),
+        ([*PROFILE, "--presets", "splitwise", "--decode-replicas", "0"], "at least 1"),
         ([*PROFILE, "--arrivals", "replay"], "no arrival times"),
         ([*PROFILE, "--requests", "30000", "--rates", "0"], "at once"),
     ],
@@ -137,3 +137,23 @@ def test_an_empty_trace_and_a_profile_of_another_model_are_refused(
     assert "has no requests" in capsys.readouterr().err
     assert main(["compare", "--simulate", "llama-8b-h200", "--model", "SmolLM2"]) == 2
     assert "is of Llama" in capsys.readouterr().err
+
+
+def test_the_simulator_is_timed_and_keeps_no_request(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--requests", "60", "--rate", "40", "--preset-requests", "3")
+    assert main(["bench", "simulator", *args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["long"]["finished"] == 60
+    assert found["long"]["tokens"] > 60
+    assert found["presets"]["count"] == len(SIMULATED)
+    assert main(["bench", "simulator", "--rate", "0"]) == 2
+    assert "--rate must be above 0" in capsys.readouterr().err
+
+
+def test_a_long_run_keeps_nothing_of_requests_that_have_ended() -> None:
+    tally = RunTally(Promise(1.0, 1.0))
+    loop = engine(check=False)
+    VirtualServer([loop], tally, RequestMaker(80, 16)).run(OpenArrivals(trace(300, rate=30)))
+    assert tally.finished == 300
+    assert not any((tally._open, tally._last_s, tally._latest))
+    assert not loop.scheduler.requests
