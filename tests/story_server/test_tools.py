@@ -69,11 +69,14 @@ async def one(client: AsyncOpenAI, number: int, model: str = "tiny", most: int =
 
 async def many(server: Server, numbers: range, at_once: int = 16, **more: Any) -> list[str]:
     slots = asyncio.Semaphore(at_once)
-    async with server.async_openai() as client:
+    async with server.async_openai().with_options(timeout=3600) as client:  # far more than needed: see servers.py
 
         async def held(number: int) -> str:
             async with slots:
-                return await one(client, number, **more)
+                ended = await one(client, number, **more)
+            if number % 100 == 99:
+                print(f"number {number} of {numbers}", flush=True)
+            return ended
 
         return await asyncio.gather(*map(held, numbers))
 
