@@ -317,7 +317,7 @@ def alternatives_in_words(found: dict[str, Any]) -> list[str]:
     for name, one in found["alternatives"].items():
         replicas, planned = one["replicas"], found["replicas"]
         if one.get("why"):
-            words = f"not with these settings: {one['why']}"
+            words = f"cannot be used with these settings: {one['why']}"
         elif replicas is None:
             words = f"does not pay: {planned} replicas do not keep the promise" if planned > 1 else "needs 2 replicas"
         elif replicas < planned:
@@ -326,7 +326,8 @@ def alternatives_in_words(found: dict[str, Any]) -> list[str]:
             words = f"does not pay: {replicas} replicas, too"
         more = f" ({one['for_prompts']} for prompts)" if "for_prompts" in one else ""
         more += f" (if {one['accepted']:.0%} of the draft tokens are right)" if "accepted" in one else ""
-        lines.append(f"{name:<11} {words}{more}")
+        heading = {"disaggregated": "split", "speculation": "drafts"}[name]
+        lines.append(f"{heading:<11} {name} {words}{more}")
     return lines
 
 
