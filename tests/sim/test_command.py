@@ -119,6 +119,16 @@ def test_no_torch_is_loaded() -> None:
         ([*PROFILE, "--speculate", "ngram"], "synthetic:0.7"),
         ([*PROFILE, "--presets", "splitwise", "--decode-replicas", "0"], "at least 1"),
         ([*PROFILE, "--arrivals", "replay"], "no arrival times"),
+        ([*PROFILE, "--arrivals", "sometimes"], "poisson, replay or gamma:CV"),
+        ([*PROFILE, "--arrivals", "gamma:-1"], "above 0"),
+        ([*PROFILE, "--promise-ttft", "-1"], "--promise-ttft must be a number that is at least 0"),
+        ([*PROFILE, "--promise-gap", "nan"], "--promise-gap must be a number that is at least 0"),
+        ([*PROFILE, "--users", "-1"], "at least 0"),
+        ([*PROFILE, "--fronts", "0"], "at least 1"),
+        ([*PROFILE, "--speculate", "synthetic:1.5"], "between 0 and 1"),
+        ([*PROFILE, "--requests", "4", "--kv-tokens", "32"], "served none of the 4 requests"),
+        ([*PROFILE, "--dtype", "float16"], "calibrate with --dtype float16"),
+        ([*PROFILE, "--max-model-len", "999999"], "lower it"),
         ([*PROFILE, "--requests", "30000", "--rates", "0"], "at once"),
     ],
 )
@@ -135,6 +145,9 @@ def test_an_empty_trace_and_a_profile_of_another_model_are_refused(
     (tmp_path / "empty.csv").write_text("arrival_s,prompt_tokens,output_tokens\n")
     assert main(["simulate", *PROFILE, "--trace", str(tmp_path / "empty.csv")]) == 2
     assert "has no requests" in capsys.readouterr().err
+    (tmp_path / "negative.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,-5,10\n")
+    assert main(["simulate", *PROFILE, "--trace", str(tmp_path / "negative.csv")]) == 2
+    assert "'-5' is not a number of tokens" in capsys.readouterr().err
     assert main(["compare", "--simulate", "llama-8b-h200", "--model", "SmolLM2"]) == 2
     assert "is of Llama" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -108,10 +109,12 @@ def simulate(args: argparse.Namespace, profile: "Profile") -> int:
     meta = meta_of(args, profile, plan, fitted)
     if args.requests > DETAILED:
         rows = [tallied(args, profile, plan, make, preset, rate) for preset in plan.presets for rate in plan.rates]
+        check_served(rows)
     else:
         make_folder(Path(args.out))
         results = compare(plan, make, progress=sys.stderr.isatty() and not args.json, run_once=run_once)
         rows = rows_of(results.kept, plan)
+        check_served(rows)
         static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
         found = speed_up(results.kept, plan, continuous, static)
         meta |= {"summary": in_words(found), "speed_up": found._asdict() | {"times": found.times} if found else None}
@@ -125,6 +128,16 @@ def simulate(args: argparse.Namespace, profile: "Profile") -> int:
     if args.requests <= DETAILED:
         print(f"\nreport: {Path(args.out) / 'report.html'}")
     return 0
+
+
+def check_served(rows: list[dict[str, Any]]) -> None:
+    """Figures of a run in which every request was refused mean nothing."""
+    for row in rows:
+        if not row["finished"]:
+            raise BadConfig(
+                f"{row['label']} served none of the {row['requests']} requests: they do not fit; raise --kv-tokens or "
+                "--max-model-len, or give shorter requests (--prompt-scale, --output-scale)"
+            )
 
 
 def requests_of_trace(args: argparse.Namespace) -> "Fitted":
@@ -145,9 +158,14 @@ def requests_of_trace(args: argparse.Namespace) -> "Fitted":
 def plan_of(args: argparse.Namespace, profile: "Profile") -> "tuple[ComparePlan, Fitted]":
     from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
-    from shoal.workload.arrivals import repeated
+    from shoal.workload.arrivals import cv_of, repeated
     from shoal.workload.traces import fit
 
+    cv_of(args.arrivals)  # fails now if it is invalid
+    for name in ("promise_ttft", "promise_gap", "price_per_hour"):
+        if not 0 <= getattr(args, name) < math.inf:
+            flag = "--" + name.replace("_", "-")
+            raise BadConfig(f"{flag} must be a number that is at least 0, not {getattr(args, name):g}")
     for name, least in (
         ("replicas", 1),
         ("prefill_replicas", 1),
@@ -280,15 +298,15 @@ def tallied(
 ) -> dict[str, Any]:
     """The figures of one long run."""
     from shoal.bench.tally import RunTally
-    from shoal.workload.arrivals import repeated, replay_at_rate, spaced
+    from shoal.workload.arrivals import cv_of, repeated, replay_at_rate, spaced
 
     if not rate and not plan.users:
         raise BadConfig(f"rate 0 sends all {args.requests:,} requests at once; give a rate, or at most {DETAILED:,}")
     trace: Iterable[TraceRequest]
-    if plan.arrivals == "replay":
+    cv = cv_of(plan.arrivals)
+    if cv is None:
         trace = repeated(replay_at_rate(plan.trace, rate), args.requests)
     else:
-        cv = float(plan.arrivals.partition(":")[2] or 1)
         trace = spaced(repeated(plan.trace, args.requests), rate or 1.0, cv, plan.seed)
     tally, settings = RunTally(plan.promise), preset_of(preset).settings
     seconds = run_virtually(args, profile, plan, make, settings, trace, tally)
