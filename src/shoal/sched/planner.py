@@ -258,7 +258,7 @@ class Planner:
         events.dead_rows = dead
         events.scheduled_ids = rows.ids
         events.scheduled_starts, events.scheduled_counts = starts, counts
-        self._measure(plan, sum(counts), sum(ends), events)
+        self._measure(plan, sum(counts), sum(ends), sum(draws), events)
         rejected = None
         if drafted or any(flight.drafted for flight in tables.flights):
             rejected = [request.rejected for request in rows.requests]
@@ -271,18 +271,17 @@ class Planner:
         self._step += 1
         return plan
 
-    @staticmethod
-    def _measure(plan: StepPlan, positions: int, reads: int, events: PassEvents) -> None:
-        """How large the pass is, for readers that know what positions cost."""
-        events.computed_tokens, events.kv_reads, events.pairs = positions, reads, reads
-        if positions > len(plan.rows):  # else every row decodes: its position attends to all up to it
-            counts = plan.counts
-            events.pairs = int((counts * plan.starts + counts * (counts + 1) // 2).sum())
-        events.lines = int(plan.draws.sum())
-
     def _charge_prompts(self, batch: PassBuilder) -> None:
         for request, count in batch.takes.items():
             self._policies.order.computed(request, 1 if request in batch.drafts else count)
+
+    @staticmethod
+    def _measure(plan: StepPlan, positions: int, reads: int, lines: int, events: PassEvents) -> None:
+        """How large the pass is, for readers that know what positions cost."""
+        events.computed_tokens, events.kv_reads, events.pairs, events.lines = positions, reads, reads, lines
+        if positions > len(plan.rows):  # else every row decodes: its position attends to all up to it
+            counts = plan.counts
+            events.pairs = int((counts * plan.starts + counts * (counts + 1) // 2).sum())
 
     def _dead_rows(self, batch: PassBuilder) -> int:
         """Rows of the rectangle that are padding: of requests that have ended, or whose last token is on the way."""
