@@ -34,10 +34,10 @@ def fleet(*promises: str, **settings: Any) -> FleetSetup:
     return FleetSetup("x", slow_profile(), config, max_tokens=40, promises=parse_promises(promises))
 
 
-def brute_force(one: FleetSetup, load: Any, most: int) -> list[bool]:
+def brute_force(one: FleetSetup, load: Any, most: int, least: int = 1) -> list[bool]:
     """Whether 1, 2, … replicas keep the promise, from the records of whole runs."""
     found = []
-    for replicas in range(1, most + 1):
+    for replicas in range(least, most + 1):
         recorder = RunRecorder()
         one.run(replicas, load, recorder)
         tiers = tier_names(one.promises)
@@ -97,6 +97,25 @@ def test_settings_that_need_fewer_replicas_are_chosen() -> None:
     assert plan.replicas < (plan.tried["narrow"] or 0)
 
 
+def test_whether_speculation_and_disaggregation_pay() -> None:
+    requests = trace(60, rate=1, longest=200, outputs=40)
+    planner = FleetPlanner(lambda rate: gamma(requests, rate, 1.0, seed=1), RATE_S, most=20, loads=(0.5,))
+    one = fleet("e2e_p90=1.2")
+    plan = planner.plan([one])
+    assert plan.replicas > 1
+    sure, never = planner.speculating(plan, 1.0), planner.speculating(plan, 0.0)
+    assert sure is not None  # several tokens per pass, which takes hardly longer
+    assert sure < plan.replicas
+    assert never is None or never == plan.replicas
+    split = planner.disaggregated(plan)
+    if split is not None:
+        setup = replace(one, config=replace(one.config, prefill="disaggregated"), prefill=split[1])
+        assert setup.watch(split[0], planner.trace).kept
+        assert brute_force(setup, planner.trace, split[0], split[0]) == [True]
+    with pytest.raises(BadConfig, match="outbox"):
+        planner.disaggregated(replace(plan, fleet=fleet("e2e_p90=1.2", when_short="swap")))
+
+
 def test_a_promise_that_no_number_keeps_is_refused_with_the_reason() -> None:
     requests = trace(60, rate=1, longest=200, outputs=40)
     planner = FleetPlanner(lambda rate: gamma(requests, rate, 1.0, seed=1), RATE_S, most=20, loads=(0.5, 0.9))
@@ -134,6 +153,7 @@ RATE = [*PROFILE, "--rate", "1"]
         ([*PROFILE, "--rate", "-2"], "above 0"),
         (PROFILE, "give --rate"),
         ([*RATE, "--max-replicas", "0"], "between 1 and"),
+        ([*RATE, "--accepted", "2"], "between 0 and 1"),
         ([*RATE, "--budgets", "0"], "above 0"),
         ([*RATE, "--arrivals", "gamma:x"], "poisson, replay or gamma"),
         ([*RATE, "--promise", "ttft=1"], "ttft_pN"),

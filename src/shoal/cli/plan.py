@@ -53,6 +53,13 @@ def add_plan(commands: Any) -> None:
     )
     group.add_argument("--price-per-hour", type=float, default=1.0, help="of one replica (default: 1)")
     group.add_argument("--max-replicas", type=int, default=64, help="try no more than this (default: 64)")
+    group.add_argument(
+        "--accepted",
+        type=float,
+        default=0.6,
+        metavar="SHARE",
+        help="share of draft tokens that are right, for the question whether speculation pays (default: 0.6)",
+    )
     group.add_argument("--presets", default="shoal", metavar="NAMES", help="settings to choose from (default: shoal)")
     group.add_argument(
         "--budgets",
@@ -102,6 +109,8 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise BadConfig(f"--price-per-hour must be a number that is not negative, not {args.price_per_hour}")
     if args.rate is not None and not 0 < args.rate < math.inf:
         raise BadConfig(f"--rate must be above 0, not {args.rate}")
+    if not 0 <= args.accepted <= 1:
+        raise BadConfig(f"--accepted must be a share between 0 and 1, not {args.accepted}")
     if not 1 <= args.max_replicas <= 10_000:
         raise BadConfig(f"--max-replicas must be between 1 and 10000, not {args.max_replicas}")
 
@@ -246,7 +255,23 @@ def figures(args: argparse.Namespace, planner: "FleetPlanner", plan: "FleetPlan"
         "requests_that_fit": profile.kv_tokens / (sum(lengths) / len(lengths)),
         "requests_that_fit_p99": profile.kv_tokens / lengths[min(len(lengths) - 1, int(0.99 * len(lengths)))],
         "by_promise": by_promise,
+        "alternatives": alternatives(args, planner, plan),
     }
+
+
+def alternatives(args: argparse.Namespace, planner: "FleetPlanner", plan: "FleetPlan") -> dict[str, Any]:
+    """How many replicas would do with disaggregated prefill and with speculation; no more are tried than planned."""
+    found: dict[str, Any] = {}
+    try:
+        split = planner.disaggregated(plan) if plan.replicas > 1 else None
+        found["disaggregated"] = {"replicas": split[0], "for_prompts": split[1]} if split else {"replicas": None}
+    except BadConfig as error:
+        found["disaggregated"] = {"replicas": None, "why": str(error)}
+    try:
+        found["speculation"] = {"replicas": planner.speculating(plan, args.accepted), "accepted": args.accepted}
+    except BadConfig as error:
+        found["speculation"] = {"replicas": None, "why": str(error)}
+    return found
 
 
 def target_figures(one: "KeptTarget") -> dict[str, Any]:
@@ -282,8 +307,28 @@ def in_words(found: dict[str, Any]) -> str:
         f"{found['requests_that_fit']:,.0f} requests of mean length, {found['requests_that_fit_p99']:,.0f} long ones",
         f"stricter    {other_promises(found, stricter=True)}",
         f"looser      {other_promises(found, stricter=False)}",
+        *alternatives_in_words(found),
     ]
     return "\n".join(lines)
+
+
+def alternatives_in_words(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, one in found["alternatives"].items():
+        replicas, planned = one["replicas"], found["replicas"]
+        if one.get("why"):
+            words = f"cannot be used with these settings: {one['why']}"
+        elif replicas is None:
+            words = f"does not pay: {planned} replicas do not keep the promise" if planned > 1 else "needs 2 replicas"
+        elif replicas < planned:
+            words = f"pays: {replicas} replicas will do"
+        else:
+            words = f"does not pay: {replicas} replicas, too"
+        more = f" ({one['for_prompts']} for prompts)" if "for_prompts" in one else ""
+        more += f" (if {one['accepted']:.0%} of the draft tokens are right)" if "accepted" in one else ""
+        heading = {"disaggregated": "split", "speculation": "drafts"}[name]
+        lines.append(f"{heading:<11} {name} {words}{more}")
+    return lines
 
 
 def as_flag(setting: tuple[str, Any]) -> str:

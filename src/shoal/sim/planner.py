@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.config.engine import EngineConfig
+from shoal.disagg.handoff import DECODE, PREFILL
 from shoal.errors import BadConfig
 from shoal.sim.cost import PassSize, Times
 from shoal.sim.engines import simulated_loop
@@ -20,6 +21,7 @@ from shoal.sim.front import FrontTimes, SimulatedFronts
 from shoal.sim.profile import Profile
 from shoal.sim.promises import KeptTarget, LatencyTarget, PromiseWatch, TargetMissed, TierPromise, tier_names
 from shoal.sim.request import RequestMaker
+from shoal.sim.split import SplitServer
 from shoal.sim.virtual import OpenArrivals, RunObserver, VirtualServer
 from shoal.workload.arrivals import at_once
 from shoal.workload.traces import TraceRequest
@@ -61,15 +63,23 @@ class FleetSetup:
     routing: str = "prefix"
     front: bool = True
     slower: float = 1.0  # how many times as long everything takes as the profile says
+    prefill: int = 0  # of the replicas compute prompts alone, and the others answers (--prefill disaggregated)
 
     def run(self, replicas: int, trace: Sequence[TraceRequest], observer: RunObserver) -> float:
         """One run; returns when it ends, in seconds of virtual time."""
         times = ScaledTimes(self.profile.costs, self.slower) if self.slower != 1 else None
-        loops = [simulated_loop(self.profile, self.config, times) for _ in range(replicas)]
+        roles = [PREFILL] * self.prefill + [DECODE if self.prefill else ""] * (replicas - self.prefill)
+        loops = [simulated_loop(self.profile, self.config, times, role) for role in roles]
         kv = loops[0].scheduler.kv
         make = RequestMaker(self.max_tokens, kv.block_size, kv.keep, tier_names(self.promises))
         fronts = SimulatedFronts(self.profile.front if self.front else FrontTimes(), replicas)
-        return VirtualServer(loops, observer, make, fronts, self.routing).run(OpenArrivals(trace))
+        split = loops[: self.prefill], loops[self.prefill :]
+        server = (
+            SplitServer(*split, observer, make, fronts, self.routing)
+            if self.prefill
+            else VirtualServer(loops, observer, make, fronts, self.routing)
+        )
+        return server.run(OpenArrivals(trace))
 
     def watch(self, replicas: int, trace: Sequence[TraceRequest], stop: bool = False) -> PromiseWatch:
         """A run, and how well it keeps the promises; `stop`: only until one is broken."""
@@ -237,6 +247,22 @@ class FleetPlanner:
             else:
                 bad = middle
         return good
+
+    def disaggregated(self, plan: FleetPlan) -> tuple[int, int] | None:
+        """(replicas, of them for prompts) if prefill is disaggregated: the fewest, up to as many as the plan has."""
+        config = replace(plan.fleet.config, prefill="disaggregated")  # raises where other settings forbid it
+        fleet = replace(plan.fleet, config=config, label="disaggregated")
+        for replicas in range(max(2, self.first(plan.completes)), plan.replicas + 1):
+            for prefill in range(1, replicas):
+                if self.keeps(replace(fleet, prefill=prefill), replicas):
+                    return replicas, prefill
+        return None
+
+    def speculating(self, plan: FleetPlan, accepted: float) -> int | None:
+        """The fewest replicas with draft tokens of which this share is right, up to as many as the plan has."""
+        config = replace(plan.fleet.config, speculate=f"synthetic:{accepted:g}")
+        fleet = replace(plan.fleet, config=config, label="speculation")
+        return self.fewest(fleet, self.first(fleet.completes(self.trace)), plan.replicas)
 
     def by_promise(self, plan: FleetPlan, factors: Sequence[float]) -> list[tuple[float, int | None]]:
         """The fewest replicas if so many times as much time is promised; None: no number will do."""
