@@ -24,11 +24,13 @@ from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
 from shoal.engine.blackbox import Suspected
+from shoal.engine.block_map import live_view
 from shoal.engine.elsewhere import ServiceElsewhere
 from shoal.engine.host_handoffs import HostHandoffs
 from shoal.engine.listen import Inbox
 from shoal.engine.load import LoadMeter
 from shoal.engine.loop import EngineLoop
+from shoal.engine.pass_feed import FEED_S, PassFeed
 from shoal.engine.reporter import REPORT_S, Reporter
 from shoal.errors import BadGrammar, EngineError, RequestFailed, ShoalError
 
@@ -107,8 +109,10 @@ class Host:
         self.observers = observers
         self.reporter = Reporter(loop.scheduler)
         self.meter = LoadMeter(loop.scheduler, self.reporter)
+        self.feed = PassFeed(loop.scheduler)
         self.answers = {
             "state": lambda: json.dumps(self.state()).encode(),
+            "live": lambda: json.dumps(live_view(loop.scheduler, loop.clock.now_s())).encode(),
             "load": lambda: json.dumps(self.meter.load()).encode(),
             "reset_prefix_cache": lambda: json.dumps({"forgotten": loop.scheduler.kv.forget_all()}).encode(),
             **(answers or {}),
@@ -131,6 +135,7 @@ class Host:
         self._readers: dict[type[wire.Message], Callable[[bytes, Any], None]] = {
             wire.Hello: self._hello,
             wire.Watch: lambda front, message: self.reporter.watch(front),
+            wire.Follow: lambda front, message: self.feed.follow(front),
             wire.Elsewhere: self._served_elsewhere,
             wire.Ping: lambda front, message: None,
             wire.Submit: self._submit,
@@ -186,6 +191,7 @@ class Host:
         for front, blocks in self.handoffs.blocks():
             self._news(front).blocks.append(blocks)
         self.reporter.note(events)
+        self.feed.take(events)
         self.meter.take(events)
         self._report()
         self._send_news()
@@ -196,10 +202,14 @@ class Host:
         """How long it may do nothing while no message comes."""
         if self._compiling:
             return 0.01
-        return REPORT_S if self.reporter.pending or self._drain_until_s is not None else IDLE_S
+        soon = self.reporter.pending or self._drain_until_s is not None
+        return REPORT_S if soon else FEED_S if self.feed.pending else IDLE_S
 
     def _report(self) -> None:
-        """Tell the fronts that choose among several engines."""
+        """Tell the fronts that follow, and those that choose among several engines."""
+        for front, batch in self.feed.due(self.loop.clock.now_s()).items():
+            if not self._send(front, wire.Passes(self.info.epoch, batch)):
+                self.feed.missed(front)
         if self.reporter.watchers:
             counts = {front: state.submissions for front, state in self.fronts.items()}
             for front, report in self.reporter.reports(counts, self.loop.clock.now_s()).items():
@@ -252,6 +262,7 @@ class Host:
         del self.fronts[front]
         self._outbox.pop(front, None)
         self.reporter.forget(front)
+        self.feed.forget(front)
 
     def _hello(self, front: bytes, message: wire.Hello) -> None:
         """A front that sends Hello has no jobs here: it is new, or takes this engine for a new one."""
@@ -384,22 +395,9 @@ class Host:
             "fronts": {named(front): len(state.jobs) for front, state in self.fronts.items()},
             "owners": len(self.owners),
             "queue_s": len(self.queue_s),
-            "requests": view.requests(scheduler, self.loop.clock.now_s()) + self._being_compiled(),
+            "requests": view.requests(scheduler, self.loop.clock.now_s())
+            + [view.being_compiled(one.job) for one in list(self._compiling)[: view.MOST]],
         }
-
-    def _being_compiled(self) -> list[dict[str, Any]]:
-        """Jobs that are not queued yet, because their grammars are being compiled."""
-        return [
-            {
-                "id": one.job.id,
-                "state": "compiling",
-                "why": "its grammar is being made",
-                "tenant": one.job.tenant,
-                "tier": one.job.tier,
-                "prompt_tokens": len(one.job.prompt),
-            }
-            for one in list(self._compiling)[: view.MOST]
-        ]
 
     # ---- messages to fronts ---------------------------------------------------------------------------------------
 
