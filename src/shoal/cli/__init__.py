@@ -19,6 +19,7 @@ from shoal.cli.compare import add_compare
 from shoal.cli.doctor import add_doctor
 from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
+from shoal.cli.live import add_live
 from shoal.cli.restart import add_restart
 from shoal.cli.serve import add_serve
 from shoal.cli.simulate import add_simulate
@@ -73,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_simulate(commands)
     add_calibrate(commands)
     add_key(commands)
+    add_live(commands)
     add_top(commands)
     add_restart(commands)
     add_doctor(commands)

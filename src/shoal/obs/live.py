@@ -43,6 +43,7 @@ class EngineLanes:
     by_number: dict[int, Lane] = field(default_factory=dict)
     decoding: dict[Lane, None] = field(default_factory=dict)
     last_s: float = 0.0  # when the last pass with decodes ended
+    ended_s: float = 0.0  # … and the last pass of all
     tiers: Counter[str] = field(default_factory=Counter)  # of the decodes
     tenants: Counter[str] = field(default_factory=Counter)
     left: list[int] = field(default_factory=list)  # lanes that no longer decode, for the next pass to say
@@ -138,15 +139,15 @@ class LiveSummary:
             self._note(known, number, "admit", one.begun_s, engine, round(waited_s, 4), cached, int(resumed))
             if (lane := known.by_number.get(number)) is not None:
                 lane.high = max(lane.high, cached) if not resumed else lane.high
-        if one.step >= 0 and (one.rows is None or one.rows):
-            self._passes.append(self._computed(known, engine, one))
-        for number in one.first:
-            self._first(known, number, one.ended_s)
         for number, lost, how in one.preempted:
             if (lane := known.by_number.get(number)) is not None:
                 self._leave(known, [lane])
                 lane.again = True
             self._note(known, number, "preempt", one.begun_s, lost, how)
+        if one.step >= 0 and (one.rows is None or one.rows):
+            self._passes.append(self._computed(known, engine, one))
+        for number in one.first:
+            self._first(known, number, one.ended_s)
         for number, reason, outputs, kept_ttft, kept_itl in one.ended:
             self._ended(known, engine, number, one.ended_s, reason, outputs, kept_ttft, kept_itl)
         for kind in one.refused:
@@ -159,7 +160,9 @@ class LiveSummary:
 
     def _computed(self, known: EngineLanes, engine: int, one: LivePass) -> dict[str, Any]:
         """A pass, as the page draws it."""
-        shown: dict[str, Any] = {"e": engine, "n": one.step, "a": self._at(one.begun_s), "b": self._at(one.ended_s)}
+        begun_s = max(one.begun_s, min(known.ended_s, one.ended_s))  # planned ahead, it waited for the one before
+        known.ended_s = one.ended_s
+        shown: dict[str, Any] = {"e": engine, "n": one.step, "a": self._at(begun_s), "b": self._at(one.ended_s)}
         if one.rows is None:
             joined: list[Lane] = []
             left: list[Lane] = []

@@ -229,8 +229,10 @@ def take(summary: LiveSummary, entry: RingEntry) -> None:
             summary.down(entry.engine, entry.at_s)
         return
     came = [replace(one, at_s=one.at_s + shift_s) for one in batch.came] if shift_s else batch.came
-    summary.came(entry.engine, entry.epoch, came, batch.sent_s + shift_s)
-    for one in _decoder.decode(batch.packed) if batch.packed else ():
+    passes = _decoder.decode(batch.packed) if batch.packed else []
+    begun_s = passes[0].begun_s if passes else batch.sent_s  # requests came before the passes that compute them
+    summary.came(entry.engine, entry.epoch, came, begun_s + shift_s)
+    for one in passes:
         if shift_s:
             one.begun_s, one.ended_s = one.begun_s + shift_s, one.ended_s + shift_s
         summary.passed(entry.engine, entry.epoch, one)
