@@ -22,7 +22,7 @@ MOVES = ("abort", "handed")  # ends after which another engine may go on
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class LiveLane:
     """One request."""
 
     number: int
@@ -40,8 +40,8 @@ class EngineLanes:
 
     epoch: int
     up: bool = True
-    by_number: dict[int, Lane] = field(default_factory=dict)
-    decoding: dict[Lane, None] = field(default_factory=dict)
+    by_number: dict[int, LiveLane] = field(default_factory=dict)
+    decoding: dict[LiveLane, None] = field(default_factory=dict)
     last_s: float = 0.0  # when the last pass with decodes ended
     ended_s: float = 0.0  # … and the last pass of all
     tiers: Counter[str] = field(default_factory=Counter)  # of the decodes
@@ -55,8 +55,8 @@ class LiveSummary:
     def __init__(self, began_s: float) -> None:
         self.began_s = began_s
         self.engines: dict[int, EngineLanes] = {}
-        self._lanes: dict[str, Lane] = {}  # by request id
-        self._moving: dict[str, tuple[Lane, float]] = {}  # ended on one engine, perhaps to go on elsewhere
+        self._lanes: dict[str, LiveLane] = {}  # by request id
+        self._moving: dict[str, tuple[LiveLane, float]] = {}  # ended on one engine, perhaps to go on elsewhere
         self._count = 0
         self._lines = 0
         self._samples: dict[tuple[str, str], deque[tuple[float, float, int]]] = {}  # (tier, what) → at, value, weight
@@ -112,20 +112,20 @@ class LiveSummary:
             known.by_number[live.number] = lane
             self._promises.setdefault(live.tier, (live.ttft_s, live.itl_s))
 
-    def _open(self, live: LiveRequest, engine: int) -> Lane:
+    def _open(self, live: LiveRequest, engine: int) -> LiveLane:
         self._count += 1
-        lane = self._lanes[live.id] = Lane(self._count, live, engine, got_first=live.outputs > 0)
+        lane = self._lanes[live.id] = LiveLane(self._count, live, engine, got_first=live.outputs > 0)
         self._new.append(self._described(lane))
         return lane
 
-    def _described(self, lane: Lane) -> list[Any]:
+    def _described(self, lane: LiveLane) -> list[Any]:
         live = lane.live
         return [
             *(lane.number, live.id, lane.engine, self._at(live.at_s), live.tenant, live.tier, live.prompt, live.most),
             live.outputs,
         ]
 
-    def _move(self, lane: Lane, live: LiveRequest, engine: int, at_s: float) -> None:
+    def _move(self, lane: LiveLane, live: LiveRequest, engine: int, at_s: float) -> None:
         """It goes on: on another engine, or on this one after its restart."""
         self._moving.pop(live.id, None)
         self._events.append(["move", self._at(at_s), lane.number, lane.engine, engine])
@@ -164,8 +164,8 @@ class LiveSummary:
         known.ended_s = one.ended_s
         shown: dict[str, Any] = {"e": engine, "n": one.step, "a": self._at(begun_s), "b": self._at(one.ended_s)}
         if one.rows is None:
-            joined: list[Lane] = []
-            left: list[Lane] = []
+            joined: list[LiveLane] = []
+            left: list[LiveLane] = []
             decodes = len(known.decoding)
         else:
             joined, left, decodes = self._rows(known, one, shown)
@@ -185,10 +185,12 @@ class LiveSummary:
                 shown[name] = round(getattr(one, name), 4)
         return shown
 
-    def _rows(self, known: EngineLanes, one: LivePass, shown: dict[str, Any]) -> tuple[list[Lane], list[Lane], int]:
+    def _rows(
+        self, known: EngineLanes, one: LivePass, shown: dict[str, Any]
+    ) -> tuple[list[LiveLane], list[LiveLane], int]:
         """Sorts the rows of a pass: chunks and drafts go to `shown`; returns which decodes joined and left, and how
         many positions decodes had."""
-        decoding: dict[Lane, None] = {}
+        decoding: dict[LiveLane, None] = {}
         chunks: list[list[int]] = []
         drafts: list[list[int]] = []
         positions = 0
@@ -219,7 +221,7 @@ class LiveSummary:
         left = [lane for lane in known.decoding if lane not in decoding]
         return joined, left, positions
 
-    def _gaps(self, known: EngineLanes, joined: list[Lane], at_s: float) -> None:
+    def _gaps(self, known: EngineLanes, joined: list[LiveLane], at_s: float) -> None:
         """The gaps between tokens that this pass ended. Takes the joined decodes in."""
         for tier, count in known.tiers.items():
             if count:
@@ -234,7 +236,7 @@ class LiveSummary:
         if known.decoding:
             known.last_s = at_s
 
-    def _leave(self, known: EngineLanes, lanes: Iterable[Lane]) -> None:
+    def _leave(self, known: EngineLanes, lanes: Iterable[LiveLane]) -> None:
         for lane in lanes:
             if lane in known.decoding:
                 del known.decoding[lane]
