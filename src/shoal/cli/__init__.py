@@ -16,6 +16,7 @@ from shoal.cli.calibrate import add_calibrate
 from shoal.cli.chat import add_chat
 from shoal.cli.common import Command
 from shoal.cli.compare import add_compare
+from shoal.cli.demo import add_demo
 from shoal.cli.doctor import add_doctor
 from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_calibrate(commands)
     add_key(commands)
     add_live(commands)
+    add_demo(commands)
     add_top(commands)
     add_restart(commands)
     add_doctor(commands)

@@ -50,10 +50,13 @@ const end = () => Math.max(...panes.map((pane) => pane.end ?? pane.model.end));
 
 // ---- a live stream
 
+const here = location.origin + location.pathname.replace(/live$/, "");  // without a password that the address may have
+const events = `${here}live/events`;
+
 function connect() {
   const pane = panes[0] ?? makePane("live", false);
   panes = [pane];
-  const source = new EventSource("live/events");
+  const source = new EventSource(events);
   source.onmessage = ({data}) => {
     const line = JSON.parse(data);
     if (line.shoal_live !== undefined) {
@@ -71,7 +74,7 @@ function connect() {
   source.onerror = async () => {
     state("lost");
     if (source.readyState !== EventSource.CLOSED) return;  // the browser connects again by itself
-    const answer = await fetch("live/events", {method: "HEAD"}).catch(() => null);
+    const answer = await fetch(events, {method: "HEAD"}).catch(() => null);
     if (answer && (answer.status === 401 || answer.status === 403)) {
       problem("This page needs an admin API key, or a direct connection from the machine that the server runs on.");
     } else {
@@ -98,7 +101,7 @@ async function replay() {
   document.body.classList.add("replay");
   document.title = "Shoal: a recording";
   try {
-    const answer = await fetch("live/recording");
+    const answer = await fetch(`${here}live/recording`);
     if (!answer.ok) throw new Error(`the recording cannot be read: ${answer.status}`);
     const found = readRecording(await answer.text()).slice(0, PANES);
     panes = found.map((one) => {
