@@ -173,8 +173,10 @@ class LiveSummary:
         self._gaps(known, joined, one.ended_s)
         for tenant, count in known.tenants.items():
             self._tokens[tenant] += count
-        prompt = sum(count for _, _, count, kind in shown.get("c", ()) if kind == PROMPT)
-        shown |= {"p": prompt, "d": decodes, "r": one.recomputed, "w": one.padded, "u": one.budget}
+        chunks = [0, 0]  # a restarted engine does not know that it computes them again
+        for _, _, count, kind in shown.get("c", ()):
+            chunks[kind] += count
+        shown |= {"p": chunks[PROMPT], "d": decodes, "r": chunks[RECOMPUTE], "w": one.padded, "u": one.budget}
         shown |= {"run": one.running, "wait": one.waiting, "kv": [one.held, one.cached, one.total, one.host]}
         if joined:
             shown["in"] = [lane.number for lane in joined]

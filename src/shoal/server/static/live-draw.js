@@ -346,7 +346,7 @@ export function drawStrip(canvas, model, view, left, colours) {
     context.stroke();
     context.setLineDash([]);
   }
-  const budgetText = budget ? `budget ${budget.toLocaleString()}${full < budget ? " (not in sight)" : ""}` : "";
+  const budgetText = budget ? `budget ${budget.toLocaleString()}${full < budget ? " ↑" : ""}` : "";
   if (left >= 100) {
     write(context, "tokens in a pass", 8, top + 7, colours.soft);
     write(context, budgetText, 8, top + 23, colours.soft, {most: left - 12});

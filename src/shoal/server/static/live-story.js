@@ -11,7 +11,7 @@ const REASONS = {
 const tokens = (n) => `${n.toLocaleString()} token${n === 1 ? "" : "s"}`;
 
 export function nameOf(lane) {
-  return lane.id.replace(/\.0$/, "").slice(0, 14);
+  return lane.id.replace(/\.0$/, "").slice(0, 8);
 }
 
 export function aboutLane(lane) {
