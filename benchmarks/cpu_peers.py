@@ -1,6 +1,6 @@
 """Shoal beside other engines for CPUs: one workload, one machine, one table.
 
-    python benchmarks/cpu_peers.py --workload cpu64.json --model DIR --gguf q8_0=FILE --openvino f16=DIR \\
+    python benchmarks/cpu_peers.py --workload cpu64 --model DIR --gguf q8_0=FILE --openvino f16=DIR \\
       --python vllm=VENV/bin/python --figures runs.jsonl
 
 Runs Shoal and every peer that can be imported, installs none. Each may have its own environment (`--python
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.cpu_noise import NoiseWatch, noise_figures, noise_in, under_banner
+from shoal.workload.named import find_lengths
 
 MODULES = {
     "shoal": "shoal",
@@ -54,7 +55,7 @@ Lengths = Sequence[Sequence[int]]
 
 def options(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", help="JSON list of [prompt, output] lengths; none: single requests only")
+    parser.add_argument("--workload", help="a name such as cpu64, or a JSON file of lengths; none: single requests")
     parser.add_argument("--requests", type=int, help="use only the first N")
     parser.add_argument("--model", required=True, help="Hugging Face folder")
     parser.add_argument("--gguf", action="append", default=[], metavar="VARIANT=FILE", help="for llama.cpp")
@@ -133,7 +134,8 @@ def task_of(args: argparse.Namespace, row: Row, lengths: Lengths) -> dict[str, A
 
 
 def workload(args: argparse.Namespace) -> Lengths:
-    return json.loads(Path(args.workload).read_text())[: args.requests] if args.workload else []
+    found = find_lengths(args.workload) if args.workload else []
+    return [[one.prompt, one.output] for one in found[: args.requests]]
 
 
 def run_once(args: argparse.Namespace, row: Row, python: str) -> dict[str, Any] | None:

@@ -40,7 +40,8 @@ ONE_ROW = [
     (8, 1024, 4, 3),
     (1, 4096, 4, 3),
 ]
-DECODES = [(128, 4, 3), (128, 4, 4), (64, 4, 4), (64, 2, 4), (256, 8, 3), (128, 8, 3)]
+DECODES = [(128, 4, 3), (128, 4, 4), (128, 4, 5), (64, 4, 3), (64, 4, 5), (64, 2, 4), (256, 8, 3), (256, 4, 3)]
+PROMPTS = [(64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 8, 3), (128, 4, 3), (32, 4, 4)]
 REF = RefOps()
 
 
@@ -181,7 +182,7 @@ def decode_tables(count: int, mean: int) -> tuple[AttentionTables, int, int]:
 def attention() -> list[str]:
     lines = [f"{'decode':<12} {'bf16':>8} {'TB/s':>5} {'fp8':>8} {'TB/s':>5}   fp8 by tile, warps, stages"]
     lines += [decode_line(*size) for size in ((1, 800), (8, 800), (64, 800), (128, 1100), (256, 800), (32, 4000))]
-    lines.append(f"{'prompts':<12} {'bf16':>8} {'TFLOP/s':>8} {'fp8':>8} {'TFLOP/s':>8}")
+    lines.append(f"{'prompts':<12} {'bf16':>8} {'TFLOP/s':>8} {'fp8':>8} {'TFLOP/s':>8}   fp8 by tile, warps, stages")
     return lines + [prompt_line(*size) for size in ((14, 562), (8, 1024), (1, 8192))]
 
 
@@ -241,6 +242,8 @@ def prompt_line(count: int, length: int, heads: int = 32, kv_heads: int = 8, dim
         work = partial(attention_kernels.prefill, q, pair[0], pair[1], tables, blocks, out, dim**-0.5, 0)
         time = microseconds([work])
         line += f" {time:>8.1f} {flop / time / 1e6:>8.0f}"
+    for shape in PROMPTS:
+        line += f"  {','.join(map(str, shape))}: {microseconds([partial(work, shape=shape)]):.1f}"
     return line
 
 

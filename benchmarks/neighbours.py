@@ -1,6 +1,6 @@
 """Engines for CPUs beside busy programs: what is left of their speed, as a share of the fair share.
 
-    python benchmarks/neighbours.py --workload cpu64.json --requests 16 --model models/smollm2 \\
+    python benchmarks/neighbours.py --workload cpu64 --requests 16 --model models/smollm2 \\
       --only shoal:float32,openvino:f32 --openvino f32=models/smollm2.ov-fp32 --python openvino=VENV/bin/python \\
       --neighbours 0,2,8,1x20ms --runs 3 --figures neighbours.jsonl --plot neighbours
 

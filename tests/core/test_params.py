@@ -154,7 +154,7 @@ def test_more_min_than_max_tokens_is_refused() -> None:
 def test_an_unknown_name_is_refused_and_the_known_ones_listed() -> None:
     with pytest.raises(BadParameter, match=r"'temprature'.*temperature"):
         SamplingParams.from_mapping({"temprature": 1.0})
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(BadParameter, match=r"did you mean .temperature."):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
 
 

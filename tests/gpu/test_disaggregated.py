@@ -54,37 +54,37 @@ def name(number: int) -> bytes:
 
 def test_a_gibibyte_of_blocks_goes_to_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = Path(__file__).parents[2]
-    command, env = [sys.executable, "-c", CHILD, str(tmp_path)], {**os.environ, "PYTHONPATH": str(root)}
+    path = os.pathsep.join([str(root), *filter(None, sys.path)])
+    command, env = [sys.executable, "-c", CHILD, str(tmp_path)], {**os.environ, "PYTHONPATH": path}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    child = subprocess.Popen(command, text=True, cwd=root, env=env, **pipes)
-    assert child.stdout is not None
-    assert child.stdin is not None
     from shoal.disagg.cuda_ipc import CudaPeer
 
-    address = child.stdout.readline().strip()
-    assert address.startswith("cuda:")
-    spec = spec_from_config(LLAMA_8B)
-    store = KVStore(spec, BLOCKS, BLOCK, torch.bfloat16, "cuda", peers=PeerOutboxes({"cuda": CudaPeer}))
-    copier, taken = Copier(store), []
-    for number in range(6):
-        store.data.zero_()
-        torch.cuda.synchronize()
-        every = tuple(range(BLOCKS))
-        begun_s = time.perf_counter()
-        copier.submit(BlockCopy(number, every, every, "in", tuple(map(name, every)), address))
-        done, failed = copier.take(all_of_them=True)
-        taken.append(time.perf_counter() - begun_s)
-        assert not failed
-        assert done
-        for block in (0, 1, 255, BLOCKS - 1):
-            assert (store.data[:, :, block] == block).all()
-    whole = BLOCKS * bytes_per_block(spec, BLOCK, torch.bfloat16)
-    with capsys.disabled():
-        best = statistics.median(taken[1:])
-        print(f"\nCUDA IPC: {whole / 2**30:.2f} GiB in {best * 1e3:.1f} ms, {whole / best / 1e9:.0f} GB/s")
-    child.stdin.close()
-    child.wait()
-    copier.close()
+    with subprocess.Popen(command, text=True, cwd=root, env=env, **pipes) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        address = child.stdout.readline().strip()
+        assert address.startswith("cuda:")
+        spec = spec_from_config(LLAMA_8B)
+        store = KVStore(spec, BLOCKS, BLOCK, torch.bfloat16, "cuda", peers=PeerOutboxes({"cuda": CudaPeer}))
+        copier, taken = Copier(store), []
+        for number in range(6):
+            store.data.zero_()
+            torch.cuda.synchronize()
+            every = tuple(range(BLOCKS))
+            begun_s = time.perf_counter()
+            copier.submit(BlockCopy(number, every, every, "in", tuple(map(name, every)), address))
+            done, failed = copier.take(all_of_them=True)
+            taken.append(time.perf_counter() - begun_s)
+            assert not failed
+            assert done
+            for block in (0, 1, 255, BLOCKS - 1):
+                assert (store.data[:, :, block] == block).all()
+        whole = BLOCKS * bytes_per_block(spec, BLOCK, torch.bfloat16)
+        with capsys.disabled():
+            best = statistics.median(taken[1:])
+            print(f"\nCUDA IPC: {whole / 2**30:.2f} GiB in {best * 1e3:.1f} ms, {whole / best / 1e9:.0f} GB/s")
+        child.stdin.close()
+        copier.close()
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_a_server_on_one_card_hands_requests_over(tmp_path: Path) -> None:
 
     model = save_model(tmp_path / "model")
     common = ("--device", "cuda", "--dtype", "float32", "--kv-memory", "256MiB", "--served-model-name", "tiny")
-    flags = (*common, "--max-model-len", "2048")
+    flags = (*common, "--max-model-len", "512")
     with running(tmp_path / "one", model, *flags) as server:
         alone = asyncio.run(all_answers(server, asks(12, 60), lambda: None))
     with running(tmp_path / "two", model, *flags, "--prefill", "disaggregated") as server:

@@ -5,7 +5,7 @@ layers are compared by norm, and engines by the logprobs that they give to the s
 """
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ def moved(value: Any) -> Any:
         return value.cuda()
     if not hasattr(value, "__dataclass_fields__"):
         return value
-    return replace(value, **{name: moved(getattr(value, name)) for name in value.__dataclass_fields__})
+    return replace(value, **{one.name: moved(getattr(value, one.name)) for one in fields(value)})
 
 
 @pytest.mark.parametrize("kept", [fp8.FP8, torch.bfloat16])
@@ -242,7 +242,8 @@ def test_an_engine_says_what_the_plain_meaning_says(name: str, form: dict[str, A
             found = told(built, prompts)
             assert built.loop.executor.model.dtype == getattr(torch, kind)  # type: ignore[attr-defined]
         near = float((wanted - unrounded).abs().mean())
-        assert (found - wanted).abs().mean() < (0.6 if kind == "bfloat16" else 0.2) * near + 0.005
+        # another order of sums tips roundings to fp8, each by a whole step; all tipped at random would be 1.4 × near
+        assert (found - wanted).abs().mean() < (1.0 if kind == "bfloat16" else 0.5) * near + 0.005
         assert (found - unrounded).abs().mean() < 1.5 * near + 0.01
 
 

@@ -82,7 +82,7 @@ def made(blocks: int, block: int = 4, heads: int = 2, dim: int = 16) -> torch.Te
 def test_values_and_exponents_share_the_memory_of_a_block() -> None:
     cache = made(5)
     assert cache.shape == (5, 4, 2, 16)
-    assert cache.stride(0) == 4 * 2 * 17
+    assert cache.stride(0) == 144  # 4 × 2 × 17, in whole units of 16
     exponents = fp8.exponents_in(cache)
     assert exponents.shape == (5, 2, 4)
     x = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(4))

@@ -19,8 +19,16 @@ CHROMIUM = shutil.which("chromium")
 QUIET = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 QUIET += " --disable-component-update --disable-sync --hide-scrollbars --disable-dev-shm-usage"
 PATIENCE_S = 30.0  # far more than needed: a hang must fail, a slow machine must not
-KEYS = {"Enter": ("Enter", 13, "\r"), "Escape": ("Escape", 27, ""), "Tab": ("Tab", 9, "")}
-SHIFT = 8
+KEYS = {
+    "Enter": ("Enter", 13, "\r"),
+    "Escape": ("Escape", 27, ""),
+    "Tab": ("Tab", 9, ""),
+    "ArrowUp": ("ArrowUp", 38, ""),
+    "/": ("Slash", 191, "/"),
+    "?": ("Slash", 191, "?"),
+    **{letter: (f"Key{letter.upper()}", ord(letter.upper()), "") for letter in "cnrs"},
+}
+ALT, SHIFT = 1, 8
 
 
 class Browser:
@@ -78,7 +86,7 @@ class Browser:
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = Tab(self, session, context)
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             tab.call(f"{domain}.enable")
         if url:
             tab.go(url)
@@ -177,6 +185,12 @@ class Tab:
         """What a screen reader calls each control of these roles."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [node["name"]["value"] for node in nodes if not node["ignored"] and node["role"]["value"] in roles]
+
+    def requests(self) -> list[str]:
+        """The URL of everything that the page has asked for."""
+        self.run("1")
+        own = [one for one in self.browser.events if one.get("sessionId") == self.session]
+        return [one["params"]["request"]["url"] for one in own if one["method"] == "Network.requestWillBeSent"]
 
     def complaints(self, network: bool = True) -> list[str]:
         """Errors and warnings on the console so far: exceptions, refused resources, failed requests (if asked for)."""

@@ -23,6 +23,8 @@ LEAST: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi", "store": False},
     "/v1/messages": {"messages": CHAT, "max_tokens": 50},
     "/v1/messages/count_tokens": {"messages": CHAT},
+    "/generate": {"text": "Hi"},
+    "/generate sampling_params": {"text": "Hi"},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -59,7 +61,7 @@ SAMPLES: dict[str, Any] = {
         {"messages": [*CHAT, {"role": "assistant", "content": "He"}], "add_generation_prompt": False}, True,
     ),
     "/v1/chat/completions add_special_tokens": False,
-    "background": False, "include": ["message.output_text.logprobs"], "instructions": "Be brief.", "text": {},
+    "background": False, "include": ["message.output_text.logprobs"], "instructions": "Be brief.",
     "max_tool_calls": 3, "metadata": {"a": "b"}, "reasoning": {"effort": "low"}, "truncation": "auto",
     "system": "Be brief.", "stop_sequences": ["zz"], "thinking": {"type": "disabled"}, "output_config": {},
     "/tokenize tools": ({"prompt": None, "messages": CHAT}, TOOLS),
@@ -68,6 +70,13 @@ SAMPLES: dict[str, Any] = {
         True,
     ),
     "/tokenize messages": ({"prompt": None}, CHAT), "return_token_strs": True,
+    "/tokenize tool_choice": ({"prompt": None, "messages": CHAT, "tools": TOOLS}, "none"),
+    "text": "Hi", "/generate input_ids": ({"text": None}, [5, 6]), "sampling_params": {"max_new_tokens": 5},
+    "return_logprob": True, "logprob_start_len": ({"return_logprob": True}, 0), "/generate top_logprobs_num": 2,
+    "token_ids_logprob": ({"return_logprob": True}, [5]), "return_text_in_logprobs": ({"return_logprob": True}, True),
+    "return_prompt_token_ids": True, "/generate sampling_params max_new_tokens": 5, "sampling_seed": 5,
+    "min_new_tokens": 2, "structural_tag": {"format": {"type": "regex", "pattern": "a"}},
+    "/v1/responses text": {},
 }  # fmt: skip
 TESTED_APART = {"previous_response_id"}  # it needs a stored response
 
@@ -78,7 +87,9 @@ def app() -> Front:
 
 
 def send(path: str, **more: Any) -> httpx.Response:
-    return ask(app(), "POST", path, json={**LEAST[path], **more})
+    """`path`: may name a field of its body, too, whose own fields these are."""
+    path, _, inner = path.partition(" ")
+    return ask(app(), "POST", path, json={**LEAST[path], **({inner: more} if inner else more)})
 
 
 def sample(path: str, name: str) -> dict[str, Any]:
@@ -107,7 +118,7 @@ def check_refused(path: str, one: Field) -> None:
     answer = send(path, **{one.name: other_than(one)})
     assert answer.status_code == 400, (one.name, answer.text)
     error = answer.json()["error"]
-    assert error["param"].split(".")[0] == one.name
+    assert error["param"].removeprefix("sampling_params.").split(".")[0] == one.name
     assert one.note.split(";")[0] in error["message"], (one.name, error)
 
 

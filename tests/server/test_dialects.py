@@ -18,7 +18,8 @@ from shoal.server.dialects.common import encode
 from shoal.server.errors import HttpError
 from shoal.server.jobs import Call
 from shoal.server.logprobs import TokenNames
-from shoal.server.prepare import PreparedRequest, Preparer
+from shoal.server.prepare import Preparer
+from shoal.server.prepared import PreparedRequest
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import EOS, ask, chat, error_of, events, front, tokenizer
 

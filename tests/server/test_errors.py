@@ -1,12 +1,16 @@
 """Every error a client can meet: its status, its shape, and that it reveals no internals."""
 
 import inspect
+from functools import partial
+from typing import Literal
 
+import msgspec
 import pytest
 
 from shoal import errors
 from shoal.core.job import Refusal
-from shoal.server.errors import as_http, internal
+from shoal.server.errors import as_http, bad_body, internal
+from shoal.server.field_names import allowed_at, known_at
 
 EXPECTED = {
     "BadRequest": 400, "EmptyPrompt": 400, "PromptTooLong": 400, "BadParameter": 400, "BadGrammar": 400, "BadChat": 400,
@@ -67,3 +71,19 @@ def test_the_field_at_fault_is_found_in_the_message(message: str, param: str | N
     answer = as_http(errors.BadParameter(message))
     assert answer is not None
     assert answer.detail.param == param
+
+
+def test_an_unknown_value_lists_the_allowed_ones() -> None:
+    class Fish(msgspec.Struct):
+        size: Literal["small", "large"] | None = None
+        kinds: list[Literal["cod", "eel"]] = []
+
+    for body, param, allowed in (
+        (b'{"size": "huge"}', "size", "large, small"),
+        (b'{"kinds": ["cod", "crab"]}', "kinds[1]", "cod, eel"),
+    ):
+        with pytest.raises(msgspec.ValidationError) as caught:
+            msgspec.json.decode(body, type=Fish)
+        answer = bad_body(caught.value, {}, partial(known_at, Fish), partial(allowed_at, Fish))
+        assert answer.detail.param == param
+        assert str(answer).endswith(f"; allowed: {allowed}")

@@ -351,7 +351,7 @@ def test_text_becomes_tokens_and_tokens_text() -> None:
     text = "Once upon a time é €"
     answer = ask(app, "POST", "/tokenize", json={"prompt": text, "model": "tiny"}).json()
     assert answer == {"count": len(answer["tokens"]), "max_model_len": 512, "tokens": tokenizer().encode(text)}
-    assert ask(app, "POST", "/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+    assert ask(app, "POST", "/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"] == text
     messages = [{"role": "user", "content": "Hi"}]
     chat = ask(app, "POST", "/tokenize", json={"messages": messages, "add_generation_prompt": False}).json()
     assert tokenizer().decode(chat["tokens"]) == "user: Hi\n"

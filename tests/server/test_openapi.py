@@ -40,6 +40,7 @@ OPERATIONS = [
     ("/v1/messages/count_tokens", "POST"), ("/v1/responses", "POST"), ("/v1/responses/input_tokens", "POST"),
     ("/v1/responses/{id}", "GET"), ("/v1/responses/{id}", "DELETE"), ("/v1/responses/{id}/cancel", "POST"),
     ("/v1/responses/{id}/input_items", "GET"), ("/tokenize", "POST"), ("/detokenize", "POST"),
+    ("/generate", "POST"), ("/model_info", "GET"), ("/health_generate", "GET"), ("/flush_cache", "POST"),
     ("/v1/models", "GET"), ("/v1/models/{model}", "GET"), ("/health", "GET"), ("/version", "GET"), ("/metrics", "GET"),
     ("/openapi.json", "GET"), ("/v1/chat/completions/batch", "POST"), ("/ping", "GET"), ("/ping", "POST"),
     ("/load", "GET"), ("/server_info", "GET"), ("/tokenizer_info", "GET"), ("/reset_prefix_cache", "POST"),

@@ -235,7 +235,6 @@ def test_logprobs_come_where_they_are_included() -> None:
     ("body", "param"),
     [
         ({"background": True}, "background"),
-        ({"background": True, "stream": True}, "stream"),
         ({"background": True, "store": False}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),

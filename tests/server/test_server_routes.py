@@ -151,3 +151,41 @@ def test_conversations_are_lists_and_not_too_many() -> None:
     assert error_of(batch(front(), *["x"] * 257), 400)["param"] == "messages"
     long = error_of(batch(front(), "short", "long " * 1000), 400)
     assert "messages[1]" in long["message"]
+
+
+# ---- SGLang's names
+
+
+def test_the_same_under_sglangs_names() -> None:
+    def get(path: str) -> Any:
+        return ask(front(), "GET", path).json()
+
+    assert get("/get_server_info") == get("/server_info")
+    assert get("/health_generate") == get("/health")
+    info = get("/get_model_info")
+    assert info == get("/model_info")
+    assert (info["model_path"], info["is_generation"]) == ("tiny", True)
+    client = FakeClient()
+    assert ask(keyed(client), "POST", "/flush_cache", headers=bearer(PLAIN)).status_code == 403
+    assert ask(keyed(client), "POST", "/flush_cache", headers=bearer(ADMIN)).json() == {"forgotten_blocks": 7}
+    found = ask(front(), "POST", "/v1/tokenize", json={"prompt": ["a fish", ""]}).json()
+    assert found["tokens"] == [tokenizer().encode("a fish"), tokenizer().encode("")]
+    assert found["count"] == [len(one) for one in found["tokens"]]
+    back = ask(front(), "POST", "/v1/detokenize", json={"tokens": found["tokens"], "skip_special_tokens": True}).json()
+    assert back == {"prompt": ["a fish", ""], "text": ["a fish", ""]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": []}),
+        ("/tokenize", {"prompt": ["x"] * 1025}),
+        ("/tokenize", {"prompt": ["x" * 2**18, "y" * 2**18]}),
+        ("/detokenize", {"tokens": [5, [6]]}),
+        ("/detokenize", {"tokens": [[5], [10**6]]}),
+        ("/detokenize", {"tokens": [[5]] * 1025}),
+        ("/detokenize", {"tokens": [[5] * 2**17, [6] * 2**17, [7]]}),
+    ],
+)
+def test_lists_that_are_too_long_or_mixed_are_refused(path: str, body: dict[str, Any]) -> None:
+    assert error_of(ask(front(), "POST", path, json=body), 400)["param"] == next(iter(body))

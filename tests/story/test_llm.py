@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from shoal import LLM, Chunk, SamplingParams
+from shoal.errors import BadParameter
 from tests.story.models import (
     ASSISTANT,
     BOS,
@@ -126,6 +127,19 @@ def test_token_ids_are_taken_as_they_are(llm: LLM) -> None:
 def test_the_text_of_a_prompt_may_be_anything_unicode(llm: LLM) -> None:
     for text in ["ünïcödé", "🐟🐠", "\x00", " ", "\n\n", "a" * 300]:
         assert llm.generate(text, greedy(2))[0].prompt == f"<s>{text}"
+
+
+def test_chat_takes_texts_messages_and_many_conversations(llm: LLM) -> None:
+    one: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+    want = llm.generate(one, greedy(6))[0].outputs[0].text
+    for given in ("hello", one, ["hello"], [one]):
+        outputs = llm.chat(given, greedy(6))
+        assert [output.outputs[0].text for output in outputs] == [want]
+    longer = [*one, {"role": "assistant", "content": want}, {"role": "user", "content": "and"}]
+    several = llm.chat([one, longer], greedy(6))
+    assert [output.prompt_token_ids for output in several] == [llm.encode(one), llm.encode(longer)]
+    with pytest.raises(BadParameter, match="a chat is a text or a list of messages"):
+        llm.chat([[1, 2]], greedy(6))  # type: ignore[list-item]
 
 
 def test_a_chat_is_written_by_the_template_with_one_bos(llm: LLM) -> None:

@@ -113,7 +113,17 @@ GOOD: list[tuple[str, dict[str, Json]]] = [
     ("/api/show", {"model": "tiny"}),
     ("/tokenize", {"prompt": "The sea is"}),
     ("/tokenize", {"messages": CHAT, "add_generation_prompt": True}),
+    ("/tokenize", {"prompt": ["The sea", "is"], "return_token_strs": True}),
     ("/detokenize", {"tokens": [5, 6, 7], "skip_special_tokens": True}),
+    ("/detokenize", {"tokens": [[5, 6], [7]]}),
+    (
+        "/generate",
+        {
+            "text": ["The sea", "is"], "sampling_params": {"max_new_tokens": 3, "temperature": 0.5, "stop": ["x"]},
+            "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "rid": "mine",
+        },
+    ),
+    ("/generate", {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "regex": "a+"}, "stream": True}),
 ]  # fmt: skip
 MORE_NAMES = {"tools", "suffix", "chat_template", "tier", "metadata", "", "self", "messages"}
 NAMES = sorted({name for _, body in GOOD for name in body} | MORE_NAMES)
@@ -164,7 +174,8 @@ PATHS = [
     "/metrics", "/version", "/debug/requests", "/openapi.json", "/docs", "/", "/static/chat.js", "/nothing",
     "/v1/models/", "/v1/models/\0", "/%00", "//", "/static/../app.py", "/v1/completions/", "/\ufffd",
     "/v1/models/" + "m" * 3000, "/v1/responses", "/v1/responses/resp_1", "/v1/responses/resp_1/input_items",
-    "/v1/responses/resp_1/cancel", "/v1/responses/\0", "/v1/responses/" + "r" * 3000,
+    "/v1/responses/resp_1/cancel", "/v1/responses/resp_1?stream=true&starting_after=3", "/generate",
+    "/v1/responses/\0", "/v1/responses/" + "r" * 3000,
 ]  # fmt: skip
 METHODS = ["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "POSTS"]
 

@@ -159,6 +159,16 @@ def test_the_background(client: OpenAI, server: Server) -> None:
         assert client.responses.retrieve(long.id).status == "cancelled"
 
 
+def test_a_stream_of_the_background_is_followed_again(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "background": True, "input": "Once", "max_output_tokens": 20}
+    seen = list(client.responses.create(**asked, stream=True))
+    assert seen[-1].type in ("response.completed", "response.incomplete")
+    id = seen[-1].response.id
+    for _ in range(3):  # whichever front is asked
+        assert list(client.responses.retrieve(id, stream=True)) == seen
+        assert list(client.responses.retrieve(id, stream=True, starting_after=5)) == seen[6:]
+
+
 def test_a_front_that_is_restarted_finds_them_again(client: OpenAI, server: Server) -> None:
     made = client.responses.create(model="tiny", input="Hi", max_output_tokens=2)
     before = server.front_pids()

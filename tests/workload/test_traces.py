@@ -206,7 +206,7 @@ def test_not_utf8_names_the_line(tmp_path: Path, name: str) -> None:
 def test_a_missing_file(tmp_path: Path, name: str) -> None:
     message = refusal(tmp_path / name)
     assert name in message
-    assert "No such file" in message
+    assert "there is no trace" in message
 
 
 def test_a_folder_is_not_a_trace(tmp_path: Path) -> None:

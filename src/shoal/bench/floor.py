@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from shoal.kernels.cpu import computes_natively
+from shoal.core.work import DeviceRates
+from shoal.kernels.rates import moving, multiplying, seconds
 from shoal.models.spec import ModelSpec
 from shoal.workload.lengths import Lengths
 
@@ -26,6 +27,10 @@ class Machine:
 
     bandwidth_gb_s: float
     matrix_gflop_s: float
+
+    @property
+    def rates(self) -> DeviceRates:
+        return DeviceRates(self.matrix_gflop_s * 1e9, self.bandwidth_gb_s * 1e9)
 
 
 @dataclass(frozen=True)
@@ -47,33 +52,18 @@ class Floor:
 def measure(dtype: torch.dtype, device: str = "cpu", weight_bytes: int = 2**28) -> Machine:
     """Best of a few runs. A CPU reads a buffer as large as the weights; a GPU, which needs more work to reach its
     rates, copies 2 GiB (read and written) and multiplies larger matrices."""
-    if device != "cpu":
-        source = torch.randn(2**29, device=device)
-        target = torch.empty_like(source)
-        moved, move_s = 2 * source.numel() * 4, _best(lambda: target.copy_(source), device, times=10)
-        del source, target
-    else:
-        values = torch.ones(max(weight_bytes, 2**26) // 4, dtype=torch.float32)
-        moved, move_s = values.numel() * 4, _best(lambda: values.sum(), device)
-    if device == "cpu" and not computes_natively(dtype):
-        dtype = torch.float32  # the type used instead
-    side = 1024 if device == "cpu" else 8192
-    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    multiply_s = _best(lambda: left @ right, device, times=1 if device == "cpu" else 10)
-    return Machine(moved / move_s / 1e9, 2 * side**3 / multiply_s / 1e9)
+    cpu = device == "cpu"
+    moved, move = moving(device, max(weight_bytes, 2**26) if cpu else 2**31)
+    move_s = _best(move, device, times=1 if cpu else 10)
+    del move
+    flop, multiply = multiplying(dtype, device, 1024 if cpu else 8192)
+    multiply_s = _best(multiply, device, times=1 if cpu else 10)
+    return Machine(moved / move_s / 1e9, flop / multiply_s / 1e9)
 
 
-def _best(work: Callable[[], object], device: str, runs: int = 5, times: int = 1) -> float:
+def _best(work: Callable[[], object], device: str, times: int, runs: int = 5) -> float:
     """Seconds for one call, of which `times` are made in a row."""
-    found = []
-    for _ in range(runs + 1):
-        begun = time.perf_counter()
-        for _ in range(times):
-            work()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        found.append((time.perf_counter() - begun) / times)
-    return min(found[1:])
+    return min([seconds(work, device, times, time.perf_counter) for _ in range(runs + 1)][1:])
 
 
 def read_weights(spec: ModelSpec) -> int:

@@ -113,6 +113,9 @@ COLUMNS = (
     Column("recomputed", "recomputed_tokens", number(0), "low", "positions recomputed after a preemption"),
     Column("KV waste", "kv_waste", share, "low", "share of held KV memory that is unused"),
     Column("busy", "device_busy", share, "", "share of the time in which the device computed"),
+    Column("MFU", "mfu", share, "", "FLOP per second of computing, over the device's measured rate"),
+    Column("MBU", "mbu", share, "", "bytes of weights and KV per second of computing, over the measured rate"),
+    Column("useful", "useful_work", share, "high", "share of computed positions: no padding, computed once"),
     Column("others", "others", share, "", "share of the CPUs that others took; above 5% a run is not reliable"),
     Column("cost/M tok", "cost_per_million_tokens", number(2), "low", "price of a million output tokens"),
 )

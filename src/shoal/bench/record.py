@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal.bench.cpu_noise import Noise, noise_figures
+from shoal.core.work import NO_WORK, DeviceRates, ModelWork
 
 
 @dataclass(slots=True)
@@ -61,6 +62,9 @@ class PassRecord:
     kv_held: int  # positions for which blocks are held
     kv_used: int  # positions stored in them
     kv_total: int
+    kv_reads: int = 0  # KV positions read
+    pairs: int = 0  # (position, position up to it) pairs that attention computed
+    lines: int = 0  # positions that tokens were drawn from
 
 
 @dataclass
@@ -77,6 +81,8 @@ class RunRecord:
     seconds: float
     busy_s: float  # seconds in which the device computed
     noise: Noise | None = None  # what other programs took of the CPUs during the run; None: unknown
+    work: ModelWork = NO_WORK  # what the model's passes cost
+    rates: DeviceRates | None = None  # of the device; None: not measured
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,20 @@ def keeps(request: RequestRecord, promise: Promise) -> bool:
     return not gaps or sum(gaps) / len(gaps) <= promise.gap_s
 
 
+def utilisation(run: RunRecord) -> dict[str, float | None]:
+    """MFU and MBU while the device computed, and the share of work that was computed once for a request."""
+    useful = sum(one.useful for one in run.passes)
+    computed = useful + sum(one.padded for one in run.passes)
+    recomputed = sum(one.recomputed for one in run.passes)
+    found: dict[str, float | None] = {"mfu": None, "mbu": None, "useful_work": (useful - recomputed) / max(computed, 1)}
+    if run.rates is None or run.work == NO_WORK or run.busy_s <= 0:
+        return found
+    pairs = sum(one.pairs * (one.useful + one.padded) / max(one.useful, 1) for one in run.passes)
+    flop = run.work.flop(computed, sum(one.lines for one in run.passes), pairs)
+    moved = run.work.moved_bytes(len(run.passes), sum(one.kv_reads for one in run.passes) + computed)
+    return found | {"mfu": flop / run.busy_s / run.rates.flop_s, "mbu": moved / run.busy_s / run.rates.bytes_s}
+
+
 def summarise(run: RunRecord, promise: Promise, price_per_hour: float) -> dict[str, Any]:
     """Every figure of one run, by name."""
     done = [request for request in run.requests if request.reason in ("stop", "length")]
@@ -132,6 +152,7 @@ def summarise(run: RunRecord, promise: Promise, price_per_hour: float) -> dict[s
         "slot_use": sum(one.running for one in run.passes) / max(len(run.passes) * run.slots, 1),
         "budget_use": sum(one.useful + one.padded for one in run.passes) / max(budget, 1),
         **noise_figures(run.noise),
+        **utilisation(run),
         "device_busy": run.busy_s / max(run.seconds, 1e-9),
         "kv_waste": 1 - sum(one.kv_used for one in run.passes) / held if held else 0.0,
         "kv_peak": max((one.kv_held / max(one.kv_total, 1) for one in run.passes), default=0.0),

@@ -68,4 +68,7 @@ class RunRecorder:
             kv_held=held,
             kv_used=min(held, sum(request.computed for request in scheduler.running)),
             kv_total=events.blocks_total * size,
+            kv_reads=events.kv_reads,
+            pairs=events.pairs,
+            lines=events.lines,
         )

@@ -94,6 +94,8 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("KV waste", "kv_waste", ".0%"),
     ("preempt", "preemptions", "d"),
     ("busy", "device_busy", ".0%"),
+    ("MFU", "mfu", ".0%"),
+    ("MBU", "mbu", ".0%"),
     ("others", "others", ".0%"),
     ("TTFT p50", "ttft_s.p50", ".2f"),
     ("p99", "ttft_s.p99", ".2f"),

@@ -316,6 +316,7 @@ def serve_summary(run: RunRecord, promise: Promise, price_per_hour: float = 0.0)
     unknown = {
         *("passes", "useful_tokens", "padded_tokens", "padding_share", "recomputed_tokens", "preemptions"),
         *("slot_use", "budget_use", "device_busy", "kv_waste", "kv_peak", "waited_s"),
+        *("mfu", "mbu", "useful_work"),
     }
     known = {name: value for name, value in summarise(run, promise, price_per_hour).items() if name not in unknown}
     prompts = sum(one.prompt for one in run.requests if one.reason in ("stop", "length"))

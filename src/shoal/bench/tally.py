@@ -159,6 +159,9 @@ class RunTally:
             "device_busy": self.busy_s / seconds,
             "kv_waste": None,  # would need the records
             "kv_peak": self.peak,
+            "mfu": None,  # would need the model's costs
+            "mbu": None,
+            "useful_work": (self.useful - self.recomputed) / max(self.useful + self.padded, 1),
             **noise_figures(None),
             **spreads,
             "tail_over_median": e2e["p99"] / e2e["p50"] if e2e["p50"] else 0.0,

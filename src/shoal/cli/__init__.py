@@ -21,11 +21,18 @@ from shoal.cli.doctor import add_doctor
 from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
 from shoal.cli.live import add_live
+from shoal.cli.parser import CommandParser
+from shoal.cli.plan import add_plan
 from shoal.cli.restart import add_restart
 from shoal.cli.serve import add_serve
 from shoal.cli.simulate import add_simulate
 from shoal.cli.top import add_top
+from shoal.config.options import as_flags
+from shoal.config.serve import TABLE
+from shoal.core.params import PARAMS
 from shoal.errors import ShoalError, one_line
+
+FLAGS = [*TABLE, *(name for name, param in PARAMS.items() if param.flag and len(name) > 1)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe is handled
         return code
     except ShoalError as error:
-        print(f"shoal: {one_line(error)}", file=sys.stderr)
+        print(f"shoal: {as_flags(one_line(error), FLAGS)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -62,7 +69,7 @@ def stdout_closed() -> bool:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="shoal", description="An engine for large language models that rebuilds the batch at every forward pass."
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
@@ -74,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_compare(commands)
     add_simulate(commands)
     add_calibrate(commands)
+    add_plan(commands)
     add_key(commands)
     add_live(commands)
     add_demo(commands)

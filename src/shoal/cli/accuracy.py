@@ -9,6 +9,7 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.checks import check_early
 from shoal.cli.common import new_command
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.params import SamplingParams
@@ -79,6 +80,7 @@ def run_accuracy(args: argparse.Namespace) -> int:
         if name not in SETTINGS:
             raise BadConfig(f"--types: {name!r} is unknown; known: {', '.join(SETTINGS)}")
     texts = read_texts(args.texts)
+    check_early(EngineConfig.from_args(args))
     texts = texts[:: max(1, len(texts) * 30 // max(args.tokens, 1))]  # spread over the whole file
     rows: list[dict[str, Any]] = []
     likeliest: list[list[int]] = []

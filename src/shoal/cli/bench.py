@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.bench.serve_command import add_command as add_serve
 from shoal.cli.accuracy import add_accuracy
-from shoal.cli.common import check_writable, new_command
-from shoal.cli.compare import add_model, load_once, make_folder
+from shoal.cli.checks import check_early
+from shoal.cli.common import add_model, check_writable, choose_model, new_command
+from shoal.cli.compare import load_once, make_folder
 from shoal.cli.frontend import add_frontend
 from shoal.cli.hostile import add_hostile
 from shoal.cli.latency import add_latency
@@ -21,6 +22,8 @@ from shoal.cli.scheduler import add_scheduler
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.params import SamplingParams
 from shoal.errors import BadConfig
+from shoal.workload.lengths import random_prompts
+from shoal.workload.named import WORKLOADS, find_lengths
 
 if TYPE_CHECKING:
     from shoal.build import Built
@@ -36,15 +39,17 @@ def add_bench(commands: Any) -> None:
         kinds,
         "throughput",
         "run [prompt, output] lengths offline; print tokens per second, the floor and the fraction reached",
-        "shoal bench throughput --workload lengths.json --config DIR --load-format dummy --json out.json",
+        "shoal bench throughput --workload cpu64 --max-num-seqs 32\n"
+        "  shoal bench throughput --workload nano256 --config llama-8b --load-format dummy --json out.json",
         run_bench_throughput,
     )
     parser.add_argument(
-        "--workload", required=True, metavar="FILE.json", help="a list of [prompt, output] token counts"
+        "--workload",
+        required=True,
+        metavar="NAME|FILE",
+        help=f"{', '.join(WORKLOADS)}; or a JSON file: a list of [prompt, output] token counts",
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
-    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
+    add_model(parser)
     parser.add_argument("--requests", type=int, help="use only the first N")
     parser.add_argument("--runs", type=int, default=1, help="repeat and report the best (default: 1)")
     parser.add_argument("--json", metavar="OUT", help="write all figures to this file; - prints them")
@@ -72,16 +77,16 @@ def add_bench(commands: Any) -> None:
 
 
 def run_bench_giant(args: argparse.Namespace) -> int:
+    folder = Path(args.out)
+    make_folder(folder)
+    loaded = load_once(args)
     from shoal.bench.giant import giant_rows, run_giant
     from shoal.bench.giant_plots import giant_plot
     from shoal.bench.plot_style import save
     from shoal.bench.report import giant_table
     from shoal.build import assemble
 
-    loaded = load_once(args)
     flags = {name: value for name, value in asdict(EngineConfig.from_args(args)).items() if name in vars(args)}
-    folder = Path(args.out)
-    make_folder(folder)
 
     def make(settings: dict[str, Any]) -> "EngineLoop":
         chosen = {"max_num_batched_tokens": args.chunk + args.streams, **settings, **flags, "model": None}
@@ -116,25 +121,22 @@ def add_giant(kinds: Any) -> None:
 
 
 def run_bench_throughput(args: argparse.Namespace) -> int:
-    from shoal.bench.floor import floor, measure
-    from shoal.bench.report import throughput_figures, throughput_table
-    from shoal.bench.throughput import run_throughput
-    from shoal.build import build
-    from shoal.workload.lengths import random_prompts, read_lengths
-
     for name in ("requests", "runs"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise BadConfig(f"--{name} must be at least 1, not {getattr(args, name)}")
     for path in (args.json, args.profile):
         if path and path != "-":
             check_writable(path)
-    if args.config and getattr(args, "load_format", "auto") != "dummy":
-        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
-    args.model = args.config or args.model
+    choose_model(args)
     given = {"prefix_caching": False, **vars(args)}  # random prompts share no prefixes
-    config = EngineConfig.from_args(argparse.Namespace(**given))
-    lengths = read_lengths(args.workload)[: args.requests]
+    config = check_early(EngineConfig.from_args(argparse.Namespace(**given)))
+    lengths = find_lengths(args.workload)[: args.requests]
     params = read_sampling(args.sampling)
+    from shoal.bench.floor import floor, measure  # after the checks: torch is loaded here
+    from shoal.bench.report import throughput_figures, throughput_table
+    from shoal.bench.throughput import run_throughput
+    from shoal.build import build
+
     built = build(config, progress=sys.stderr.isatty())
     prompts = random_prompts(lengths, built.spec.vocab_size)
     run = partial(run_throughput, built.loop, params=params, speculate=config.speculate)

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.common import check_writable, new_command
-from shoal.cli.compare import add_model, load_once
+from shoal.cli.common import add_model, check_writable, new_command
+from shoal.cli.compare import load_once
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig, EngineError
 
@@ -28,7 +28,7 @@ def add_calibrate(commands: Any) -> None:
         commands,
         "calibrate",
         "measure how long passes take on this machine, and write a profile for shoal simulate",
-        "shoal calibrate --model SmolLM2 --seconds 180 --out profile.json",
+        "shoal calibrate --seconds 180 --out profile.json",
         run_calibrate,
     )
     add_model(parser)

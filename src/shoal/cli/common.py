@@ -4,15 +4,19 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.checks import check_early
 from shoal.config.engine import EngineConfig
+from shoal.core.names import pick
 from shoal.core.params import DEFAULTS, PARAMS, SamplingParams
 from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
     from shoal.llm.llm import LLM
 
+SHAPES = {path.name: path for path in (Path(__file__).parent.parent / "bench" / "shapes").iterdir()}
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -25,7 +29,6 @@ def new_command(
         description=help[0].upper() + help[1:] + ".",
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     if log_level:
         parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
@@ -60,9 +63,32 @@ def sampling_from(args: argparse.Namespace, llm: "LLM", prompt_tokens: int) -> S
 
 
 def open_llm(args: argparse.Namespace) -> "LLM":
-    from shoal.llm.llm import LLM
+    config = check_early(EngineConfig.from_args(args))
+    from shoal.llm.llm import LLM  # after the checks: it loads torch
 
-    return LLM(**asdict(EngineConfig.from_args(args)), progress=sys.stderr.isatty())
+    return LLM(**asdict(config), progress=sys.stderr.isatty())
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The flags of a model, or of its shape alone."""
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
+    what.add_argument(
+        "--config",
+        metavar="DIR",
+        help=f"folder with a config.json, or one of {', '.join(sorted(SHAPES))}; for --load-format dummy",
+    )
+
+
+def choose_model(args: argparse.Namespace) -> None:
+    """Take --config as the model; it needs random weights."""
+    if not args.config:
+        return
+    if getattr(args, "load_format", "auto") != "dummy":
+        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
+    args.model = args.config
+    if not Path(args.config).is_dir():
+        args.model = str(pick(SHAPES, args.config, "model shape (a folder with a config.json is one, too)"))
 
 
 def check_writable(path: str) -> None:

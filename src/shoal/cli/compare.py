@@ -10,13 +10,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.common import new_command
+from shoal.cli.checks import check_early
+from shoal.cli.common import add_model, choose_model, new_command
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
 
 if TYPE_CHECKING:
     from shoal.bench.compare import ComparePlan
+    from shoal.bench.floor import Machine
+    from shoal.bench.record import RunRecord
     from shoal.bench.split_engines import SplitEngines
     from shoal.build import Loaded
     from shoal.engine.loop import EngineLoop
@@ -59,12 +62,6 @@ def add_compare(commands: Any) -> None:
     )
     add_promise(parser, out="shoal-compare")
     add_flags(parser)
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
-    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
 
 
 def add_promise(parser: argparse.ArgumentParser, out: str) -> None:
@@ -110,14 +107,16 @@ def run_compare(args: argparse.Namespace) -> int:
 
         return simulate_compare(args)
     folder = Path(args.out)
+    check_requests(args)
     make_folder(folder)
     loaded = load_once(args)
     plan, fitted = make_plan(args, loaded)
     results = compare(plan, engine_maker(args, loaded, plan), progress=sys.stderr.isatty() or not args.json)
+    machine = note_costs(args, loaded, [*results.kept, *results.tried])
     rows = rows_of(results.kept, plan)
     static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
     found = speed_up(results.kept, plan, continuous, static)
-    meta = make_meta(args, loaded, plan, fitted)
+    meta = make_meta(args, loaded, plan, fitted, machine)
     meta |= {"summary": in_words(found), "speed_up": found._asdict() | {"times": found.times} if found else None}
     write_report(folder, plan, meta, rows, rows_of(results.tried, plan), results.kept)
     if args.json:
@@ -143,12 +142,11 @@ def make_folder(folder: Path) -> None:
 
 
 def load_once(args: argparse.Namespace) -> "Loaded":
-    from shoal.build import load
+    choose_model(args)
+    config = check_early(EngineConfig.from_args(args))
+    from shoal.build import load  # after the checks: it loads torch
 
-    if args.config and getattr(args, "load_format", "auto") != "dummy":
-        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
-    args.model = args.config or args.model
-    return load(EngineConfig.from_args(args), progress=sys.stderr.isatty())
+    return load(config, progress=sys.stderr.isatty())
 
 
 def read_requests(args: argparse.Namespace) -> "Fitted":
@@ -175,15 +173,25 @@ def numbers(text: str, flag: str) -> tuple[float, ...]:
     return found
 
 
+def check_requests(args: argparse.Namespace) -> None:
+    """Raise if the trace, the presets or the rates cannot be read; before the model loads."""
+    read_requests(args)
+    numbers(args.rates, "--rates")
+    for name in preset_names(args):
+        EngineConfig.from_mapping(preset_of(name).settings)
+
+
+def preset_names(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(PRESETS) if args.presets == "all" else tuple(args.presets.split(","))
+
+
 def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[ComparePlan, Fitted]":
     from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
     from shoal.workload.prompts import make_prompts
     from shoal.workload.traces import fit
 
-    names = tuple(PRESETS) if args.presets == "all" else tuple(args.presets.split(","))
-    for name in names:
-        EngineConfig.from_mapping(preset_of(name).settings)  # fails now if it is invalid
+    names = preset_names(args)
     context = getattr(args, "max_model_len", None) or loaded.spec.max_position
     fitted = read_requests(args)
     capped = fit(fitted.requests, max_prompt=context // 2, max_output=context // 2)
@@ -260,11 +268,26 @@ def make_split(loaded: "Loaded", config: EngineConfig) -> "SplitEngines":
     return SplitEngines(prefill, decode, links.address, on_close=folder.cleanup)
 
 
-def make_meta(args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted") -> dict[str, Any]:
-    """What a reader needs to judge the figures and to reproduce them."""
+def note_costs(args: argparse.Namespace, loaded: "Loaded", runs: "list[RunRecord]") -> "Machine":
+    """Measure the machine, and give the runs what their utilisation is derived from."""
     from shoal.bench.floor import measure
+    from shoal.build_rates import model_work
+    from shoal.build_types import kv_dtype
+    from shoal.runner.kvstore import bytes_per_block
 
     machine = measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
+    config = EngineConfig.from_args(args)
+    kv_bytes = bytes_per_block(loaded.spec, 1, kv_dtype(config, loaded.dtype))
+    weight_bytes = 1 if config.quantization != "none" else loaded.dtype.itemsize
+    for run in runs:
+        run.work, run.rates = model_work(loaded.spec, weight_bytes, kv_bytes), machine.rates
+    return machine
+
+
+def make_meta(
+    args: argparse.Namespace, loaded: "Loaded", plan: "ComparePlan", fitted: "Fitted", machine: "Machine"
+) -> dict[str, Any]:
+    """What a reader needs to judge the figures and to reproduce them."""
     model = f"{loaded.files.name}, {str(loaded.dtype).removeprefix('torch.')}, on {loaded.device}"
     rates = f"{machine.bandwidth_gb_s:.1f} GB/s, {machine.matrix_gflop_s:,.0f} GFLOP/s"
     return common_meta(args, plan, fitted, model, rates)

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.common import check_writable, new_command
+from shoal.cli.checks import check_early
+from shoal.cli.common import add_model, check_writable, choose_model, new_command
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig
 
@@ -20,12 +21,10 @@ def add_latency(kinds: Any) -> None:
         kinds,
         "latency",
         "time to the first token and between tokens for whole batches, with the floor and the fraction reached",
-        "shoal bench latency --config DIR --load-format dummy --batches 1,8,64,256 --prompt 512 --output 128",
+        "shoal bench latency --config qwen3-0.6b --load-format dummy --batches 1,8,64,256 --prompt 512 --output 128",
         run_bench_latency,
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", "-m", default=None, help="folder, .gguf file or hub name (default: SmolLM2)")
-    what.add_argument("--config", metavar="DIR", help="folder with a config.json, for --load-format dummy")
+    add_model(parser)
     parser.add_argument("--batches", default=BATCHES, metavar="N,N,…", help=f"batch sizes (default: {BATCHES})")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (default: 512)")
     parser.add_argument("--output", type=int, default=128, help="tokens of each answer (default: 128)")
@@ -35,24 +34,21 @@ def add_latency(kinds: Any) -> None:
 
 
 def run_bench_latency(args: argparse.Namespace) -> int:
-    from shoal.bench.floor import measure
-    from shoal.bench.latency import best_of, latency_figures, run_latency
-    from shoal.bench.report import latency_table
-    from shoal.build import build
-
     batches = read_batches(args.batches)
     for name, least in (("prompt", 1), ("output", 2), ("runs", 1)):
         if getattr(args, name) < least:
             raise BadConfig(f"--{name} must be at least {least}, not {getattr(args, name)}")
     if args.json and args.json != "-":
         check_writable(args.json)
-    if args.config and getattr(args, "load_format", "auto") != "dummy":
-        raise BadConfig("--config has no weights; add --load-format dummy, or give --model")
-    args.model = args.config or args.model
+    choose_model(args)
     defaults = {"prefix_caching": False, "max_num_seqs": max(batches), "max_num_batched_tokens": TOKENS}
-    built = build(
-        EngineConfig.from_args(argparse.Namespace(**{**defaults, **vars(args)})), progress=sys.stderr.isatty()
-    )
+    config = check_early(EngineConfig.from_args(argparse.Namespace(**{**defaults, **vars(args)})))
+    from shoal.bench.floor import measure  # after the checks: torch is loaded here
+    from shoal.bench.latency import best_of, latency_figures, run_latency
+    from shoal.bench.report import latency_table
+    from shoal.build import build
+
+    built = build(config, progress=sys.stderr.isatty())
     machine = measure(built.dtype, built.device, built.spec.parameters * built.dtype.itemsize)
     rows = []
     for number, batch in enumerate(batches):

@@ -7,11 +7,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.common import new_command
-from shoal.cli.compare import add_model, load_once, make_folder
+from shoal.cli.common import add_model, new_command
+from shoal.cli.compare import load_once, make_folder
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.names import pick
 from shoal.errors import BadConfig
+from shoal.workload.traces import read_trace
 
 if TYPE_CHECKING:
     from shoal.engine.loop import EngineLoop
@@ -48,18 +49,23 @@ def add_policies(kinds: Any) -> None:
 
 
 def run_bench_policies(args: argparse.Namespace) -> int:
+    names = NAMES if args.only == "all" else tuple(args.only.split(","))
+    for name in names:
+        pick(dict.fromkeys(NAMES), name, "experiment")
+    if args.burst_trace:
+        read_trace(args.burst_trace, 1)  # fails now if it cannot be read
+    folder = Path(args.out)
+    make_folder(folder)
+    from shoal.bench.policies import EXPERIMENTS, Lab, Sizes, table
+
+    sizes = _sizes(args, {item.name for item in fields(Sizes)})
+    loaded = load_once(args)
     from shoal.bench.cpu_noise import noise_figures
     from shoal.bench.plot_style import save
-    from shoal.bench.policies import EXPERIMENTS, Lab, Sizes, table
     from shoal.bench.policy_plots import finding_plot
     from shoal.build import assemble
 
-    names = NAMES if args.only == "all" else tuple(args.only.split(","))
-    experiments = [pick(EXPERIMENTS, name, "experiment") for name in names]
-    sizes = _sizes(args, {item.name for item in fields(Sizes)})
-    folder = Path(args.out)
-    make_folder(folder)
-    loaded = load_once(args)
+    experiments = [EXPERIMENTS[name] for name in names]
     flags = {name: value for name, value in asdict(EngineConfig.from_args(args)).items() if name in vars(args)}
     memory = flags.get("kv_memory") or _kv_bytes(loaded, sizes["slots"], sizes["long_prompt"])
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.checks import check_early
 from shoal.cli.common import new_command
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.config.serve import ServeConfig, as_json, read_options
@@ -53,6 +54,7 @@ def run_serve(args: argparse.Namespace) -> int:
     engine, serve = read_options(args)
     engine.for_answers()
     check_cluster(serve)
+    check_early(engine, elsewhere=serve.cluster is not None)
     from shoal.engine.spare import NoSpare, Spare
     from shoal.engine.supervise import Supervisor
     from shoal.engine.wire import GIVEN_UP

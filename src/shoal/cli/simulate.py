@@ -231,7 +231,8 @@ def runner(args: argparse.Namespace, profile: "Profile") -> "RunOnce":
         if bar is not None:
             bar.update(len(plan.trace))
         busy_s = recorder.busy_s / getattr(args, "replicas", 1)
-        return RunRecord(preset, label, rate, chosen, plan.slots, recorder.requests, recorder.passes, seconds, busy_s)
+        found = recorder.requests, recorder.passes, seconds, busy_s
+        return RunRecord(preset, label, rate, chosen, plan.slots, *found, work=profile.work, rates=profile.rates)
 
     return run
 

@@ -151,6 +151,7 @@ def screen(snapshot: Mapping[str, Any], url: str, width: int, height: int) -> li
         f"fronts {len(engine.get('fronts', ()))}",
         f"KV blocks [{'#' * full}{'.' * (BAR - full)}] {share:.0%}   held {held}   "
         f"cached {blocks.get('cached', 0)}   of {total}",
+        *utilisation_lines(snapshot),
         *map(engine_line, snapshot.get("engines", ())),
         "",
         row([heading for heading, _, _ in columns], columns),
@@ -168,6 +169,19 @@ def starts(snapshot: Mapping[str, Any]) -> str:
         up = sum(one["up"] for one in snapshot["engines"])
         return f"{up} of {len(snapshot['engines'])} engines up"
     return f"engine started {snapshot.get('engine', {}).get('epoch', 0) + 1} times"
+
+
+def utilisation_lines(snapshot: Mapping[str, Any]) -> list[str]:
+    """What passes compute and move, as shares of what the device reaches; the mean of several engines.
+
+    >>> utilisation_lines({"engine": {"utilisation": {"mfu": 0.4, "mbu": 0.123, "useful": 1.0}}})
+    ['device    MFU 40%   MBU 12%   useful work 100%']
+    """
+    found = snapshot.get("engine", {}).get("utilisation", {})
+    engines = max(1, sum("utilisation" in one for one in snapshot.get("engines", ())))
+    names = {"mfu": "MFU", "mbu": "MBU", "useful": "useful work"}
+    shown = [f"{word} {found[name] / engines:.0%}" for name, word in names.items() if name in found]
+    return [f"device    {'   '.join(shown)}"] if shown else []
 
 
 def engine_line(one: Mapping[str, Any]) -> str:

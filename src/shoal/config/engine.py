@@ -79,7 +79,9 @@ class EngineConfig(Options):
         choices=("none", "int8", "fp8"),
         group="model",
     )
-    device: str = option("auto", "auto, cpu or cuda", group="model")
+    device: str = option(
+        "auto", "where it computes; auto: cuda where there is a GPU", choices=("auto", "cpu", "cuda"), group="model"
+    )
     chat_template: str | None = option(None, "file with a chat template instead of the model's own", group="model")
     special_tokens_in_messages: str = option(
         "text",

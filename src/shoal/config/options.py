@@ -5,6 +5,7 @@ Owns sizes with units, tables in YAML or JSON, and the checks that all configs s
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from shoal.core.names import pick
 from shoal.errors import BadConfig
 
+# values that messages recommend
+VALUES = {"cpu", "cuda", "dummy", "off", "reserve", "recompute", "chunked", "int8", "fp8", "float32", "bfloat16"}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -69,6 +72,42 @@ def option(
     """A field of a config; `also` are other names of its flag."""
     metadata = {"help": help, "parse": parse, "choices": choices, "group": group, "also": also}
     return field(default=default, metadata=metadata)
+
+
+def as_flags(text: str, names: Iterable[str]) -> str:
+    """A message in which these options are named as on the command line.
+
+    >>> as_flags("max_num_seqs must be at least 1; use memory=reserve", ["max_num_seqs", "memory"])
+    '--max-num-seqs must be at least 1; use --memory reserve'
+    >>> as_flags("order must be a name; KV memory is short", ["order", "memory"])
+    '--order must be a name; KV memory is short'
+    """
+    for name in names:
+        flag = "--" + name.replace("_", "-")
+        text = re.sub(rf"(?<![\w'\"./-]){name}=(?:\"(\w+)\"|(?=\w))", rf"{flag} \1", text)
+        text = re.sub(rf"(?<![\w'\"./-]){name}=", flag, text)  # as a call from Python names it
+        # a name of one word is also a word of the language: it is the option where it begins a message
+        where = rf"(?<![\w'\"./-]){name}(?![\w'\"/=]|\.\w)" if "_" in name else rf"\A{name}(?= (must|cannot))"
+        text = re.sub(where, flag, text)
+    return text
+
+
+def as_keywords(text: str, names: Iterable[str]) -> str:
+    """A message in which these options are named as in a call from Python.
+
+    >>> as_keywords("raise --max-model-len, or use --device cpu", ["max_model_len", "device"])
+    'raise max_model_len=, or use device="cpu"'
+    """
+    known = set(names)
+
+    def named(found: re.Match[str]) -> str:
+        name = found[1].replace("-", "_")
+        if name not in known:
+            return found[0]
+        value = found[2] or ""
+        return f'{name}="{value.strip()}"' if value.strip() in VALUES else f"{name}={value}"
+
+    return re.sub(r"(?<![\w-])--([a-z][a-z-]*[a-z])( [a-z0-9]+\b)?", named, text)
 
 
 class Options:

@@ -78,6 +78,9 @@ class PassEvents:
     scheduled_counts: list[int] = field(default_factory=list)
     computed_tokens: int = 0
     recomputed_tokens: int = 0  # of those, computed before and lost to a preemption
+    kv_reads: int = 0  # KV positions that its rows read
+    pairs: int = 0  # (position, position up to it) pairs that attention computes
+    lines: int = 0  # positions that tokens are drawn from
     budget_tokens: int = 0
     dead_rows: int = 0
     # from the commit

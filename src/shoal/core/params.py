@@ -5,8 +5,10 @@ bodies, the API's description, generation_config.json and the CLI's flags are de
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from functools import wraps
 from typing import Annotated, Any, Literal, get_type_hints
 
 from shoal.errors import BadParameter
@@ -142,13 +144,35 @@ class SamplingParams:
         """Build from names and values; an unknown name is refused."""
         for name in values:
             if name not in PARAMS:
-                raise BadParameter(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(PARAMS))}")
+                raise _unknown(name)
         return cls(**values)
 
     def resolved(self, defaults: Mapping[str, Any]) -> "SamplingParams":
         """A copy in which every None that has a default is filled in."""
         filled = {name: defaults.get(name, value) for name, value in NEUTRAL.items() if getattr(self, name) is None}
         return replace(self, **filled) if filled else self
+
+
+def _unknown(name: str) -> BadParameter:
+    close = get_close_matches(name, PARAMS, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return BadParameter(f"unknown sampling parameter {name!r}{hint}; known: {', '.join(sorted(PARAMS))}")
+
+
+def _refuse_unknown(made: Callable[..., None]) -> Callable[..., None]:
+    """An __init__ that answers a misspelt name with the one that was meant."""
+
+    @wraps(made)
+    def init(self: SamplingParams, *args: Any, **values: Any) -> None:
+        try:
+            made(self, *args, **values)
+        except TypeError:
+            for name in values:
+                if name not in PARAMS:
+                    raise _unknown(name) from None
+            raise
+
+    return init
 
 
 # ---- checks: each returns the value as it is kept
@@ -251,4 +275,5 @@ PARAMS: dict[str, Param] = {
 }
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
 NEUTRAL: dict[str, float] = {name: param.neutral for name, param in PARAMS.items() if param.neutral is not None}
+SamplingParams.__init__ = _refuse_unknown(SamplingParams.__init__)  # type: ignore[method-assign]
 _CHECKED = [(name, DEFAULTS[name], _CHECKS[param.kind], param) for name, param in PARAMS.items()]

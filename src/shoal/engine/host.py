@@ -7,11 +7,9 @@ that falls silent are aborted. Knows no HTTP and no text: it is given a function
 
 import json
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -19,14 +17,15 @@ import zmq
 from shoal.core.clock import WallClock
 from shoal.core.events import PassEvents
 from shoal.core.grammar import Grammar
-from shoal.core.job import Ending, EngineInfo, GrammarSpec, Job, Refusal, requests_of
+from shoal.core.job import Ending, EngineInfo, Job, Refusal, requests_of
 from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
 from shoal.engine.blackbox import Suspected
 from shoal.engine.block_map import live_view
 from shoal.engine.elsewhere import ServiceElsewhere
-from shoal.engine.host_handoffs import HostHandoffs
+from shoal.engine.host_grammars import Compiling, HostGrammars
+from shoal.engine.host_handoffs import EarlyJob, HostHandoffs
 from shoal.engine.listen import Inbox
 from shoal.engine.load import LoadMeter
 from shoal.engine.loop import EngineLoop
@@ -38,8 +37,6 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 10.0  # a front that has sent nothing for so long is taken for dead
 IDLE_S = 1.0  # longest sleep with nothing to compute
-
-Outputs: TypeAlias = dict[int, list[int]]  # sample → its output tokens so far
 
 
 class Observer(Protocol):
@@ -76,16 +73,6 @@ class Owner:
 
     front: bytes
     key: int
-
-
-@dataclass(frozen=True)
-class Compiling:
-    """A job whose grammar is being compiled, off the loop."""
-
-    front: bytes
-    message: wire.Submit
-    job: Job
-    grammars: "Future[dict[int, Grammar]]"
 
 
 class Host:
@@ -129,8 +116,7 @@ class Host:
         self.handoffs = HostHandoffs(loop.scheduler)
         self._drain_until_s: float | None = None  # it is about to end
         self._told_leaving = False
-        self._compiling: deque[Compiling] = deque()
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-grammar")
+        self.grammars = HostGrammars()
         loop.scheduler.more_coming = True  # a front may always submit more
         self._readers: dict[type[wire.Message], Callable[[bytes, Any], None]] = {
             wire.Hello: self._hello,
@@ -151,7 +137,7 @@ class Host:
             while not self.stopping:
                 self.step()
         finally:
-            self._compiler.shutdown(wait=False, cancel_futures=True)
+            self.grammars.close()
 
     def stop(self) -> None:
         self.stopping = True
@@ -177,11 +163,7 @@ class Host:
         """Read all messages, compute a pass (or wait a little), send what came of it."""
         self.beat()
         self._read()
-        self._take_compiled()
-        for one in self.handoffs.ready():
-            self._start(one.front, one.message, one.job, one.grammars)
-            for message in one.finishes:
-                self._finish_at(one.front, message)
+        self._start_held()
         self._send_news()
         now_s = self.loop.clock.now_s()
         events = self.loop.step(until_s=now_s + self._longest_wait_s())
@@ -200,7 +182,7 @@ class Host:
 
     def _longest_wait_s(self) -> float:
         """How long it may do nothing while no message comes."""
-        if self._compiling:
+        if self.grammars:
             return 0.01
         soon = self.reporter.pending or self._drain_until_s is not None
         return REPORT_S if soon else FEED_S if self.feed.pending else IDLE_S
@@ -292,31 +274,30 @@ class Host:
             self._start(front, message, job)
             return
         self.fronts[front].jobs[message.number] = []
-        outputs = message.outputs if message.outputs is not None else {sample: [] for sample in range(job.params.n)}
-        grammars = self._compiler.submit(self._compile, self.make_grammar, job.grammar, outputs)
-        self._compiling.append(Compiling(front, message, job, grammars))
+        self.grammars.add(front, message, job, self.make_grammar)
 
-    @staticmethod
-    def _compile(make_grammar: MakeGrammar, spec: GrammarSpec, outputs: Outputs) -> dict[int, Grammar]:
-        """One grammar per sample, at the point that the sample's output has reached."""
-        return {sample: make_grammar(spec, output) for sample, output in outputs.items()}
+    def _start_held(self) -> None:
+        """Start the jobs whose grammars, or whose blocks, had to be waited for; stop strings were found meanwhile."""
+        for compiled in self.grammars.ready():
+            self._start_compiled(compiled)
+            self._finish_all(compiled)
+        for arrived in self.handoffs.ready():
+            self._start(arrived.front, arrived.message, arrived.job, arrived.grammars)
+            self._finish_all(arrived)
 
-    def _take_compiled(self) -> None:
-        """Start the jobs whose grammars are ready."""
-        while self._compiling and self._compiling[0].grammars.done():
-            one = self._compiling.popleft()
-            state = self.fronts.get(one.front)
-            if state is None or one.message.number not in state.jobs:
-                continue  # aborted meanwhile
-            try:
-                grammars = one.grammars.result()
-            except ShoalError as error:
-                self._refuse(one.front, one.message.number, error)
-                continue
-            except Exception:
-                log.exception("a grammar could not be compiled")
-                self._refuse(one.front, one.message.number, EngineError("the grammar could not be compiled"))
-                continue
+    def _finish_all(self, one: Compiling | EarlyJob) -> None:
+        for message in one.finishes:
+            self._finish_at(one.front, message)
+
+    def _start_compiled(self, one: Compiling) -> None:
+        try:
+            grammars = one.grammars.result()
+        except ShoalError as error:
+            self._refuse(one.front, one.message.number, error)
+        except Exception:
+            log.exception("a grammar could not be compiled")
+            self._refuse(one.front, one.message.number, EngineError("the grammar could not be compiled"))
+        else:
             self._start(one.front, one.message, one.job, grammars)
 
     def _start(
@@ -359,13 +340,14 @@ class Host:
 
     def _abort(self, front: bytes, number: int) -> None:
         self.handoffs.forget(front, number)
+        self.grammars.forget(front, number)
         for request_id in self.fronts[front].jobs.pop(number, ()):
             self.owners.pop(request_id, None)
             self.queue_s.pop(request_id, None)
             self.loop.abort(request_id)
 
     def _finish_at(self, front: bytes, message: wire.FinishAt) -> None:
-        if self.handoffs.finish_later(front, message):
+        if self.grammars.finish_later(front, message) or self.handoffs.finish_later(front, message):
             return
         number, sample = divmod(message.key, wire.SAMPLES)
         for request_id in self.fronts[front].jobs.get(number, ()):
@@ -389,14 +371,13 @@ class Host:
             "places": scheduler.limits.max_num_seqs,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "compiling": len(self._compiling),
+            "compiling": len(self.grammars),
             "in_flight": self.loop.scheduler.in_flight,
             "blocks": {"held": pool.held, "cached": pool.cached, "total": pool.total},
             "fronts": {named(front): len(state.jobs) for front, state in self.fronts.items()},
             "owners": len(self.owners),
             "queue_s": len(self.queue_s),
-            "requests": view.requests(scheduler, self.loop.clock.now_s())
-            + [view.being_compiled(one.job) for one in list(self._compiling)[: view.MOST]],
+            "requests": view.requests(scheduler, self.loop.clock.now_s()) + self.grammars.view(view.MOST),
         }
 
     # ---- messages to fronts ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ PassEvents. Passes on no token and no text. Knows no sockets.
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -35,6 +36,8 @@ class PassFeed:
         self._last_ids: list[str] = []
         self._last_decodes = False  # the last pass had one position of each row
         self._sent_s = -math.inf
+        # MFU and MBU of a pass, where the device's rates are known; set by the program that knows them
+        self.shares: Callable[[PassEvents], tuple[float | None, float | None]] = lambda events: (None, None)
 
     def follow(self, front: bytes) -> None:
         if not self._followers:
@@ -126,8 +129,7 @@ class PassFeed:
             events.blocks_cached,
             events.blocks_total,
             0 if host is None else len(host),
-            getattr(events, "mfu", None),
-            getattr(events, "mbu", None),
+            *self.shares(events),
             [(number(one.id), one.waited_s, one.cached_tokens, one.resumed) for one in events.admitted],
             [(number(one.id), one.lost_tokens, one.how) for one in events.preempted],
             self._first(events),

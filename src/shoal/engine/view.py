@@ -7,7 +7,6 @@ this is not permission to read the requests. Knows no HTTP and no terminal.
 import math
 from typing import Any
 
-from shoal.core.job import Job
 from shoal.core.request import Request, State
 from shoal.sched.scheduler import Scheduler
 
@@ -54,18 +53,6 @@ def entry(request: Request, place: int | None, scheduler: Scheduler, now_s: floa
         if value is not None and math.isfinite(value):
             shown[name] = round(value, 3)
     return shown
-
-
-def being_compiled(job: Job) -> dict[str, Any]:
-    """A job that is not queued yet, because its grammar is being compiled."""
-    return {
-        "id": job.id,
-        "state": "compiling",
-        "why": "its grammar is being made",
-        "tenant": job.tenant,
-        "tier": job.tier,
-        "prompt_tokens": len(job.prompt),
-    }
 
 
 def what_runs(request: Request) -> str:

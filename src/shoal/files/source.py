@@ -70,6 +70,26 @@ def find_model(name: str | None = None) -> ModelFiles:
     raise ModelNotFound(f"no model at {name!r}: pass a folder, a .gguf file or a hub name such as owner/name")
 
 
+def check_there(name: str | None) -> None:
+    """Raise as find_model() does where a model can be seen to be missing or unusable without reading it.
+
+    A name of the hub is not looked up: that may be a download.
+    """
+    if name is None:
+        _default_file()
+        return
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not has_file(path / "config.json"):
+            _only_gguf(path)
+        _refuse_pickles(path)
+        return
+    may_be_hub = HUB_NAME.fullmatch(name) and not path.exists() and path.suffix.lower() != ".gguf"
+    readable = path.suffix.lower() == ".gguf" and path.is_file()
+    if not may_be_hub and not readable:
+        find_model(name)  # raises, and says why
+
+
 def served_names(files: ModelFiles) -> tuple[str, ...]:
     """The names that requests may give the model; the default one is known by its name on the hub, too."""
     return (files.name, DEFAULT_HUB_NAME) if files.name == DEFAULT_MODEL else (files.name,)

@@ -10,7 +10,7 @@ lost by it, since floating-point numbers are as precise at every scale.
 
 An exponent is the byte that is the exponent field of the scale in float32. It belongs to one token and KV head, so that
 what is stored does not depend on how a prompt was cut. Exponents lie behind the values of their block: whatever copies
-a block copies them too.
+a block copies them too. What is behind them, up to a multiple of 16 bytes, means nothing.
 """
 
 import torch
@@ -41,8 +41,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_bytes(block_size: int, kv_heads: int, head_dim: int) -> int:
-    """Bytes of one block of keys, or of values."""
-    return block_size * kv_heads * (head_dim + 1)
+    """Bytes of one block of keys, or of values: whole units of 16, which are what GPUs load at once."""
+    return -(-block_size * kv_heads * (head_dim + 1) // 16) * 16
 
 
 def blocks_in(data: Tensor, block_size: int, kv_heads: int, head_dim: int) -> Tensor:
@@ -56,6 +56,11 @@ def exponents_in(cache: Tensor) -> Tensor:
     blocks, block_size, kv_heads, head_dim = cache.shape
     behind = cache.storage_offset() + block_size * kv_heads * head_dim
     return cache.view(torch.uint8).as_strided((blocks, kv_heads, block_size), (cache.stride(0), block_size, 1), behind)
+
+
+def exponent_words(cache: Tensor) -> Tensor:
+    """The same in int32, four tokens' exponents each; block_size must be a multiple of 4."""
+    return exponents_in(cache).view(torch.int32)
 
 
 def store(x: Tensor, cache: Tensor, slots: Tensor) -> None:

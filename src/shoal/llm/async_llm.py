@@ -11,18 +11,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Unpack
 
 from shoal.build import build
 from shoal.config.engine import EngineConfig
+from shoal.config.keywords import EngineOptions
 from shoal.core.job import GrammarSpec
 from shoal.core.params import SamplingParams
 from shoal.engine.local import EngineThread, LocalClient, WakeClock
 from shoal.errors import EngineError
 from shoal.llm.collect import Collection
-from shoal.llm.jobs import Prompt
+from shoal.llm.jobs import Chat, Prompt, as_chats
 from shoal.llm.llm import CLOSED, LocalModel
 from shoal.llm.records import Chunk, RequestOutput
+from shoal.llm.words import in_keywords
 
 
 class AsyncLLM:
@@ -36,29 +38,42 @@ class AsyncLLM:
         await llm.close()
     """
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
         """Loads the model, which takes seconds and blocks; `await AsyncLLM.load(…)` does it beside the event loop."""
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         clock = WakeClock()
-        config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
-        self._model = LocalModel(build(config, clock=clock, progress=progress))
+        with in_keywords():
+            config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
+            self._model = LocalModel(build(config, clock=clock, progress=progress))
         self._calls: set[Collection] = set()  # that still run; only the engine's thread changes it
         self._engine = EngineThread(self._model.client, clock, partial(_fail_all, self._calls))
         weakref.finalize(self, self._engine.stop)  # the thread does not keep an AsyncLLM that is dropped
 
     @classmethod
     async def load(
-        cls, model: str | os.PathLike[str] | None = None, *, progress: bool = False, **options: Any
+        cls,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: bool = False,
+        **options: Unpack[EngineOptions],
     ) -> "AsyncLLM":
         """AsyncLLM(…), without blocking the event loop."""
-        return await asyncio.to_thread(cls, model, progress=progress, **options)
+        return await asyncio.to_thread(lambda: cls(model, progress=progress, **options))
 
     @property
     def config(self) -> EngineConfig:
+        """The options, with this machine's defaults filled in."""
         return self._model.built.config
 
     @property
     def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
         return self._model.built.limits.max_model_len
 
     async def generate(
@@ -73,6 +88,17 @@ class AsyncLLM:
         collect = partial(self._model.collect, prompts, params, cache_salt, grammar, streams=False)
         async with AsyncStream(self, collect) as stream:
             return await stream.results()
+
+    async def chat(
+        self,
+        messages: str | Chat | Sequence[str | Chat],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+        grammar: GrammarSpec | None = None,
+    ) -> list[RequestOutput]:
+        """As LLM.chat."""
+        return await self.generate(as_chats(messages), params, cache_salt=cache_salt, grammar=grammar)
 
     def stream(
         self,

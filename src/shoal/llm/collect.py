@@ -11,6 +11,7 @@ from shoal.core.job import Ending, Job, Refusal, Sink
 from shoal.core.request import Logprobs, Reason
 from shoal.engine.local import LocalClient
 from shoal.llm.records import Chunk, Completion, RequestMetrics, RequestOutput
+from shoal.llm.words import reworded
 from shoal.output.outputs import Outputs
 from shoal.output.sample import Sample
 from shoal.text.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class Collection:
     def fail(self, error: Exception) -> None:
         """The call as a whole failed: its reader raises this."""
         if self.error is None:
-            self.error = error
+            self.error = reworded(error)
             self.on_change()
 
     def add_chunk(self, chunk: Chunk) -> None:

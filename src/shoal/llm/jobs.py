@@ -102,6 +102,28 @@ def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
+def as_chats(messages: str | Chat | Sequence[str | Chat]) -> list[Chat]:
+    """A list of conversations, also where only one was given, or a text for one.
+
+    >>> as_chats("hi"), as_chats([{"role": "user", "content": "hi"}]) == as_chats(["hi"])
+    ([[{'role': 'user', 'content': 'hi'}]], True)
+    """
+    if isinstance(messages, str):
+        return [[{"role": "user", "content": messages}]]
+    items = as_list(messages)
+    if items and all(isinstance(one, Mapping) for one in items):
+        return [items]
+    found: list[Chat] = []
+    for one in items:
+        if isinstance(one, str):
+            found.append([{"role": "user", "content": one}])
+        elif isinstance(one, Sequence) and all(isinstance(message, Mapping) for message in one):
+            found.append(one)
+        else:
+            raise BadParameter(f"a chat is a text or a list of messages with a role and a content, not {one!r}")
+    return found
+
+
 def as_list(value: Any) -> list[Any]:
     """A list from any sequence of prompts, messages or token ids; from arrays and tensors too."""
     value = value.tolist() if hasattr(value, "tolist") else value

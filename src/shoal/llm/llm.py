@@ -11,19 +11,21 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Unpack
 
 from tqdm import tqdm
 
 from shoal.build import Built, build, need_tokenizer
 from shoal.config.engine import EngineConfig
+from shoal.config.keywords import EngineOptions
 from shoal.core.job import GrammarSpec
 from shoal.core.params import SamplingParams
 from shoal.engine.local import LocalClient
 from shoal.errors import EngineError
 from shoal.llm.collect import Collection
-from shoal.llm.jobs import JobMaker, Prompt
+from shoal.llm.jobs import Chat, JobMaker, Prompt, as_chats
 from shoal.llm.records import Chunk, RequestOutput
+from shoal.llm.words import in_keywords
 from shoal.text.grammar import Grammars, grammars_of
 
 CLOSED = "this LLM was closed; make a new one"
@@ -61,9 +63,10 @@ class LocalModel:
     ) -> Collection:
         """Tokenize and check the prompts of one call; raises if any of them cannot be read."""
         self.check_open()
-        if grammar is not None:
-            self.grammars.check(grammar)
-        return Collection(self.maker.jobs(prompts, params, salt, grammar), self.built.tokenizer, streams)
+        with in_keywords():
+            if grammar is not None:
+                self.grammars.check(grammar)
+            return Collection(self.maker.jobs(prompts, params, salt, grammar), self.built.tokenizer, streams)
 
 
 class CompletionStream:
@@ -109,10 +112,18 @@ class LLM:
         print(llm.generate("Once upon a time", SamplingParams(max_tokens=20))[0].outputs[0].text)
     """
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, *, progress: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        progress: bool = False,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """Load a model: a folder, a .gguf file or a hub name; without one SmolLM2-135M-Instruct."""
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
-        self._model = LocalModel(build(config, progress=progress))
+        with in_keywords():
+            config = EngineConfig.from_mapping({"model": name, **options}).for_answers()
+            self._model = LocalModel(build(config, progress=progress))
         self._client = self._model.client
         self.loop = self._model.built.loop
         self.tokenizer = self._model.built.tokenizer
@@ -120,10 +131,12 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
+        """The options, with this machine's defaults filled in."""
         return self._model.built.config
 
     @property
     def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
         return self._model.built.limits.max_model_len
 
     @property
@@ -157,6 +170,19 @@ class LLM:
             finally:
                 self.forget(collection)
         return collection.results()
+
+    def chat(
+        self,
+        messages: str | Chat | Sequence[str | Chat],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        cache_salt: str = "",
+        grammar: GrammarSpec | None = None,
+    ) -> list[RequestOutput]:
+        """As generate(), through the model's chat template: messages with a `role` and a `content`, or a list of such
+        conversations. A text is a conversation of one message of the user."""
+        return self.generate(as_chats(messages), params, progress=progress, cache_salt=cache_salt, grammar=grammar)
 
     def stream(
         self,

@@ -34,6 +34,14 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> 
     return [str(number) for number in range(sum(name.isdecimal() for name in found))]
 
 
+def may_have_gpu(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> bool:
+    """False where there is certainly no usable NVIDIA GPU: no driver's device, or all of them hidden."""
+    if VISIBLE in environ:
+        return bool(visible_gpus(environ, root))
+    devices = ("nvidia*", "dxg", "nvhost-*", "nvgpu*")  # a card, Windows' subsystem, Jetsons
+    return any(True for pattern in devices for _ in (root / "dev").glob(pattern))
+
+
 def machine_shares(
     count: int,
     environ: Mapping[str, str] = os.environ,

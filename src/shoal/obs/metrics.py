@@ -20,6 +20,7 @@ from shoal.core.events import Finished, PassEvents
 from shoal.core.report import EngineStatus
 from shoal.core.request import Reason
 from shoal.errors import BadParameter, BadRequest, LedgerDown, RateLimited, Rejected
+from shoal.obs.utilisation import Utilisation
 
 OTHER = "other"
 
@@ -43,6 +44,11 @@ GAUGES = {
     "shoal_kv_blocks_cached": "KV blocks not held by any request, kept for prefix hits until they are needed",
     "shoal_kv_blocks_capacity": "KV blocks in total",
     "shoal_kv_use_ratio": "Share of the KV blocks held by requests",
+    "shoal_mfu_ratio": "FLOP per second of passes lately, over the rate measured on the device; NaN: not known yet",
+    "shoal_mbu_ratio": "Bytes of weights and KV per second of passes lately, over the device's measured rate",
+    "shoal_useful_work_ratio": "Share of computed work lately that is no padding, recomputation or rejected draft",
+    "shoal_device_flop_rate": "FLOP per second of matrix products, as measured on the device; 0: not yet",
+    "shoal_device_byte_rate": "Bytes per second read from memory, as measured on the device; 0: not yet",
     "shoal_draft_saved_seconds": "Time that draft tokens saved so far, by the model of passes; below 0: they cost time",
 }
 COUNTERS = {
@@ -54,6 +60,10 @@ COUNTERS = {
     "shoal_recomputed_tokens": "Positions computed again after a preemption",
     "shoal_padded_tokens": "Padding positions computed",
     "shoal_budget_tokens": "Token budgets of all passes",
+    "shoal_kv_read_positions": "KV positions that passes read",
+    "shoal_flop": "FLOP of all passes, by the model's shape",
+    "shoal_useful_flop": "Of these, not for padding, recomputation or rejected draft tokens",
+    "shoal_moved_bytes": "Bytes of weights and KV that all passes read and wrote, by the model's shape",
     "shoal_preemptions": "Preemptions: requests that lost their KV blocks",
     "shoal_faults": "Passes that raised an error; their requests are retried apart from the others",
     "shoal_kv_blocks_out": "KV blocks copied to host memory",
@@ -153,8 +163,14 @@ class Tally:
 class EngineMetrics(Collector):
     """Counts the events of one engine; an Observer. A request with n samples counts as n requests here."""
 
-    def __init__(self, policies: Mapping[str, str] | None = None, drafters: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        policies: Mapping[str, str] | None = None,
+        drafters: Iterable[str] = (),
+        utilisation: Utilisation | None = None,
+    ) -> None:
         self.policies = dict(policies or {})  # axis → choice
+        self.utilisation = utilisation or Utilisation()
         self.proposed, self.accepted = dict.fromkeys(drafters, 0), dict.fromkeys(drafters, 0)
         self.ways = dict.fromkeys(WAYS, 0)
         self.promises: Counter[tuple[str, ...]] = Counter()  # (tier, which promise, kept) → requests
@@ -222,6 +238,8 @@ class EngineMetrics(Collector):
         totals["shoal_recomputed_tokens"] += events.recomputed_tokens
         totals["shoal_padded_tokens"] += events.padded_tokens
         totals["shoal_budget_tokens"] += events.budget_tokens
+        totals["shoal_kv_read_positions"] += events.kv_reads
+        self.utilisation.take(events)
         tallies["shoal_step_seconds"].add(events.busy_s)
         tallies["shoal_step_turnaround_seconds"].add(events.committed_s - events.planned_s)
         tallies["shoal_batch_requests"].add(len(events.scheduled_ids))
@@ -286,7 +304,20 @@ class EngineMetrics(Collector):
 
     # ---- the Prometheus collector ---------------------------------------------------------------------------------
 
+    def _note_utilisation(self) -> None:
+        use = self.utilisation
+        shares = use.shares()
+        for name, share in (("mfu", "mfu"), ("mbu", "mbu"), ("useful_work", "useful")):
+            self.gauges[f"shoal_{name}_ratio"] = shares[share]
+        if use.rates is not None:
+            self.gauges["shoal_device_flop_rate"] = use.rates.flop_s
+            self.gauges["shoal_device_byte_rate"] = use.rates.bytes_s
+        self.totals["shoal_flop"] = round(use.flop)
+        self.totals["shoal_useful_flop"] = round(use.useful_flop)
+        self.totals["shoal_moved_bytes"] = round(use.moved_bytes)
+
     def collect(self) -> Iterator[Metric]:
+        self._note_utilisation()
         for name, help in GAUGES.items():
             yield GaugeMetricFamily(name, help, value=self.gauges[name])
         for name, help in COUNTERS.items():

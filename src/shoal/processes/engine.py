@@ -29,6 +29,7 @@ from shoal.errors import EngineLost, ShoalError
 from shoal.machine.shares import VISIBLE, MachineShare
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
+from shoal.obs.utilisation import Utilisation
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
 from shoal.text.grammar import Grammars, warming
 
@@ -126,6 +127,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     if share.gpu and engine.device != "cpu":
         os.environ[VISIBLE] = share.gpu  # before torch is loaded
     from shoal.build import build, pick_device  # loads torch
+    from shoal.build_rates import measure_when_idle, work_of
 
     if share.of > 1 and pick_device(engine.device) == "cpu":
         engine = on_its_cpus(engine, share)
@@ -145,8 +147,10 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     )
     built.ranks.on_lost = partial(end_engine, config)
     drafters = built.loop.scheduler.policies.drafts.names
-    metrics = EngineMetrics(policies_of(built.config), drafters)
-    return Host(
+    use = Utilisation(work_of(built))
+    measure_when_idle(built, use.learn)
+    metrics = EngineMetrics(policies_of(built.config), drafters, use)
+    host = Host(
         built.loop,
         socket,
         replace(built.info(config["epoch"]), role=role, outbox=links.address),
@@ -155,6 +159,9 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         make_grammar=made[0].make if made else None,
         suspects=suspects,
     )
+    host.feed.shares = use.of_pass
+    host.answers["state"] = lambda: json.dumps({**host.state(), "utilisation": use.state()}).encode()
+    return host
 
 
 def on_its_cpus(engine: EngineConfig, share: MachineShare) -> EngineConfig:

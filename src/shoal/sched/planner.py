@@ -260,7 +260,7 @@ class Planner:
         events.dead_rows = dead
         events.scheduled_ids = rows.ids
         events.scheduled_starts, events.scheduled_counts = starts, counts
-        events.computed_tokens = sum(counts)
+        self._measure(plan, sum(counts), sum(ends), events)
         rejected = None
         if drafted or any(flight.drafted for flight in tables.flights):
             rejected = [request.rejected for request in rows.requests]
@@ -271,6 +271,15 @@ class Planner:
         )
         self._step += 1
         return plan
+
+    @staticmethod
+    def _measure(plan: StepPlan, positions: int, reads: int, events: PassEvents) -> None:
+        """How large the pass is, for readers that know what positions cost."""
+        events.computed_tokens, events.kv_reads, events.pairs = positions, reads, reads
+        if positions > len(plan.rows):  # else every row decodes: its position attends to all up to it
+            counts = plan.counts
+            events.pairs = int((counts * plan.starts + counts * (counts + 1) // 2).sum())
+        events.lines = int(plan.draws.sum())
 
     def _count_on(
         self, batch: PassBuilder, rows: PassRows, starts: list[int], ends: list[int], events: PassEvents

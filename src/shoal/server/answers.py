@@ -27,18 +27,19 @@ class ModelList(Struct):
 
 
 class TokenizeAnswer(Struct):
-    """POST /tokenize"""
+    """POST /tokenize; lists of each for a list of prompts."""
 
-    count: int
+    count: int | list[int]
     max_model_len: int | None
-    tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET  # as the vocabulary writes them, where asked for
+    tokens: list[int | list[int]]
+    token_strs: list[str | list[str]] | UnsetType = UNSET  # as the vocabulary writes them, where asked for
 
 
 class DetokenizeAnswer(Struct):
-    """POST /detokenize"""
+    """POST /detokenize; a list of texts for a list of lists."""
 
-    prompt: str
+    prompt: str | list[str]
+    text: str | list[str]  # the same, as SGLang calls it
 
 
 class Health(Struct, omit_defaults=True):

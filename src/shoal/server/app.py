@@ -28,6 +28,7 @@ from shoal.server.dialects.base import Dialect
 from shoal.server.dialects.chat import Chat
 from shoal.server.dialects.chat_batch import ChatBatch
 from shoal.server.dialects.completions import Completions
+from shoal.server.dialects.generate import Generate
 from shoal.server.dialects.messages import Messages
 from shoal.server.dialects.ollama import OllamaChat, OllamaGenerate
 from shoal.server.dialects.responses import Responses
@@ -43,9 +44,11 @@ from shoal.server.live import LiveHub, LiveRing
 from shoal.server.live_routes import LiveRoutes
 from shoal.server.logprobs import TokenNames
 from shoal.server.ollama_routes import OllamaRoutes
-from shoal.server.prepare import GrammarChecker, PreparedRequest, Preparer
+from shoal.server.prepare import GrammarChecker, Preparer
+from shoal.server.prepared import PreparedRequest
 from shoal.server.protocol import TRANSPORT
-from shoal.server.response_routes import ResponseRoutes
+from shoal.server.response_background import followed
+from shoal.server.response_routes import ResponseRoutes, send_events
 from shoal.server.response_store import NoStore, ResponseStore
 from shoal.server.server_routes import ServerRoutes
 from shoal.server.settings import ServerSettings
@@ -57,7 +60,15 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 GONE = 499  # for the log: the client disconnected before the answer
-DIALECTS = (Completions, Chat, ChatBatch, Messages, OllamaChat, OllamaGenerate)  # the APIs served, beside responses
+DIALECTS = (
+    Completions,
+    Chat,
+    ChatBatch,
+    Generate,
+    Messages,
+    OllamaChat,
+    OllamaGenerate,
+)  # the APIs served, beside responses
 SHOWN_PROMPT = 20_000  # characters of a body in the log, with --log-prompts
 
 
@@ -182,8 +193,8 @@ class Front:
             ("/api/version", "/api/version", {"GET": ollama.version, "errors": OllamaChat.error}),
             ("/v1/models", "/v1/models", {"GET": info.models}),
             ("/v1/models/{model:path}", "/v1/models/{model}", {"GET": info.model}),
-            ("/tokenize", "/tokenize", {"POST": info.tokenize}),
-            ("/detokenize", "/detokenize", {"POST": info.detokenize}),
+            *((path, path, {"POST": info.tokenize}) for path in ("/tokenize", "/v1/tokenize")),
+            *((path, path, {"POST": info.detokenize}) for path in ("/detokenize", "/v1/detokenize")),
             ("/version", "/version", {"GET": info.version}),
             ("/metrics", "/metrics", {"GET": info.metrics}),
             ("/live", "/live", {"GET": live.page, "offers": BASIC}),
@@ -191,10 +202,11 @@ class Front:
             ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
             ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
             ("/load", "/load", {"GET": server.load}),
-            ("/server_info", "/server_info", {"GET": server.server_info}),
+            *((path, path, {"GET": server.server_info}) for path in ("/server_info", "/get_server_info")),
+            *((path, path, {"GET": server.model_info}) for path in ("/model_info", "/get_model_info")),
             ("/tokenizer_info", "/tokenizer_info", {"GET": server.tokenizer_info}),
-            ("/reset_prefix_cache", "/reset_prefix_cache", {"POST": server.reset_prefix_cache}),
-            ("/health", "/health", {"GET": info.health, "open": True}),
+            *((path, path, {"POST": server.reset_prefix_cache}) for path in ("/reset_prefix_cache", "/flush_cache")),
+            *((path, path, {"GET": info.health, "open": True}) for path in ("/health", "/health_generate")),
             ("/ping", "/ping", {"GET": info.health, "POST": info.health, "open": True}),
             ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
@@ -285,6 +297,9 @@ class Front:
                 client = BeamClient(client, prepared.length_penalty)
             call = Call(client, prepared, self.tokenizer, self.preparer.eos, reservation)
             self.calls.add(call)
+            if prepared.in_background and prepared.stream:
+                await self._stream_in_background(exchange, call, dialect, watcher)
+                return
             if prepared.in_background:
                 await self._in_background(exchange, call)
                 return
@@ -327,13 +342,35 @@ class Front:
             await exchange.reply(200, body, headers=warning(call.prepared))
             while not call.over:
                 await call.change()
-            error = self._late_error(exchange, call)
-            if error is not None:
-                await call.prepared.at_failure(error)
-            else:
-                await call.prepared.at_end(call.outputs)
+            await self._end_in_background(exchange, call)
         finally:
             self.answer_memory.close(call)
+
+    async def _end_in_background(self, exchange: Exchange, call: Call) -> HttpError | None:
+        error = self._late_error(exchange, call)
+        if error is not None:
+            await call.prepared.at_failure(error)
+        else:
+            await call.prepared.at_end(call.outputs)
+        return error
+
+    async def _stream_in_background(self, exchange: Exchange, call: Call, dialect: Dialect, watcher: Watcher) -> None:
+        """Keep the events; the client follows them, as others may do later, and can leave."""
+        writer = dialect.stream(call, dialect.id_prefix + exchange.name, int(time.time()))
+        stream = EventStream(call, writer, sys.maxsize)
+        await call.submit(stream.sinks)
+        events = await call.prepared.at_stream_begin(lambda: call.fail(cancelled()))
+        following = asyncio.create_task(
+            send_events(exchange, followed(events, -1), watcher, self, warning(call.prepared))
+        )  # fmt: skip
+        try:
+            await stream.write(events.send)
+            error = await self._end_in_background(exchange, call)
+            await stream.finish(events.send, error)
+        finally:
+            events.end()
+            stream.sinks.clear()  # they refer to the stream: nothing but the garbage collector would free it
+            await following
 
     async def _stream(self, exchange: Exchange, call: Call, dialect: Dialect) -> None:
         writer = dialect.stream(call, dialect.id_prefix + exchange.name, int(time.time()))

@@ -5,7 +5,7 @@ in its dialect. The ranges of sampling parameters are declared and checked in co
 thread, after its values have been counted. Knows no engine.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from shoal.core.params import PARAMS
 from shoal.server.errors import HttpError, bad_body
-from shoal.server.field_names import known_at
+from shoal.server.field_names import allowed_at, known_at
 from shoal.server.json_size import MOST_DIGITS, MOST_IDS, MOST_VALUES, field_at, measure
 from shoal.server.known_fields import ABSENT, DEFAULT_ONLY, ELSEWHERE, IGNORED, NULL_ONLY, REFUSED
 from shoal.server.workers import PYTHON, off_loop
@@ -23,7 +23,7 @@ MOST_STOP_IDS = PARAMS["stop_token_ids"].most
 MOST_SALT = 256  # characters
 MOST_MESSAGES = 4096
 SMALL_BODY = 16 * 2**10  # bytes; read on the event loop
-ID_FIELDS = ("prompt", "tokens")  # fields that may be long lists of token ids
+ID_FIELDS = ("prompt", "tokens", "input_ids")  # fields that may be long lists of token ids
 
 
 def _hint(**schema: Any) -> Meta:
@@ -284,7 +284,7 @@ def _read(kind: type[Body], body: bytes) -> Body:
         absent = {name: f"is not supported here: {why}; remove it" for name, (_, why) in ABSENT.items()} | ELSEWHERE
         elsewhere = {name: why for name, why in absent.items() if name not in kind.__struct_fields__}
         refused = REFUSED | NULL_ONLY | elsewhere | getattr(kind, "refused", {})
-        raise bad_body(error, refused, lambda path: known_at(kind, path)) from None
+        raise bad_body(error, refused, partial(known_at, kind), partial(allowed_at, kind)) from None
     return read
 
 

@@ -15,7 +15,10 @@ from shoal.server.answer_form import Reasoning, form_of
 from shoal.server.bodies import MOST_MESSAGES, SMALL_BODY, ChatMessage, GenerationBody, Nothing, limits
 from shoal.server.errors import BadField
 from shoal.server.final_message import text_of
-from shoal.server.prepare import MOST_CUT, ChatPrompt, PreparedRequest, Preparer
+from shoal.server.prepare import Preparer
+from shoal.server.prepared import PreparedRequest
+from shoal.server.prompt_reader import MOST_CUT, ChatPrompt
+from shoal.server.token_bodies import TokenizeRequest
 from shoal.server.tool_choice import FunctionChoice, FunctionList, ToolChoice, ToolList, ToolRequest, tools_of
 from shoal.server.workers import PYTHON, off_loop
 from shoal.text.reasoning import thought_after
@@ -108,7 +111,7 @@ async def chat_prompt(preparer: Preparer, request: ChatRequest, size: int, most:
     return await preparer.chat_prompt(request.messages, True, variables_of(request), most, tools.shown)
 
 
-def variables_of(request: ChatRequest) -> dict[str, Any]:
+def variables_of(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """The variables of the chat template. Templates have three names for whether a model reasons."""
     effort = request.reasoning_effort
     if effort is None:

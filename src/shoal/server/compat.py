@@ -3,13 +3,15 @@
     python -m shoal.server.compat > docs/api.md
 
 Owns the page and the notes in it. Whether something is taken is read from the bodies and routes themselves, so the page
-cannot claim what the code does not do; tests send every field. Knows no requests.
+cannot claim what the code does not do; tests/fields checks what each field that is taken does.
+Knows no requests.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -19,6 +21,7 @@ from shoal.server.app import DIALECTS
 from shoal.server.bodies import GenerationBody
 from shoal.server.chat_body import ChatRequest
 from shoal.server.dialects.completions import CompletionRequest
+from shoal.server.dialects.generate import GenerateRequest, GenerateSampling
 from shoal.server.dialects.messages import CountTokensRequest, MessagesRequest
 from shoal.server.dialects.responses import Responses
 from shoal.server.known_fields import ABSENT, DEFAULT_ONLY, NULL_ONLY, REFUSED, WHY
@@ -33,6 +36,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/generate": GenerateRequest,
+    "/generate sampling_params": GenerateSampling,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -68,7 +73,15 @@ DIFFERENCES: dict[str, str] = {
     "/v1/responses store": "bounded in size and age, per key",
     "/v1/responses truncation": "auto leaves out the oldest turns",
     "/v1/responses tools": "functions only",
-    "/v1/responses background": "not together with stream",
+    "/v1/responses background": "must be stored",
+    "/tokenize prompt": "several, too, as SGLang has it",
+    "/detokenize tokens": "of several texts, too, as SGLang has it; the answer's `text` repeats `prompt`",
+    "/generate stream": "each event has the whole text so far; of a long answer, events come at growing intervals",
+    "/generate sampling_params": "one object for all prompts",
+    "/generate top_logprobs_num": "at most 64; not in a stream",
+    "/generate token_ids_logprob": "at most 64, of the output alone; not in a stream or beside top_logprobs_num",
+    "/generate logprob_start_len": "not in a stream",
+    "/generate return_logprob": "one value for all prompts",
     "/v1/messages tools": "those that the client runs",
     "/v1/messages thinking": "budget_tokens is enforced by grammar; signatures are empty",
 }
@@ -81,25 +94,40 @@ NOT_SERVED: dict[str, tuple[str, ...]] = {
     "only text is read and written": ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"),
     "adapters are not supported": (
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"),
+        "/load_lora_adapter_from_tensors",
     ),
     "weights do not change while the server runs; `shoal restart` takes new ones": (
         *("/update_weights_from_disk", "/update_weights_from_tensor", "/update_weights_from_distributed"),
+        *("/update_weights_from_ipc", "/init_weights_update_group", "/destroy_weights_update_group"),
+        *("/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance"),
+        *("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights"),
+        *("/finish_weight_update", "/update_weight_version", "/weight_info", "/weight_version", "/get_weight_version"),
         *("/sleep", "/wake_up", "/is_sleeping", "/release_memory_occupation", "/resume_memory_occupation"),
     ),
-    "use /v1/completions": ("/generate", "/inference/v1/generate"),
+    "weights are not shown": ("/get_weights_by_name", "/weight_checker", "/weights_checker"),
+    "use /v1/completions": ("/inference/v1/generate",),
+    "use /generate": ("/vertex_generate",),
+    "only text is read": ("/generate_from_file",),
     "use the path of the API that is meant": ("/invocations",),
-    "use /tokenize": ("/v1/completions/render", "/v1/chat/completions/render", "/v1/tokenize"),
-    "use /detokenize": ("/v1/detokenize",),
-    "use /health": ("/health_generate",),
-    "use /metrics": ("/get_load",),
-    "use /v1/models": ("/model_info", "/get_model_info"),
-    "use /server_info": ("/get_server_info",),
+    "use /tokenize": ("/v1/completions/render", "/v1/chat/completions/render"),
+    "use /load or /metrics": ("/get_load", "/v1/loads"),
     "there are no images, and so no cache of them": ("/reset_mm_cache", "/reset_encoder_cache"),
-    "close the connection": ("/abort_request",),
+    "close the connection": ("/abort_request", "/abort_requests"),
     "requests wait in the queue; drain with SIGTERM": (
-        *("/pause", "/resume", "/pause_generation", "/continue_generation"),
+        *("/is_paused", "/pause", "/resume", "/pause_generation", "/continue_generation"),
     ),
-    "engines are added by --cluster": ("/scale_elastic_ep",),
+    "engines are added by --cluster": ("/scale_elastic_ep", "/is_scaling_elastic_ep", "/get_world_size"),
+    "engines that fail are restarted by themselves; /health names them": (
+        *("/fault_tolerance/apply", "/fault_tolerance/status"),
+    ),
+    "what is cached is set by flags": (
+        *("/hicache/storage-backend", "/hicache/storage-backend/clear", "/clear_hicache_storage_backend"),
+    ),
+    "drafts come from the request's own text": (
+        *("/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"),
+    ),
+    "logs and traces are set by flags": ("/configure_logging", "/set_trace_level"),
+    "it is a tool of SGLang's developers": ("/freeze_gc", "/slow_down"),
     "profile with `shoal bench throughput --profile`": ("/start_profile", "/stop_profile"),
     "nothing outside runs code in the engine": ("/collective_rpc", "/set_internal_state"),
     "conversations are kept by clients, or by /v1/responses": ("/open_session", "/close_session"),
@@ -107,13 +135,13 @@ NOT_SERVED: dict[str, tuple[str, ...]] = {
         *("/start_expert_distribution_record", "/stop_expert_distribution_record", "/dump_expert_distribution_record"),
     ),
     "answers come parsed": ("/parse_function_call", "/separate_reasoning"),
-    "use /reset_prefix_cache": ("/flush_cache",),
 }
 ABOUT = """# vLLM's and SGLang's API, field by field
 
 For users of other servers: what Shoal does with every endpoint and field of vLLM's and SGLang's OpenAI-compatible
-servers. This page is generated from the code (`python -m shoal.server.compat`), and tests send every field.
-[server.md](server.md) describes the API, [tools.md](tools.md) tools and reasoning.
+servers. This page is generated from the code (`python -m shoal.server.compat`); tests send every field, and check on a
+real engine what each that is taken does. [server.md](server.md) describes the API, [tools.md](tools.md) tools and
+reasoning.
 
 - **taken**: it means what it means there. **ignored with a warning**: the answer's `X-Shoal-Warning` header names it.
   **refused**: a 400 that names it, with the reason; for an endpoint, a 404.
@@ -153,10 +181,10 @@ def fields_of(path: str) -> list[Field]:
 def status_of(path: str, name: str) -> tuple[str, str]:
     """(what becomes of a field, how or why)."""
     body = BODIES[path]
-    kinds = {field.encode_name: field.type for field in msgspec.inspect.type_info(body).fields}  # type: ignore[attr-defined]
+    kinds = kinds_of(body)
     if name not in kinds:
         return REFUSES, ABSENT[name][1]
-    if issubclass(body, GenerationBody) and name in DEFAULT_ONLY:
+    if name in (DEFAULT_ONLY if issubclass(body, GenerationBody) else getattr(body, "default_only", ())):
         return REFUSES, WHY[name]
     if is_raw(kinds[name]):
         return IGNORED, ""
@@ -165,6 +193,12 @@ def status_of(path: str, name: str) -> tuple[str, str]:
         return REFUSES, reasons[name].removeprefix("is not supported: ").removesuffix("; remove it")
     note = DIFFERENCES.get(f"{path} {name}", DIFFERENCES.get(name, ""))
     return (DIFFERS, note) if note else (TAKEN, "")
+
+
+@cache
+def kinds_of(body: type[msgspec.Struct]) -> dict[str, Any]:
+    """Its fields and their types."""
+    return {field.encode_name: field.type for field in msgspec.inspect.type_info(body).fields}  # type: ignore[attr-defined]
 
 
 def is_raw(kind: Any) -> bool:
@@ -209,7 +243,7 @@ def page() -> str:
     lines = [ABOUT, "## Endpoints", "", "| endpoint | of | here | |", "|---|---|---|---|"]
     lines += [f"| `{one}` | {servers} | {status} | {why} |" for one, servers, status, why in endpoints()]
     for path in FIELDS:
-        lines += ["", f"## `POST {path}`", "", "| field | of | here | |", "|---|---|---|---|"]
+        lines += ["", f"## `POST {path.replace(' ', '`, `')}`", "", "| field | of | here | |", "|---|---|---|---|"]
         lines += [f"| `{one.name}` | {', '.join(one.servers)} | {one.status} | {one.note} |" for one in fields_of(path)]
     return "\n".join(lines) + "\n"
 

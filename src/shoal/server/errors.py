@@ -149,10 +149,13 @@ _PART_TYPE = re.compile(r"(messages|input)\[\d+\]\.(content|output)\[\d+\]\.type
 
 
 def bad_body(
-    error: Exception, refused: dict[str, str], known: Callable[[str], Collection[str]] = lambda path: ()
+    error: Exception,
+    refused: dict[str, str],
+    known: Callable[[str], Collection[str]] = lambda path: (),
+    allowed: Callable[[str], Collection[str]] = lambda path: (),
 ) -> HttpError:
     """The answer to a body that cannot be read. `refused`: known but unsupported fields, and why they are refused;
-    `known`: the fields of the object at a path."""
+    `known`: the fields of the object at a path; `allowed`: the values of the field at a path."""
     if isinstance(error, RecursionError):
         return HttpError(400, "the body is nested too deeply", code="bad_json")
     if not isinstance(error, msgspec.ValidationError):
@@ -168,12 +171,16 @@ def bad_body(
     top = re.split(r"[.\[]", param, maxsplit=1)[0]
     if top in refused:
         return HttpError(400, f"{top} {refused[top]}", param=top, code="unsupported_field")
+    if param in refused:
+        return HttpError(400, f"{param} {refused[param]}", param=param, code="unsupported_field")
     if named and named["how"].startswith("missing"):
         return HttpError(400, f"{param} is missing", param=param, code="missing_field")
     if named:
         hint = did_you_mean(named["name"], known(place))
         return HttpError(400, f"{param} is not a known field{hint}", param=param, code="unknown_field")
     hint = "; only parts of text are supported" if _PART_TYPE.fullmatch(param) else ""
+    if what.startswith("Invalid enum value") and (values := allowed(place)):
+        hint += f"; allowed: {', '.join(values)}"
     return HttpError(400, f"{param or 'the body'}: {shorten(what)}{hint}", param=param or None, code="bad_value")
 
 

@@ -5,14 +5,16 @@ Knows a front as a FrontView, and the engine only as an EngineClient. Each handl
 
 import asyncio
 import time
+from typing import cast
 
 import msgspec
+from msgspec import UNSET
 
 from shoal.obs.engines import join_engines
 from shoal.server import openapi
 from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList, TokenizeAnswer, Version
 from shoal.server.bodies import SMALL_BODY, read
-from shoal.server.chat_body import chat_prompt
+from shoal.server.chat_body import chat_prompt, variables_of
 from shoal.server.debug import ask_engines
 from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, chat_of
 from shoal.server.errors import BadField
@@ -20,11 +22,12 @@ from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
 from shoal.server.pages import load_pages
 from shoal.server.prepare import no_model
-from shoal.server.token_bodies import DetokenizeRequest, TokenizeRequest
+from shoal.server.token_bodies import MOST_TEXTS, DetokenizeRequest, TokenizeRequest, lists_of
 from shoal.server.tool_choice import tools_of
 from shoal.server.workers import PYTHON, off_loop
 
 MOST_TOKENIZED = 2**18  # tokens of one /tokenize or /detokenize, where the context is not longer
+encode = msgspec.json.encode
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -65,25 +68,32 @@ class InfoRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "give either prompt or messages")
         most = max(MOST_TOKENIZED, self._max_model_len() or 0)
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
         reservation = await self.front.gate.reserve_text(exchange.key, len(data))
         used = 0
         try:
             if body.messages is not None:
-                ids = await self._chat_ids(body, len(data), most)
+                ids = [await self._chat_ids(body, len(data), most)]
             else:
-                ids = await preparer.text_ids(body.prompt or "", body.add_special_tokens is not False, most)
-            used = len(ids)
+                ids = await preparer.text_ids(texts, body.add_special_tokens is not False, most)
+            used = sum(map(len, ids))
         finally:
             reservation.settle(used)
-        answer = TokenizeAnswer(len(ids), self._max_model_len(), ids)
 
         def encoded() -> bytes:
+            written, names = preparer.need_tokenizer("prompt").backend.id_to_token, list[list[str]]()
             if body.return_token_strs:
-                written = preparer.need_tokenizer("prompt").backend.id_to_token
-                answer.token_strs = [written(token) or "" for token in ids]
-            return msgspec.json.encode(answer)
+                names = [[written(token) or "" for token in one] for one in ids]
+            several = isinstance(body.prompt, list)
+            answer = TokenizeAnswer(
+                [len(one) for one in ids] if several else len(ids[0]),
+                self._max_model_len(),
+                [*ids] if several else [*ids[0]],
+                UNSET if not names else [*names] if several else [*names[0]],
+            )
+            return encode(answer)
 
-        await exchange.reply(200, await off_loop(len(ids), encoded, PYTHON))
+        await exchange.reply(200, await off_loop(used, encoded, PYTHON))
 
     async def _chat_ids(self, body: TokenizeRequest, size: int, most: int) -> list[int]:
         continues = bool(body.continue_final_message)
@@ -92,10 +102,10 @@ class InfoRoutes:
                 "continue_final_message",
                 "continue_final_message and add_generation_prompt exclude each other; give one of them",
             )
-        tools = await off_loop(size, lambda: tools_of(body.tools, None, None), PYTHON, SMALL_BODY)
+        tools = await off_loop(size, lambda: tools_of(body.tools, body.tool_choice, None), PYTHON, SMALL_BODY)
         opens = body.add_generation_prompt is not False
         prompt = await self.front.preparer.chat_prompt(
-            body.messages or (), opens, body.chat_template_kwargs, most, tools.shown, continues
+            body.messages or (), opens, variables_of(body), most, tools.shown, continues
         )
         return prompt.ids
 
@@ -119,15 +129,22 @@ class InfoRoutes:
         body = await read(DetokenizeRequest, await exchange.json_body())
         self.front.preparer.check_model(body.model)
         tokenizer = self.front.preparer.need_tokenizer("tokens")
-        if len(body.tokens) > MOST_TOKENIZED:
-            raise BadField("tokens", f"tokens has {len(body.tokens)} ids, limit {MOST_TOKENIZED}; send fewer")
-        over = max(body.tokens, default=0)
+        several = lists_of(body.tokens)
+        lists = [cast("list[int]", body.tokens)] if several is None else several
+        count = sum(map(len, lists))
+        if count > MOST_TOKENIZED or len(lists) > MOST_TEXTS:
+            what, most = (count, MOST_TOKENIZED) if count > MOST_TOKENIZED else (len(lists), MOST_TEXTS)
+            raise BadField(
+                "tokens", f"tokens has {what} {'ids' if what == count else 'lists'}, limit {most}; send fewer"
+            )
+        over = max((token for one in lists for token in one), default=0)
         if over >= 2**31 or over >= max(tokenizer.vocab_size, self._vocab_size()):
             raise BadField("tokens", f"token id {over} is not in the vocabulary")
         skip = bool(body.skip_special_tokens)
-        text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special=skip))
-        answer = await off_loop(len(text), lambda: msgspec.json.encode(DetokenizeAnswer(text)), PYTHON)
-        await exchange.reply(200, answer)
+        texts = await off_loop(count, lambda: [tokenizer.decode(one, skip_special=skip) for one in lists])
+        shown = texts[0] if several is None else texts
+        size = sum(map(len, texts))
+        await exchange.reply(200, await off_loop(size, lambda: encode(DetokenizeAnswer(shown, shown)), PYTHON))
 
     def _vocab_size(self) -> int:
         info = self.front.client.last_info

@@ -17,7 +17,7 @@ from shoal.errors import DeadlinePassed, EngineError
 from shoal.keys.ledger_client import Reservation
 from shoal.output.outputs import Outputs
 from shoal.output.sample import Sample
-from shoal.server.prepare import PreparedRequest
+from shoal.server.prepared import PreparedRequest
 from shoal.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

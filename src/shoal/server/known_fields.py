@@ -89,8 +89,35 @@ WHY = {name: reason for reason, names in REASONS.items() for name in names}
 NULL_ONLY = {
     name: f"is not supported: {WHY[name]}; remove it" for name, default in DEFAULT_ONLY.items() if default is None
 }
-# Fields of some bodies that others do not have: their default, which is accepted there, too, and why nothing else is.
+# Fields of some bodies that others do not have: why they are refused, and their default, which is accepted. Of SGLang's
+# /generate alone:
+OF_GENERATE: dict[str, tuple[tuple[str, ...], Any]] = {
+    "only text is read": (
+        (
+            *("input_embeds", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes"),
+            *("video_config", "positional_embed_overrides", "image_max_dynamic_patch", "video_max_dynamic_patch"),
+            *("need_wait_for_mm_inputs", "num_items_assigned", "encoder_urls", "modalities"),
+        ),
+        None,
+    ),
+    "the inside of the model is not returned": (("return_indexer_topk", "return_entropy"), False),
+    "what was drawn from is not returned": (("return_sampling_mask",), None),
+    "logprobs come in one form": (("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64"), False),
+    "answers are text only": (("return_bytes",), False),
+    "no adapter is loaded": (("lora_id",), None),
+    "the server decides which engine computes what": (
+        ("bootstrap_pair_key", "decode_tp_size", "kv_router_hint", "http_worker_ipc"), None,
+    ),
+    "only chats and responses reason": (("max_thinking_tokens",), None),
+    "a chat's template decides it": (("require_reasoning",), False),
+    "only /v1/responses has it": (("background",), False),
+    "send the header traceparent": (("external_trace_header",), None),
+    "the server's clock decides it": (("received_time",), None),
+    "send each item as a prompt": (("multi_item_delimiter_indices",), None),
+}  # fmt: skip
+# … and all of them
 ABSENT: dict[str, tuple[Any, str]] = {
+    **{name: (default, why) for why, (names, default) in OF_GENERATE.items() for name in names},
     "enable_response_messages": (False, "rendered messages are not returned"),
     "previous_input_messages": (None, "send them as input"),
     "previous_response": (None, "use previous_response_id, or send its items as input"),

@@ -261,6 +261,25 @@ def prompt_pieces(names: TokenNames, known: LogprobList, top: int) -> Iterator[b
     yield b"]"
 
 
+def triple_pieces(names: TokenNames | None, run: TokenRun, top: int = 0) -> Iterator[bytes]:
+    """The JSON of a list: of each token [logprob, id, text], as SGLang writes them; with `top`, the list of these for
+    its alternatives. Without names the text is null; a token without logprobs has null."""
+
+    def triple(token: int, logprob: float | None) -> tuple[float | None, int, str | None]:
+        shown = None if logprob is None else finite(logprob)
+        return shown, token, None if names is None else names.text_of(token)
+
+    def written(begin: int, end: int) -> list[object]:
+        known = zip(run.tokens[begin:end], run.slice(begin, end), strict=True)
+        if not top:
+            return [triple(token, None if one is None else one.logprob) for token, one in known]
+        return [one and [*map(triple, one.top_tokens[:top], one.top_logprobs[:top])] for _, one in known]
+
+    yield b"["
+    yield from _items(written(begin, end) for begin, end in _cuts(len(run.tokens), top))
+    yield b"]"
+
+
 def _ranked(names: TokenNames, one: Logprobs, top: int) -> dict[str, PromptLogprob]:
     found = {str(one.token): PromptLogprob(finite(one.logprob), one.rank, names.text_of(one.token))}
     for rank, (token, logprob) in enumerate(zip(one.top_tokens[:top], one.top_logprobs[:top], strict=True), 1):

@@ -19,7 +19,7 @@ from shoal.server.response_items import ROLES
 from shoal.server.response_record import ResponseAnswer
 from shoal.server.response_routes import DeletedResponse, InputItemList, InputTokensAnswer
 from shoal.server.responses_body import InputTokensRequest
-from shoal.server.server_routes import CacheReset, Load, ServerInfo, TokenizerInfo
+from shoal.server.server_routes import CacheReset, Load, ModelInfo, ServerInfo, TokenizerInfo
 from shoal.server.settings import ServerSettings
 from shoal.server.token_bodies import DetokenizeRequest, TokenizeRequest
 
@@ -45,7 +45,7 @@ ALWAYS = (401, 405, 421, 431, 500)
 OF_BODIES = (400, 404, 408, 413, 415, 503)
 INFO_ANSWERS = (
     answers.ModelList, answers.ModelCard, answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Health,
-    answers.Version, Load, ServerInfo, TokenizerInfo, CacheReset,
+    answers.Version, Load, ServerInfo, ModelInfo, TokenizerInfo, CacheReset,
 )  # fmt: skip
 
 
@@ -113,7 +113,8 @@ def _tighten(schemas: Json) -> None:
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"properties": {"role": {"enum": ["assistant"]}}},
     ]
-    schemas["TokenizeRequest"]["anyOf"] = _exactly_one(prompt="string", messages="array")
+    schemas["GenerateRequest"]["anyOf"] = _exactly_one(text=["string", "array"], input_ids="array")
+    schemas["TokenizeRequest"]["anyOf"] = _exactly_one(prompt=["string", "array"], messages="array")
     text, texts = {"type": "string"}, {"type": ["string", "array"]}
     schemas["InputItem"]["anyOf"] = [
         {"required": ["role", "content"], "properties": {
@@ -186,14 +187,7 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
                 }
             ],
         ),
-        "/tokenize": _post(
-            "Token ids of a prompt or of messages",
-            TokenizeRequest,
-            answers.TokenizeAnswer,
-            {"model": settings.model, "prompt": "Once upon a time"},
-            429,
-            503,
-        ),
+        **_tokens(settings),
         "/v1/messages/count_tokens": _post(
             "Tokens of a prompt, as Anthropic counts them",
             CountTokensRequest,
@@ -202,12 +196,6 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
             429,
             503,
             error=MessagesError,
-        ),
-        "/detokenize": _post(
-            "The text of token ids",
-            DetokenizeRequest,
-            answers.DetokenizeAnswer,
-            {"model": settings.model, "tokens": [1, 2, 3]},
         ),
         "/api/tags": _get("The model's names, for Ollama's clients", OllamaTags, error=OllamaError),
         "/api/ps": _get("The same", OllamaTags, error=OllamaError),
@@ -223,6 +211,25 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
     }
 
 
+def _tokens(settings: ServerSettings) -> Json:
+    """From text to token ids and back, under both servers' names."""
+    found: Json = {}
+    for prefix in ("", "/v1"):
+        example = {"model": settings.model, "prompt": "Once upon a time"}
+        found[f"{prefix}/tokenize"] = _post(
+            "Token ids of a prompt or of messages", TokenizeRequest, answers.TokenizeAnswer, example, 429, 503
+        )
+        found[f"{prefix}/detokenize"] = _post(
+            "The text of token ids",
+            DetokenizeRequest,
+            answers.DetokenizeAnswer,
+            {"model": settings.model, "tokens": [1, 2, 3]},
+        )
+    for name in ("tokenize", "detokenize"):
+        found[f"/v1/{name}"]["post"]["operationId"] += "_v1"
+    return found
+
+
 def _of_the_server() -> Json:
     """What operators and their programs ask."""
     return {
@@ -231,6 +238,11 @@ def _of_the_server() -> Json:
         "/version": _get("The server's version", answers.Version),
         "/load": _get("Requests that run or wait", Load),
         "/server_info": _get("What is served", ServerInfo),
+        "/get_server_info": _get("The same", ServerInfo),
+        "/model_info": _get("The model, as SGLang describes it", ModelInfo),
+        "/get_model_info": _get("The same", ModelInfo),
+        "/health_generate": _health(),
+        "/flush_cache": _reset(),
         "/tokenizer_info": _get("The tokenizer and its chat template", TokenizerInfo, 400),
         "/reset_prefix_cache": _reset(),
         "/metrics": _get("Metrics for Prometheus", None, kind="text/plain"),
@@ -246,7 +258,13 @@ def _stored_responses(settings: ServerSettings) -> Json:
         {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
         {"name": "after", "in": "query", "schema": {"type": "string"}},
     ]
-    found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id])
+    events: list[Json] = [
+        {"name": "stream", "in": "query", "schema": {"enum": ["true", "false"]},
+         "description": "true: the events of one that was made with `background` and `stream`, as they come"},
+        {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0},
+         "description": "with `stream`: the number of the last event that is not wanted"},
+    ]  # fmt: skip
+    found = _get("A stored response", ResponseAnswer, 400, 404, 503, parameters=[id, *events])
     gone = _get("Delete it", DeletedResponse, 404, 503, parameters=[id])["get"]
     items = _get("The items of its input", InputItemList, 400, 404, 503, parameters=[id, *options])
     cancel = _get("Cancel it, if it is made in the background", ResponseAnswer, 400, 404, 503, parameters=[id])["get"]
@@ -288,6 +306,9 @@ def _generation(operation: Operation, settings: ServerSettings) -> Json:
     path = _post(operation.summary, request, answer, example, 403, 429, 503, error=error)
     good, chunk = path["post"]["responses"]["200"], operation.chunk.__name__
     good["description"] += f"; with stream, one event per token, {operation.ends_with}"
+    if operation.also_lists:
+        one = good["content"]["application/json"]["schema"]
+        good["content"]["application/json"]["schema"] = {"anyOf": [one, {"type": "array", "items": one}]}
     about = f"A {chunk} each; an error after the start is also sent as one."
     event: Json = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     if operation.stream_kind != SSE:

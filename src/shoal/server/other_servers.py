@@ -36,8 +36,30 @@ SGLANG_TOKENIZE = """
 model=null prompt=null messages=null tools=null tool_choice=null reasoning_effort=null continue_final_message=false
 chat_template_kwargs=null add_special_tokens=true
 """
+SGLANG_GENERATE = """
+rid=null session_id=null text=null input_ids=null input_embeds=null image_data=null video_data=null audio_data=null
+mm_hashes=null mm_content_hashes=null use_audio_in_video=false video_config=null sampling_params=null
+return_logprob=null logprob_start_len=null top_logprobs_num=null token_ids_logprob=null return_sampling_mask=null
+return_text_in_logprobs=false return_flat_raw_top_logprobs=false return_flat_raw_top_logprobs_b64=false stream=false
+log_metrics=true return_hidden_states=false return_routed_experts=false routed_experts_start_len=0
+return_indexer_topk=false modalities=null session_params=null lora_path=null lora_id=null custom_logit_processor=null
+positional_embed_overrides=null bootstrap_host=null bootstrap_port=null bootstrap_room=null bootstrap_pair_key=null
+decode_tp_size=null routed_dp_rank=null data_parallel_rank=null disagg_prefill_dp_rank=null kv_router_hint=null
+routing_key=null conversation_id=null http_worker_ipc=null background=false require_reasoning=false
+max_thinking_tokens=null priority=null extra_key=null no_logs=false custom_labels=null return_bytes=false
+return_entropy=false return_prompt_token_ids=false external_trace_header=null received_time=null
+need_wait_for_mm_inputs=null num_items_assigned=null encoder_urls=null max_dynamic_patch=null min_dynamic_patch=null
+image_max_dynamic_patch=null video_max_dynamic_patch=null images_config=null multi_item_delimiter_indices=null
+cache_salt=null
+"""
+SGLANG_GENERATE_SAMPLING = """
+max_new_tokens=128 stop=null stop_token_ids=null stop_regex=null temperature=1.0 top_p=1.0 top_k=-1 min_p=0.0
+frequency_penalty=0.0 presence_penalty=0.0 repetition_penalty=1.0 min_new_tokens=0 n=1 json_schema=null regex=null
+ebnf=null structural_tag=null ignore_eos=false skip_special_tokens=true spaces_between_special_tokens=true
+no_stop_trim=false custom_params=null stream_interval=null logit_bias=null sampling_seed=null
+"""
 
-FIELDS: dict[str, dict[str, str]] = {  # path → server → fields
+FIELDS: dict[str, dict[str, str]] = {  # path, and a field of its body → server → fields
     "/v1/completions": {
         "vLLM": VLLM_SAMPLING
         + "model=null prompt echo=false logprobs=null suffix=null prompt_embeds=null add_special_tokens=true",
@@ -86,6 +108,8 @@ FIELDS: dict[str, dict[str, str]] = {  # path → server → fields
         "vLLM": "model messages system=null tool_choice=null tools=null chat_template_kwargs=null",
         "SGLang": "model messages system=null tool_choice=null tools=null thinking=null",
     },
+    "/generate": {"SGLang": SGLANG_GENERATE},
+    "/generate sampling_params": {"SGLang": SGLANG_GENERATE_SAMPLING},
     "/tokenize": {"vLLM": VLLM_TOKENIZE, "SGLang": SGLANG_TOKENIZE},
     "/detokenize": {"vLLM": "model=null tokens", "SGLang": "model=null tokens skip_special_tokens=true"},
 }
@@ -114,7 +138,7 @@ ENDPOINTS: dict[str, str] = {  # "METHOD path" → servers that have it
     "POST /api/show": "SGLang",
     "GET /health": "vLLM SGLang",
     "GET /health_generate": "SGLang",
-    "GET /ping": "vLLM",
+    "GET /ping": "vLLM SGLang",
     "POST /ping": "vLLM",
     "GET /load": "vLLM",
     "GET /get_load": "SGLang",
@@ -127,6 +151,8 @@ ENDPOINTS: dict[str, str] = {  # "METHOD path" → servers that have it
     "POST /reset_prefix_cache": "vLLM",
     "POST /flush_cache": "SGLang",
     "POST /generate": "SGLang",
+    "POST /generate_from_file": "SGLang",
+    "POST /vertex_generate": "SGLang",
     "POST /inference/v1/generate": "vLLM",
     "POST /invocations": "vLLM SGLang",
     "POST /v1/embeddings": "vLLM SGLang",
@@ -158,18 +184,55 @@ ENDPOINTS: dict[str, str] = {  # "METHOD path" → servers that have it
     "POST /pause_generation": "SGLang",
     "POST /continue_generation": "SGLang",
     "POST /abort_request": "SGLang",
+    "POST /abort_requests": "vLLM",
+    "GET /is_paused": "vLLM",
     "POST /scale_elastic_ep": "vLLM",
+    "POST /is_scaling_elastic_ep": "vLLM",
+    "POST /fault_tolerance/apply": "vLLM",
+    "GET /fault_tolerance/status": "vLLM",
+    "POST /init_weight_transfer_engine": "vLLM",
+    "POST /start_weight_update": "vLLM",
+    "POST /start_draft_weight_update": "vLLM",
+    "POST /update_weights": "vLLM",
+    "POST /finish_weight_update": "vLLM",
+    "POST /update_weight_version": "vLLM SGLang",
+    "GET /weight_info": "vLLM",
+    "POST /weight_checker": "vLLM",
+    "GET /get_world_size": "vLLM",
     "POST /collective_rpc": "vLLM",
     "POST /start_profile": "vLLM SGLang",
     "POST /stop_profile": "vLLM SGLang",
     "POST /update_weights_from_disk": "SGLang",
     "POST /update_weights_from_tensor": "SGLang",
     "POST /update_weights_from_distributed": "SGLang",
+    "POST /update_weights_from_ipc": "SGLang",
+    "POST /init_weights_update_group": "SGLang",
+    "POST /destroy_weights_update_group": "SGLang",
+    "POST /init_weights_send_group_for_remote_instance": "SGLang",
+    "POST /send_weights_to_remote_instance": "SGLang",
+    "POST /get_weights_by_name": "SGLang",
+    "GET /get_weight_version": "SGLang",
+    "GET /weight_version": "SGLang",
+    "POST /weights_checker": "SGLang",
     "POST /release_memory_occupation": "SGLang",
     "POST /resume_memory_occupation": "SGLang",
     "POST /open_session": "SGLang",
     "POST /close_session": "SGLang",
     "POST /set_internal_state": "SGLang",
+    "POST /configure_logging": "SGLang",
+    "POST /set_trace_level": "SGLang",
+    "POST /freeze_gc": "SGLang",
+    "POST /slow_down": "SGLang",
+    "POST /hicache/storage-backend/clear": "SGLang",
+    "PUT /hicache/storage-backend": "SGLang",
+    "DELETE /hicache/storage-backend": "SGLang",
+    "GET /hicache/storage-backend": "SGLang",
+    "POST /clear_hicache_storage_backend": "SGLang",
+    "POST /add_external_corpus": "SGLang",
+    "POST /remove_external_corpus": "SGLang",
+    "GET /list_external_corpora": "SGLang",
+    "POST /load_lora_adapter_from_tensors": "SGLang",
+    "GET /v1/loads": "SGLang",
     "POST /start_expert_distribution_record": "SGLang",
     "POST /stop_expert_distribution_record": "SGLang",
     "POST /dump_expert_distribution_record": "SGLang",

@@ -1,35 +1,32 @@
-"""From a request's body to jobs: parameters, token ids, grammar and seed.
+"""From a request's body to jobs: parameters, grammar and seed. Prompts are read by prompt_reader.py.
 
-Owns the steps that all dialects share. Long texts and grammars are handled in threads, so that the event loop is never
-blocked. Knows no HTTP beyond its errors, and no engine beyond EngineInfo.
+Owns the steps that all dialects share. Grammars are compiled in threads, so that the event loop is never blocked. Knows
+no HTTP beyond its errors, and no engine beyond EngineInfo.
 """
 
 import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from shoal.core.job import EngineInfo, GrammarSpec, Job
 from shoal.core.params import PARAMS, SamplingParams
-from shoal.errors import BadChat, BadGrammar, EmptyPrompt, PromptTooLong, QueueFull
+from shoal.errors import BadGrammar, QueueFull
 from shoal.keys.api_key import ApiKey
-from shoal.output.outputs import Outputs
-from shoal.output.parser import Parser, PlainParser
 from shoal.server.answer_form import AnswerForm, form_of
 from shoal.server.answer_size import check_logprobs
 from shoal.server.auth import salt_of
-from shoal.server.bodies import SMALL_BODY, ChatMessage, GenerationBody
+from shoal.server.bodies import SMALL_BODY, GenerationBody
 from shoal.server.constraint import is_constrained
 from shoal.server.errors import BadField, HttpError, shorten
-from shoal.server.final_message import cut, marked
-from shoal.server.history import plain_messages, size_of
+from shoal.server.prepared import PreparedRequest
+from shoal.server.prompt_reader import NO_TOKENIZER, PromptReader
 from shoal.server.rules import (
     check_beams,
     check_defaults,
-    check_depth,
     check_priority,
     continuous_usage,
     include_usage,
@@ -39,29 +36,15 @@ from shoal.server.rules import (
     tier_of,
 )
 from shoal.server.settings import ServerSettings
-from shoal.server.templates import Templates, TemplatesHere
-from shoal.server.tool_choice import NO_TOOLS, ToolRequest
+from shoal.server.tool_choice import NO_TOOLS
 from shoal.server.workers import PYTHON, off_loop
 from shoal.text.bad_words import bad_word_ids
 from shoal.text.detok import prepare_stops
-from shoal.text.length import LeastTokens
-from shoal.text.reasoning import reasoning_for
 from shoal.text.stop_regex import prepare_regex
 from shoal.text.tokenizer import Tokenizer
-from shoal.text.tools.formats import format_for
-from shoal.text.tools.harmony import Harmony, channel_messages
-from shoal.text.tools.prompt import with_tools
 
-PROMPT_END = 200  # characters at the end of a prompt, in which reasoning may have been opened
-EXACT = 2**16  # characters; of so many the exact number of tokens is told, and not only that they are too many
 BLAME_S = 4.0  # for finding the one of several schemas that cannot be used
-MOST_CUT = 2**18  # tokens of a prompt that is cut to fewer
-CALL = 32  # characters whose tokenizing takes as long as a call of the tokenizer
-NO_TOKENIZER = "the model has no tokenizer and takes only token ids"
 PASSED = tuple(name for name, param in PARAMS.items() if param.in_body and param.passed)
-OWN_VARIABLES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "self"}
-)  # variables of a chat template that the server sets
 
 
 class GrammarChecker(Protocol):
@@ -70,63 +53,7 @@ class GrammarChecker(Protocol):
     def check(self, spec: GrammarSpec) -> object: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedRequest:
-    """One HTTP request, ready to be submitted, and how to answer it."""
-
-    jobs: list[Job]
-    keep: int  # answers shown for each prompt; fewer than are sampled with best_of
-    model: str
-    stream: bool
-    include_usage: bool = False
-    continuous_usage: bool = False  # in every event
-    top: int | None = None  # alternatives to show for each token; None: no logprobs at all
-    echo: list[str] | None = None  # the text of each prompt, where it is repeated before the answer
-    prefix: str = ""  # text that is repeated before each answer
-    prompt_top: int | None = None  # alternatives to show for each token of the prompt; None: no logprobs of it
-    prompt_only: bool = False  # nothing is generated; the one token that was is not shown
-    token_ids: bool = False  # show token ids
-    tokens_as_ids: bool = False  # in logprobs, write tokens as their ids
-    length_penalty: float | None = None  # of a beam search; None: answers are drawn
-    request_id: str = ""  # the client's own name for it
-    warnings: list[str]  # fields that have no effect
-    make_parser: Callable[[], Parser] = PlainParser
-    tools: ToolRequest = NO_TOOLS
-
-    @property
-    def shows_tokens(self) -> bool:
-        """Whether each token is shown, and not only the text."""
-        return self.token_ids or self.top is not None
-
-    @property
-    def skip_special(self) -> bool:
-        return self.jobs[0].params.skip_special_tokens
-
-    @property
-    def in_background(self) -> bool:
-        """The client is answered at once, and the request goes on without it."""
-        return False
-
-    async def at_begin(self, cancel: Callable[[], None]) -> bytes:
-        """The answer to a request that goes on in the background. `cancel`: ends it."""
-        raise NotImplementedError
-
-    async def at_end(self, outputs: Outputs) -> None:
-        """All samples have ended well; the end of the answer is sent after this."""
-
-    async def at_failure(self, error: HttpError) -> None:
-        """A request in the background has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """The prompt of a chat: its ids, and the end of its text."""
-
-    ids: list[int]
-    end: str
-
-
-class Preparer:
+class Preparer(PromptReader):
     """Prepares requests for one model: tokenizer, sampling defaults, end tokens, grammars."""
 
     def __init__(
@@ -138,23 +65,14 @@ class Preparer:
         sampling_defaults: Mapping[str, Any],
         info: Callable[[], EngineInfo | None],
     ) -> None:
-        self.settings = settings
-        self.tokenizer = tokenizer
-        self.least = None if tokenizer is None else LeastTokens(tokenizer)
+        super().__init__(settings, tokenizer, info)
         self.grammars = grammars
-        template = tokenizer.renderer.plain.source if tokenizer is not None and tokenizer.has_chat_template else None
-        self.tool_format = format_for(template, settings.tool_format)
-        self.reasoning = reasoning_for(template, settings.reasoning_format)
-        self.templates: Templates | None = None  # set where they are rendered in another process
         self.eos = frozenset(eos_ids)
         self.defaults = dict(sampling_defaults)
-        self.info = info
         # not a secret, but draws should not be predictable unless the operator asks for repeatable runs
         self._seeds = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
         self._grammar_slots = asyncio.Semaphore(settings.grammar_threads)
         self._grammars_waiting = 0
-
-    # ---- shared with /tokenize --------------------------------------------------------------------------------------
 
     def check_model(self, name: str | None) -> str:
         """The model name for the answer; None stands for the one model that is served."""
@@ -163,64 +81,6 @@ class Preparer:
         if name not in self.settings.models:
             raise no_model(name, self.settings)
         return name
-
-    async def text_ids(self, text: str, add_special: bool = True, most: int | None = None) -> list[int]:
-        """`most`: refuse a text of more tokens than this, before tokenizing it if that can be told then."""
-        tokenizer = self.need_tokenizer("prompt")
-
-        def encode() -> list[int]:
-            self.check_length(text, "prompt", most)
-            return tokenizer.encode(text, add_special)
-
-        ids = await off_loop(len(text), encode)
-        if most is not None and len(ids) > most:
-            raise PromptTooLong(f"prompt has {len(ids)} tokens; the limit is {most}; shorten it")
-        return ids
-
-    async def chat_prompt(
-        self,
-        messages: Sequence[ChatMessage],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None,
-        most: int | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        continues: bool = False,
-    ) -> ChatPrompt:
-        """`continues`: the prompt ends with the last message, which the answer is to continue."""
-        tokenizer = self.need_tokenizer("messages")
-        given = dict(variables or {})
-        for name in given:
-            if name in OWN_VARIABLES or name in tokenizer.special or not name.isidentifier():
-                raise BadField(
-                    "chat_template_kwargs", f"chat_template_kwargs cannot set {shorten(name)!r}; the server sets it"
-                )
-        check_depth(given, "chat_template_kwargs")
-        plain = await off_loop(size_of(messages), lambda: plain_messages(messages), PYTHON)
-        if isinstance(self.tool_format, Harmony):
-            plain = channel_messages(plain)
-        if not self.tool_format.in_template:
-            plain = with_tools(plain, tools)
-        elif tools:
-            given["tools"] = tools
-        plain, mark = marked(plain) if continues else (plain, "")
-        try:
-            templates = self.templates or TemplatesHere(tokenizer.renderer)
-            rendered = await templates.render(plain, add_generation_prompt and not continues, given)
-        except BadChat as error:
-            raise BadField("messages", str(error)) from error
-        if continues:
-            rendered = cut(rendered, mark)
-
-        def encode() -> list[int]:
-            self.check_length(rendered.text, "messages", most)
-            return tokenizer.encode_rendered(rendered)
-
-        return ChatPrompt(await off_loop(len(rendered.text), encode), tokenizer.end_of(rendered, PROMPT_END))
-
-    def need_tokenizer(self, param: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise BadField(param, f"{NO_TOKENIZER}; send a list of ids as the prompt of /v1/completions")
-        return self.tokenizer
 
     # ---- used by the dialects ---------------------------------------------------------------------------------------
 
@@ -315,68 +175,6 @@ class Preparer:
             param = field if prompts == 1 else "prompt"
             raise BadField(param, f"{asks} for {choices} answers, limit {limit}; split it into several requests")
 
-    async def encode(
-        self, prompts: Sequence[str | list[int]], add_special: bool = True, keep: "TokenCut | None" = None
-    ) -> list[list[int]]:
-        """The ids of every prompt, or those of them that are kept. Many short texts are encoded together, as one."""
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded: list[list[int]] = []
-        if texts:
-            tokenizer = self.need_tokenizer("prompt")
-
-            def encode_all() -> list[list[int]]:
-                for number, text in enumerate(texts):
-                    where = f"prompt {number}" if len(prompts) > 1 else "prompt"
-                    self.check_length(text, where, MOST_CUT if keep is not None else None)
-                return [tokenizer.encode(text, add_special) for text in texts]
-
-            encoded = await off_loop(sum(len(text) + CALL for text in texts), encode_all)
-        of_texts = iter(encoded)
-        ids = [next(of_texts) if isinstance(prompt, str) else prompt for prompt in prompts]
-        if keep is not None:
-            ids = [keep.of(one) for one in ids]
-        for number, one in enumerate(ids):
-            self.check_ids(one, f"prompt {number}" if len(ids) > 1 else "prompt")
-        return ids
-
-    def check_length(self, text: str, where: str, most: int | None = None) -> None:
-        """Refuse a text that is certainly too long, before it is tokenized: that takes long and much memory."""
-        info = self.info()
-        if most is None and info is not None:
-            most = info.max_model_len - 1
-        if most is None or len(text) <= max(most, EXACT) or self.least is None:
-            return
-        tokens = self.least.above(text, most)
-        if tokens is not None:
-            limit = f"the limit is {most}"
-            if info is not None and most == info.max_model_len - 1:
-                limit = f"the limit is {info.max_model_len} for prompt and output together"
-            raise PromptTooLong(f"{where} has at least {tokens} tokens; {limit}; shorten it to at most {most}")
-
-    def check_ids(self, ids: list[int], where: str) -> None:
-        """Checks that the engine makes too, here made before a large message is sent to it."""
-        if not ids:
-            raise EmptyPrompt(f"{where} has no tokens; give at least one (a BOS token will do)")
-        info = self.info()
-        if info is None:
-            return
-        if len(ids) >= info.max_model_len:
-            raise PromptTooLong(
-                f"{where} has {len(ids)} tokens; the limit is {info.max_model_len} for prompt and output together; "
-                f"shorten it to at most {info.max_model_len - 1}"
-            )
-        if max(ids) >= info.vocab_size:
-            raise BadField(
-                "prompt", f"token id {max(ids)} is not in the vocabulary; ids run from 0 to {info.vocab_size - 1}"
-            )
-
-    async def texts(self, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:
-        tokenizer, skip = self.need_tokenizer("echo"), params.skip_special_tokens
-        size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
-        return await off_loop(
-            size, lambda: [one if isinstance(one, str) else tokenizer.decode(one, skip_special=skip) for one in prompts]
-        )
-
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     async def _check_grammar(self, form: AnswerForm, params: SamplingParams) -> None:
@@ -401,17 +199,6 @@ class Preparer:
             raise BadField(param, str(error)) from error
         finally:
             self._grammars_waiting -= 1
-
-    def token_cut(self, body: GenerationBody, max_tokens: int | None) -> "TokenCut | None":
-        """Which tokens of a prompt the body keeps; None: all."""
-        most, info = body.truncate_prompt_tokens, self.info()
-        if most is None:
-            return None
-        if most == 0:
-            raise BadField("truncate_prompt_tokens", "truncate_prompt_tokens 0 leaves no prompt; raise it, or use -1")
-        if most < 0:
-            most = MOST_CUT if info is None else max(1, info.max_model_len - (max_tokens or 1))
-        return TokenCut(most, body.truncation_side == "right")
 
     async def _jobs(
         self,
@@ -447,17 +234,6 @@ class Preparer:
             )
             for number, prompt in enumerate(prompts)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCut:
-    """How many tokens of a prompt are kept: its last ones, or its first."""
-
-    most: int
-    first: bool = False
-
-    def of(self, ids: list[int]) -> list[int]:
-        return ids[: self.most] if self.first else ids[-self.most :]
 
 
 def compile_grammar(grammars: GrammarChecker, form: AnswerForm) -> None:

@@ -8,7 +8,7 @@ is stored without logprobs. Knows no HTTP and no events.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from shoal.output.parser import Parsed, calls_of, content_of, reasoning_of
 from shoal.output.sample import Sample
 from shoal.server.dialects.common import encode, reason_of
 from shoal.server.errors import BadField, HttpError
-from shoal.server.prepare import PreparedRequest
+from shoal.server.prepared import PreparedRequest
 from shoal.server.response_items import (
     FunctionCallItem,
     ItemStatus,
@@ -159,6 +159,7 @@ class ResponseRecord:
         self._previous, self._pending = body.previous_response_id, pending
         self.cancelled = False  # its client said so
         self._is_begun = False  # it is made in the background, and stored already
+        self.before_end: Callable[[], Awaitable[None]] | None = None  # called before one in the background has ended
 
     async def begin(self) -> bytes:
         """Store it before it is made, for the background; returns what its client is told. Raises StoreFailed."""
@@ -178,6 +179,8 @@ class ResponseRecord:
 
     async def _finish(self) -> None:
         with suppress(StoreFailed):  # which was logged
+            if self.before_end is not None:
+                await self.before_end()
             self.stored = await self._store.finish(self.tenant, self.id, self.answered)
 
     async def end(self, outputs: Outputs) -> None:

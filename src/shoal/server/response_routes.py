@@ -1,8 +1,10 @@
-"""What is done with stored responses: retrieve, delete, list their input items; and counting the tokens of an input.
+"""What is done with stored responses: retrieve, follow, delete, list input items; and counting the tokens of an input.
 
 Owns these answers. A response is found by its id and its key alone. Knows a front as a FrontView.
 """
 
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 from urllib.parse import parse_qs
 
@@ -13,7 +15,7 @@ from shoal.server.bodies import read
 from shoal.server.chat_body import chat_prompt
 from shoal.server.dialects.responses import Responses, tenant_of
 from shoal.server.errors import BadField, HttpError, shorten
-from shoal.server.exchange import Exchange
+from shoal.server.exchange import Exchange, Header, Watcher
 from shoal.server.front_view import FrontView
 from shoal.server.response_record import NOT_STORED
 from shoal.server.response_store import StoredResponse
@@ -66,10 +68,24 @@ class ResponseRoutes:
         self.front, self.dialect, self.store = front, dialect, dialect.store
 
     async def retrieve(self, exchange: Exchange) -> None:
-        found = await self._find(exchange)
-        if query_of(exchange).get("stream", "false").lower() == "true":
-            raise BadField("stream", "stream: a response is not streamed again; leave it out")
-        await exchange.reply(200, found.answered)
+        found, query = await self._find(exchange), query_of(exchange)
+        if query.get("stream", "false").lower() != "true":
+            if "starting_after" in query:
+                raise BadField("starting_after", "starting_after requires stream to be true")
+            await exchange.reply(200, found.answered)
+            return
+        after, running, tenant = starting_after(query), self.dialect.running, tenant_of(exchange.key)
+        if not await running.has_events(tenant, found.id):
+            raise BadField(
+                "stream",
+                "stream: the events of a response are kept only where it was made with background and stream; leave it "
+                "out",
+            )
+        watcher = Watcher(exchange.receive)
+        try:
+            await send_events(exchange, running.follow(tenant, found.id, after), watcher, self.front)
+        finally:
+            watcher.stop()
 
     async def delete(self, exchange: Exchange) -> None:
         id = id_of(exchange)
@@ -138,6 +154,40 @@ class ResponseRoutes:
         if found is None:
             raise no_response(id)
         return found
+
+
+async def send_events(
+    exchange: Exchange, events: AsyncIterator[bytes], watcher: Watcher, front: FrontView, headers: Sequence[Header] = ()
+) -> None:
+    """Send events as they come, while the client is there. b"": there is none yet, and the server may end."""
+    kind = (b"content-type", b"text/event-stream; charset=utf-8")
+    await exchange.start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"), *headers])
+
+    async def send_all() -> None:
+        async for body in events:
+            if body:
+                await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
+            elif front.draining:
+                break
+        await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    sending = asyncio.create_task(send_all())
+    try:
+        await asyncio.wait((sending, watcher.task), return_when=asyncio.FIRST_COMPLETED)
+        if sending.done():
+            sending.result()
+    finally:
+        sending.cancel()
+
+
+def starting_after(query: dict[str, str]) -> int:
+    """The number of the last event that is not wanted; -1: all are."""
+    text = query.get("starting_after", "")
+    if not text:
+        return -1
+    if not text.isdecimal() or not text.isascii():
+        raise BadField("starting_after", f"starting_after is the number of an event, not {shorten(text)!r}")
+    return int(text[:9])
 
 
 def is_of_background(found: StoredResponse) -> bool:

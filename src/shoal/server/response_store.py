@@ -6,6 +6,7 @@ engine: a response is two texts of JSON here.
 
     tenants ──bytes──► how much each holds: the one that holds most loses its oldest response when the file is full
     responses ──previous──► responses ──previous──► …      a conversation, from its end
+    responses ◄──id── events                               of one that is made in the background and streamed
 """
 
 import asyncio
@@ -32,6 +33,7 @@ WAL_BYTES = 4 * 2**20  # of the write-ahead log, after each checkpoint
 ROW_BYTES = 200  # counted for a response beside its texts
 SHARE = 4  # no response takes more than one part in so many of the store
 MOST_TURNS = 4096  # of one conversation
+MOST_PARTS = 16  # of a response's events that are read at a time
 PENDING_BYTES = 64 * 2**20  # inputs of running requests that one front keeps until their responses are stored
 SWEEP_S = 60.0  # how often old responses are looked for, at most
 SCHEMA = """
@@ -41,6 +43,9 @@ CREATE TABLE IF NOT EXISTS responses (
     bytes INTEGER NOT NULL, asked BLOB NOT NULL, answered BLOB NOT NULL,
     ended INTEGER NOT NULL, beat_s REAL NOT NULL, cancel INTEGER NOT NULL DEFAULT 0
 );
+CREATE TABLE IF NOT EXISTS events (
+    id TEXT NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL, part BLOB NOT NULL, PRIMARY KEY (id, first)
+) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_age ON responses (created_s);
 CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_s);
 CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
@@ -53,6 +58,7 @@ END;
 CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
     UPDATE tenants SET bytes = bytes - old.bytes WHERE tenant = old.tenant;
     DELETE FROM tenants WHERE tenant = old.tenant AND bytes <= 0;
+    DELETE FROM events WHERE id = old.id;
 END;
 """
 
@@ -130,6 +136,12 @@ class ResponseStore(Protocol):
     async def ask_to_cancel(self, tenant: str, id: str) -> None:
         """Have the front that makes a response cancel it."""
 
+    async def add_events(self, tenant: str, id: str, first: int, count: int, part: bytes) -> None:
+        """So many events of a response that is being made, from number `first` on, as one part."""
+
+    async def events(self, tenant: str, id: str, after: int) -> list[tuple[int, bytes]]:
+        """(number of its first event, part), for the parts with events above number `after`, in order."""
+
     async def conversation(self, tenant: str, id: str, most_bytes: int) -> "Conversation":
         """A response and all those it follows, the first one first."""
 
@@ -171,6 +183,12 @@ class NoStore:
 
     async def ask_to_cancel(self, tenant: str, id: str) -> None:
         """There is nothing to cancel."""
+
+    async def add_events(self, tenant: str, id: str, first: int, count: int, part: bytes) -> None:
+        """There is no response that they belong to."""
+
+    async def events(self, tenant: str, id: str, after: int) -> list[tuple[int, bytes]]:
+        return []
 
     async def conversation(self, tenant: str, id: str, most_bytes: int) -> Conversation:
         return Conversation((), missing=id)
@@ -225,6 +243,12 @@ class SqliteStore:
 
     async def ask_to_cancel(self, tenant: str, id: str) -> None:
         await self._do(lambda file: self._ask_to_cancel(file, tenant, id))
+
+    async def add_events(self, tenant: str, id: str, first: int, count: int, part: bytes) -> None:
+        await self._do(lambda file: self._add_events(file, tenant, id, first, count, part))
+
+    async def events(self, tenant: str, id: str, after: int) -> list[tuple[int, bytes]]:
+        return await self._do(lambda file: self._events(file, tenant, id, after))
 
     async def conversation(self, tenant: str, id: str, most_bytes: int) -> Conversation:
         return await self._do(lambda file: self._conversation(file, tenant, id, most_bytes))
@@ -338,6 +362,23 @@ class SqliteStore:
     def _ask_to_cancel(file: sqlite3.Connection, tenant: str, id: str) -> None:
         with Transaction(file):
             file.execute("UPDATE responses SET cancel = 1 WHERE id = ? AND tenant = ? AND ended = 0", (id, tenant))
+
+    def _add_events(self, file: sqlite3.Connection, tenant: str, id: str, first: int, count: int, part: bytes) -> None:
+        with Transaction(file):
+            found = file.execute(
+                "UPDATE responses SET bytes = bytes + ? WHERE id = ? AND tenant = ?", (len(part), id, tenant)
+            )
+            if found.rowcount:
+                file.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (id, first, count, part))
+                self._make_room(file)
+
+    @staticmethod
+    def _events(file: sqlite3.Connection, tenant: str, id: str, after: int) -> list[tuple[int, bytes]]:
+        return file.execute(
+            "SELECT first, part FROM events JOIN responses USING (id) "
+            "WHERE id = ? AND tenant = ? AND first + count > ? + 1 ORDER BY first LIMIT ?",
+            (id, tenant, after, MOST_PARTS),
+        ).fetchall()
 
     def _conversation(self, file: sqlite3.Connection, tenant: str, id: str, most_bytes: int) -> Conversation:
         turns: list[StoredResponse] = []

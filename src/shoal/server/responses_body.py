@@ -162,8 +162,6 @@ class ResponsesRequest(InputTokensRequest, forbid_unknown_fields=True, kw_only=T
 
 def check_body(body: ResponsesRequest) -> None:
     """Rules across its fields."""
-    if body.background and body.stream:
-        raise BadField("stream", "stream cannot be used with background: retrieve the response when it has ended")
     if body.background and body.store is False:
         raise BadField("background", "background requires store; leave out 'store': false")
     if body.input is None and body.previous_response_id is None:

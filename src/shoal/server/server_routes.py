@@ -37,6 +37,16 @@ class ServerInfo(Struct):
     device: str | UnsetType = UNSET
 
 
+class ModelInfo(Struct):
+    """GET /model_info, as SGLang has it."""
+
+    model_path: str  # the first of its names
+    tokenizer_path: str
+    is_generation: bool
+    preferred_sampling_params: dict[str, float]  # the model's own, where a request has none
+    weight_version: str
+
+
 class TokenizerInfo(Struct):
     """GET /tokenizer_info"""
 
@@ -70,6 +80,10 @@ class ServerRoutes:
         up = [one.number for one in client.engines if one.up]
         info = ServerInfo(settings.version, settings.model, list(settings.models), up, **known_of(client.last_info))
         await exchange.reply_json(info)
+
+    async def model_info(self, exchange: Exchange) -> None:
+        name, defaults = self.front.settings.model, self.front.preparer.defaults
+        await exchange.reply_json(ModelInfo(name, name, True, dict(defaults), "default"))
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
         info = self.front.client.last_info

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.names import pick
+from shoal.core.work import DeviceRates, ModelWork
 from shoal.errors import BadConfig
 from shoal.sim.cost import CopyCosts, CostModel, DeviceTimes, HostTimes, Points
 from shoal.sim.front import FrontTimes
@@ -88,6 +89,20 @@ class Profile:
     @property
     def costs(self) -> CostModel:
         return CostModel(self.device, self.host, self.copies)
+
+    @property
+    def work(self) -> ModelWork:
+        """What passes compute and move, from the shape: the head is taken for one of the tables of the vocabulary."""
+        model = self.model
+        head = model.heads * model.head_dim * model.vocab_size
+        item_bytes = model.weight_bytes / max(model.parameters, 1)
+        linear = max(0, model.parameters - head)
+        pair = 4 * model.layers * model.heads * model.head_dim
+        return ModelWork(2 * linear, 2 * head, pair, (linear + head) * item_bytes, model.kv_token_bytes)
+
+    @property
+    def rates(self) -> DeviceRates:
+        return DeviceRates(self.card.tflop_s * 1e12, self.card.bandwidth_gb_s * 1e9)
 
     def in_words(self) -> str:
         """One line for a report."""

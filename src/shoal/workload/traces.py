@@ -148,6 +148,11 @@ def _lines(path: Path) -> Iterator[str]:
                 yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise BadConfig(f"{path}: line {number} is not UTF-8: {error.reason}") from error
+    except FileNotFoundError as error:
+        raise BadConfig(
+            f"there is no trace {str(path)!r}; give the path of a trace file, or azure-conv or azure-code for lengths "
+            "like those of these traces"
+        ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise BadConfig(f"cannot read the trace {path} after line {number}: {error}") from error
 

@@ -8,8 +8,8 @@ of one matrix product, so that every key is read once per KV head.
               several, a second kernel does, because that is too much work for one program
     prefill   one program for (block of queries, KV head): tiles wholly in the past unmasked, then the ragged border
 
-Of an fp8 cache, keys and values are converted to the queries' type, exactly; the scale of a key multiplies its scores
-and the scale of a value its weights.
+Of an fp8 cache, prompts convert keys and values to the queries' type, exactly; the scale of a key multiplies its scores
+and the scale of a value its weights. Decodes have a kernel of their own (attention8.py).
 
 Lengths, rows and query indexes are read from device memory, and programs without work exit at once: a launch in a CUDA
 graph serves any lengths. Scores are exponents of two (exp2 is a hardware instruction). Knows tensors, not batches.
@@ -23,8 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.kernels.fp8 import FP8, exponents_in
+from shoal.kernels.fp8 import FP8, exponent_words, exponents_in
+from shoal.kernels.triton.attention8 import decode8
 from shoal.kernels.triton.launch import overlap, settle
+from shoal.kernels.triton.parts import merge, merge_group, split_of
 from shoal.kernels.triton.rows8 import power
 
 LOG2_E = 1.4426950408889634
@@ -46,54 +48,13 @@ class DecodeShape:
     least: int
 
 
-@triton.jit
-def _split(context, queries, window, least, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr):
-    """(first token that is read, tiles of all parts, tiles of one part) of a sequence."""
-    begin = 0
-    if WINDOWED:
-        begin = tl.maximum(context - window - (queries - 1), 0) // TILE * TILE
-    tiles = tl.cdiv(context - begin, TILE)
-    share = tiles
-    if SPLITS > 1:
-        share = tl.maximum(tl.cdiv(tiles, SPLITS), least)
-    return begin, tiles, share
-
-
-@triton.jit
-def _scales(k_exponents, v_exponents, at, there):
-    """Of the keys and values of some tokens; at: where their exponents lie."""
-    k_scale = power(tl.load(k_exponents + at, mask=there, other=0).to(tl.int32))
-    return k_scale, power(tl.load(v_exponents + at, mask=there, other=0).to(tl.int32))
-
-
-@triton.jit
-def _merge_group(
-    out, parts, sums, place, line, head, count,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """One query, the heads of one KV head: the sum of its `count` parts, each by its share of the whole."""
-    p, d = tl.arange(0, SPLITS), tl.arange(0, DIM_ROOM)
-    in_dim = d < DIM
-    for member in tl.static_range(GROUP):
-        one = (line * HEADS + head * GROUP + member) * SPLITS + p
-        mass = tl.load(sums + one, mask=p < count, other=float("-inf"), cache_modifier=".cg")
-        share_of = tl.exp2(mass - tl.max(mass, 0))
-        share_of = share_of / tl.sum(share_of, 0)
-        piece = tl.load(
-            parts + one[:, None] * DIM + d[None, :], mask=(p < count)[:, None] & in_dim[None, :],
-            other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        merged = tl.sum(piece * share_of[:, None], 0).to(out.dtype.element_ty)
-        tl.store(out + (place * HEADS + head * GROUP + member) * DIM + d, merged, mask=in_dim)
-
-
 @triton.jit(do_not_specialize=["window", "least", "t_row"])
 def _decode(
-    q, k_cache, v_cache, k_exponents, v_exponents, tables, rows, contexts, places, counts, out, parts, sums, arrived,
+    q, k_cache, v_cache, tables, rows, contexts, places, counts, out, parts, sums, arrived,
     scale, window, least, q_token, q_head, c_block, c_token, c_head, t_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOWED: tl.constexpr, FROM_FP8: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     settle(OVERLAP)
     item, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -101,7 +62,7 @@ def _decode(
     queries = 1
     if QUERIES > 1:
         queries = tl.load(counts + item)
-    begin, tiles, share = _split(context, queries, window, least, TILE, SPLITS, WINDOWED)
+    begin, tiles, share = split_of(context, queries, window, least, TILE, SPLITS, WINDOWED)
     first = begin + split * share * TILE
     last = tl.minimum(first + share * TILE, context)
     if first < last:  # else this part, or the whole sequence, is empty
@@ -125,13 +86,7 @@ def _decode(
             block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
             at = block * c_block + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
-            if FROM_FP8:
-                exponent_at = block * c_block + head * BLOCK + token % BLOCK
-                k_scale, v_scale = _scales(k_exponents, v_exponents, exponent_at, there)
-                key = key.to(query.dtype)
             score = tl.dot(query, key, input_precision=PRECISION) * scale
-            if FROM_FP8:
-                score = score * k_scale[None, :]
             seen = there[None, :]
             if QUERIES > 1:
                 seen = seen & (token[None, :] <= position[:, None])
@@ -143,8 +98,6 @@ def _decode(
             fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
             total = total * fade + tl.sum(weight, 1)
             value = tl.load(v_cache + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
-            if FROM_FP8:
-                weight, value = weight * v_scale[None, :], value.to(query.dtype)
             mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             top = higher
         safe = tl.where(total > 0, total, 1.0)
@@ -164,24 +117,14 @@ def _decode(
                 before = tl.atomic_add(arrived + item * KV_HEADS + head, 1, sem="acq_rel")
                 if before == count - 1:  # the last one: all parts are stored
                     tl.store(arrived + item * KV_HEADS + head, 0)
-                    _merge_group(out, parts, sums, place, item, head, count, HEADS, GROUP, DIM, DIM_ROOM, SPLITS)
+                    merge_group(out, parts, sums, place, item, head, count, HEADS, GROUP, DIM, DIM_ROOM, SPLITS)
 
 
-@triton.jit(do_not_specialize=["window", "least"])
-def _merge(
-    contexts, places, counts, out, parts, sums, window, least,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_ROOM: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """The parts of one query of a sequence, for the heads of one KV head."""
-    settle(OVERLAP)
-    item, head, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context, queries = tl.load(contexts + item), tl.load(counts + item)
-    _, tiles, share = _split(context, queries, window, least, TILE, SPLITS, WINDOWED)
-    if (query < queries) & (tiles > share):  # else there is one part, which is the result
-        place = tl.load(places + item).to(tl.int64) + query
-        line = item * QUERIES + query
-        _merge_group(out, parts, sums, place, line, head, tl.cdiv(tiles, share), HEADS, GROUP, DIM, DIM_ROOM, SPLITS)
+@triton.jit
+def _scales(k_exponents, v_exponents, at, there):
+    """Of the keys and values of some tokens; at: where their exponents lie."""
+    k_scale = power(tl.load(k_exponents + at, mask=there, other=0).to(tl.int32))
+    return k_scale, power(tl.load(v_exponents + at, mask=there, other=0).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["window", "t_row"])
@@ -316,9 +259,11 @@ def _shape_of_one(programs: int, dim: int, wide: bool, long: bool, processors: i
     return DecodeShape(128, 4, 3, 8, 16) if long else DecodeShape(128, 4, 3, 1, 1)
 
 
-def prefill_shape(dim: int, wide: bool) -> tuple[int, int, int]:
+def prefill_shape(dim: int, wide: bool, from_fp8: bool = False) -> tuple[int, int, int]:
     """(tokens per tile, warps, stages)."""
-    return (32, 4, 1) if wide or dim > 128 else (64, 4, 3)
+    if wide or dim > 128:
+        return 32, 4, 1
+    return (32, 4, 4) if from_fp8 else (64, 4, 3)
 
 
 def _shapes(q: Tensor, k_cache: Tensor, tables: Tensor, window: int) -> dict[str, Any]:
@@ -328,7 +273,6 @@ def _shapes(q: Tensor, k_cache: Tensor, tables: Tensor, window: int) -> dict[str
         "c_head": k_cache.stride(2), "t_row": tables.stride(0), "HEADS": heads, "GROUP": heads // k_cache.shape[2],
         "DIM": dim, "DIM_ROOM": triton.next_power_of_2(dim), "BLOCK": k_cache.shape[1],
         "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32", "WINDOWED": window > 0,
-        "FROM_FP8": k_cache.dtype == FP8,
     }  # fmt: skip
 
 
@@ -355,14 +299,24 @@ def decode(
         parts = torch.empty((items * queries, heads, shape.splits, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((items * queries, heads, shape.splits), dtype=torch.float32, device=q.device)
     sizes = _shapes(q, k_cache, tables, window)
-    _decode[(items, kv_heads, shape.splits)](
-        q, k_cache, v_cache, *_exponents(k_cache, v_cache), tables, decodes[0], decodes[1], decodes[2], decodes[3], out,
-        parts, sums, arrived, scale * LOG2_E, window, shape.least, **sizes, KV_HEADS=kv_heads, QUERIES=queries,
-        QUERY_ROWS=max(16, triton.next_power_of_2(queries * heads // kv_heads)), TILE=shape.tile, SPLITS=shape.splits,
-        num_warps=shape.warps, num_stages=shape.stages, **overlap(),
-    )  # fmt: skip
+    grid, behind = (items, kv_heads, shape.splits), (tables, *decodes, out, parts, sums, arrived)
+    options = {
+        "KV_HEADS": kv_heads, "QUERIES": queries, "TILE": shape.tile, "SPLITS": shape.splits,
+        "QUERY_ROWS": max(16, triton.next_power_of_2(queries * heads // kv_heads)), "num_warps": shape.warps,
+        "num_stages": shape.stages, **sizes, **overlap(),
+    }  # fmt: skip
+    numbers = scale * LOG2_E, window, shape.least
+    if k_cache.dtype == FP8:
+        pairs = [cache.view(torch.int16) for cache in (k_cache, v_cache)]
+        words = k_cache.shape[1] % 4 == 0
+        exponents = map(exponent_words if words else exponents_in, (k_cache, v_cache))
+        options |= {"c_token": pairs[0].stride(1), "c_head": pairs[0].stride(2), "ASSEMBLY": q.is_cuda, "WORDS": words}
+        options["DIM_ROOM"] = max(32, sizes["DIM_ROOM"])  # a product sums over 16 numbers at least
+        decode8[grid](q, *pairs, *exponents, *behind, *numbers, **options)
+    else:
+        _decode[grid](q, k_cache, v_cache, *behind, *numbers, **options)
     if queries > 1 and shape.splits > 1:
-        _merge[(items, kv_heads, queries)](
+        merge[(items, kv_heads, queries)](
             decodes[1], decodes[2], decodes[3], out, parts, sums, window, shape.least, HEADS=heads,
             GROUP=heads // kv_heads, QUERIES=queries, DIM=dim, DIM_ROOM=sizes["DIM_ROOM"], TILE=shape.tile,
             SPLITS=shape.splits, WINDOWED=window > 0, num_warps=4, **overlap(),
@@ -377,10 +331,10 @@ def prefill(
     queries it has, the first one of this block, and the row's context."""
     group = q.shape[1] // k_cache.shape[2]
     queries = queries_per_block(group, q.shape[2], q.dtype)
-    tile, warps, stages = shape or prefill_shape(q.shape[2], q.dtype == torch.float32)
+    tile, warps, stages = shape or prefill_shape(q.shape[2], q.dtype == torch.float32, k_cache.dtype == FP8)
     _prefill[(k_cache.shape[2], blocks.shape[1])](
         q, k_cache, v_cache, *_exponents(k_cache, v_cache), tables, blocks[0], blocks[1], blocks[2], blocks[3],
         blocks[4], out, scale * LOG2_E, window, **_shapes(q, k_cache, tables, window), QUERIES=queries,
-        QUERY_ROWS=max(16, triton.next_power_of_2(queries * group)), TILE=tile, num_warps=warps, num_stages=stages,
-        **overlap(),
+        QUERY_ROWS=max(16, triton.next_power_of_2(queries * group)), TILE=tile, FROM_FP8=k_cache.dtype == FP8,
+        num_warps=warps, num_stages=stages, **overlap(),
     )  # fmt: skip

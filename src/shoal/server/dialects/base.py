@@ -21,7 +21,7 @@ from shoal.output.parser import Parsed
 from shoal.output.sample import Sample
 from shoal.server.errors import ErrorBody, HttpError
 from shoal.server.jobs import Call
-from shoal.server.prepare import PreparedRequest
+from shoal.server.prepared import PreparedRequest
 
 SSE = "text/event-stream"
 
@@ -39,6 +39,7 @@ class Operation:
     error: type[msgspec.Struct] = ErrorBody
     stream_kind: str = SSE  # the content type of a streamed answer
     ends_with: str = "then `data: [DONE]`"  # how a stream ends
+    also_lists: bool = False  # an answer may be a list of those
 
 
 class ChoiceWriter(Protocol):

@@ -38,7 +38,8 @@ from shoal.server.logprobs import (
     chat_pieces,
     prompt_pieces,
 )
-from shoal.server.prepare import PreparedRequest, Preparer
+from shoal.server.prepare import Preparer
+from shoal.server.prepared import PreparedRequest
 from shoal.text.parts import joined
 
 ROLE = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'

@@ -19,7 +19,7 @@ from shoal.server.dialects.chat import Chat, ChatAnswer, ChatChunk
 from shoal.server.dialects.common import answer_pieces, usage_of
 from shoal.server.errors import BadField
 from shoal.server.jobs import Call
-from shoal.server.prepare import PreparedRequest
+from shoal.server.prepared import PreparedRequest
 
 MOST_CHATS = 256
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MOST_MESSAGES)]

@@ -16,7 +16,7 @@ from shoal.output.parser import Parsed
 from shoal.output.sample import Sample
 from shoal.server.errors import HttpError
 from shoal.server.jobs import Call
-from shoal.server.prepare import PreparedRequest
+from shoal.server.prepared import PreparedRequest
 
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode

@@ -41,7 +41,9 @@ from shoal.server.logprobs import (
     mean_logprob,
     prompt_pieces,
 )
-from shoal.server.prepare import NO_TOKENIZER, PreparedRequest, Preparer
+from shoal.server.prepare import Preparer
+from shoal.server.prepared import PreparedRequest
+from shoal.server.prompt_reader import NO_TOKENIZER
 
 IDS_SCHEMA: dict[str, Any] = {
     "type": "array",
@@ -161,50 +163,7 @@ class Completions:
         self.names = names
 
     async def prepare(self, body: bytes, id: str, key: ApiKey | None) -> PreparedRequest:
-        request, preparer = await read(CompletionRequest, body), self.preparer
-        model = preparer.check_model(request.model)
-        prompts = request.prompts()
-        if prompts is None:
-            raise BadField("prompt", "prompt mixes token ids with other things; put each list of ids into a list")
-        if not prompts:
-            raise BadField("prompt", "prompt is an empty list; give at least one prompt")
-        keep, sampled = samples_of(request)
-        limit = request.max_tokens
-        prompt_only = limit == 0 and (bool(request.echo) or request.prompt_logprobs is not None)
-        if prompt_only:  # the prompt's logprobs need a pass, and a pass draws a token
-            limit = 1
-        params = preparer.params(
-            request,
-            n=sampled,
-            max_tokens=limit if limit is not None else preparer.settings.default_max_tokens,
-            logprobs=request.logprobs if sampled == keep else request.logprobs or 0,  # best_of ranks by them
-            prompt_logprobs=request.logprobs if request.echo else None,
-        )
-        if prompt_only:
-            params = replace(params, ignore_eos=True, stop_token_ids=())
-        preparer.check_count(len(prompts), sampled, "n" if sampled == keep else "best_of")
-        if request.echo and preparer.tokenizer is None:
-            raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
-        if request.echo and request.stream and request.logprobs is not None and sampled > 1:
-            raise BadField("echo", "echo with logprobs and n above 1 cannot be streamed; leave one of them out")
-        ids = await preparer.encode(
-            prompts, request.add_special_tokens is not False, preparer.token_cut(request, params.max_tokens)
-        )
-        if request.echo and request.truncate_prompt_tokens is not None:
-            prompts = [*ids]
-        echo = await preparer.texts(prompts, params) if request.echo else None
-        return await preparer.request(
-            request,
-            id,
-            key,
-            ids,
-            params,
-            model=model,
-            keep=keep,
-            top=None if request.logprobs is None else params.logprobs,
-            echo=echo,
-            prompt_only=prompt_only,
-        )
+        return await prepare_completion(self.preparer, await read(CompletionRequest, body), id, key)
 
     def whole(self, call: Call, id: str, created: int) -> Iterator[bytes]:
         prepared = call.prepared
@@ -249,6 +208,54 @@ class Completions:
 
     def error(self, error: HttpError) -> bytes:
         return error.body()
+
+
+async def prepare_completion(
+    preparer: Preparer, request: CompletionRequest, id: str, key: ApiKey | None
+) -> PreparedRequest:
+    model = preparer.check_model(request.model)
+    prompts = request.prompts()
+    if prompts is None:
+        raise BadField("prompt", "prompt mixes token ids with other things; put each list of ids into a list")
+    if not prompts:
+        raise BadField("prompt", "prompt is an empty list; give at least one prompt")
+    keep, sampled = samples_of(request)
+    limit = request.max_tokens
+    prompt_only = limit == 0 and (bool(request.echo) or request.prompt_logprobs is not None)
+    if prompt_only:  # the prompt's logprobs need a pass, and a pass draws a token
+        limit = 1
+    params = preparer.params(
+        request,
+        n=sampled,
+        max_tokens=limit if limit is not None else preparer.settings.default_max_tokens,
+        logprobs=request.logprobs if sampled == keep else request.logprobs or 0,  # best_of ranks by them
+        prompt_logprobs=request.logprobs if request.echo else None,
+    )
+    if prompt_only:
+        params = replace(params, ignore_eos=True, stop_token_ids=())
+    preparer.check_count(len(prompts), sampled, "n" if sampled == keep else "best_of")
+    if request.echo and preparer.tokenizer is None:
+        raise BadField("echo", f"echo cannot be used: {NO_TOKENIZER}")
+    if request.echo and request.stream and request.logprobs is not None and sampled > 1:
+        raise BadField("echo", "echo with logprobs and n above 1 cannot be streamed; leave one of them out")
+    ids = await preparer.encode(
+        prompts, request.add_special_tokens is not False, preparer.token_cut(request, params.max_tokens)
+    )
+    if request.echo and request.truncate_prompt_tokens is not None:
+        prompts = [*ids]
+    echo = await preparer.texts(prompts, params) if request.echo else None
+    return await preparer.request(
+        request,
+        id,
+        key,
+        ids,
+        params,
+        model=model,
+        keep=keep,
+        top=None if request.logprobs is None else params.logprobs,
+        echo=echo,
+        prompt_only=prompt_only,
+    )
 
 
 def best_of(samples: list[Sample], keep: int) -> list[Sample]:

@@ -35,7 +35,8 @@ from shoal.server.dialects.common import encode, reason_of
 from shoal.server.errors import BadField, HttpError
 from shoal.server.jobs import Call
 from shoal.server.logprobs import TokenNames
-from shoal.server.prepare import PreparedRequest, Preparer
+from shoal.server.prepare import Preparer
+from shoal.server.prepared import PreparedRequest
 from shoal.server.tool_choice import MOST_TOOLS, FunctionBody, FunctionName, ToolBody, ToolChoice, ToolChoiceBody
 from shoal.server.workers import PYTHON, off_loop
 

@@ -27,6 +27,7 @@ from shoal.server.response_items import (
     ReasoningItem,
     ReasoningText,
 )
+from shoal.server.response_log import final_event
 from shoal.server.response_record import ResponseRecord, status_of
 
 
@@ -51,11 +52,13 @@ class ResponseStream:
 
     def last(self, error: HttpError | None) -> bytes:
         record = self.record
+        if record.answered:  # also one in the background that has failed, which is stored by now
+            return final_event(record.status, self.number, record.answered)
         if error is not None:
             for item in self.items[-1:]:
                 item.status = "incomplete"
             return self.event("response.failed", b'"response":' + record.written("failed", self.items, error=error))
-        return self.event(f"response.{record.status}", b'"response":' + record.answered)
+        raise AssertionError("a response ends before its stream does")
 
 
 class ResponseEvents:

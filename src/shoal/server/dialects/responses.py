@@ -27,9 +27,11 @@ from shoal.server.dialects.response_events import ResponseStream
 from shoal.server.errors import BadField, HttpError, shorten
 from shoal.server.jobs import Call
 from shoal.server.logprobs import TokenNames, token_pieces
-from shoal.server.prepare import PreparedRequest, Preparer
+from shoal.server.prepare import Preparer
+from shoal.server.prepared import PreparedRequest
 from shoal.server.response_background import BackgroundResponses
 from shoal.server.response_items import InputItem, ResponseEvent, Source, messages_of, stored_items
+from shoal.server.response_log import EventLog
 from shoal.server.response_record import NOT_STORED, ResponseAnswer, ResponseRecord
 from shoal.server.response_store import ResponseStore, StoredResponse
 from shoal.server.responses_body import InputTokensRequest, ResponsesRequest, chat_of, check_body, own_names
@@ -66,6 +68,12 @@ class PreparedResponse(PreparedRequest):
         begun = await self.record.begin()
         self.running.add(self.record, cancel)
         return begun
+
+    async def at_stream_begin(self, cancel: Callable[[], None]) -> EventLog:
+        await self.record.begin()
+        log = await self.running.add_streamed(self.record, cancel)
+        self.record.before_end = partial(self.running.save, self.record.id)
+        return log
 
     async def at_end(self, outputs: Outputs) -> None:
         try:

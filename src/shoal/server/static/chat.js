@@ -1,71 +1,26 @@
-// The chat page: sends messages, shows the answer as it streams, counts its tokens. All server output is inserted
-// as text, never as HTML. Knows the OpenAI chat API and nothing of the engine.
-"use strict";
+// The chat page: conversations, what the reader does with them, and the keys. Text of the server goes into the page through
+// chat-text.js alone. Knows the OpenAI chat API and nothing of the engine.
+
+import { Problem, Reply, asProblem, refusal, stream } from "./chat-stream.js";
+import { Store, keepFields, newChat, recallFields, titleOf } from "./chat-store.js";
+import { MarkdownView, button, copy, copyButton, line } from "./chat-text.js";
 
 const page = {};
 for (const part of document.querySelectorAll("[id]")) page[part.id] = part;
 
-const SETTINGS = ["system", "temperature", "max_tokens", "key"];
-const messages = []; // of the conversation, without the system prompt
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
+const FIELDS = Object.fromEntries(["system", "theme", "key", ...NUMBERS].map((name) => [name, page[name]]));
+const store = new Store();
+let chat = newChat();
 let running = null; // the AbortController of the answer under way
 let follow = true; // scroll along, unless the reader has scrolled up
 
-// ---- settings
-
-function remember() {
-  try {
-    for (const name of SETTINGS) sessionStorage.setItem("shoal." + name, page[name].value);
-  } catch { /* no session storage: settings last as long as the page */ }
-}
-
-function recall() {
-  try {
-    for (const name of SETTINGS) page[name].value = sessionStorage.getItem("shoal." + name) ?? page[name].value;
-  } catch { /* as above */ }
-}
+// ---- the model and the settings
 
 function headers() {
   const key = page.key.value.trim();
   return key ? { Authorization: "Bearer " + key } : {};
 }
-
-// ---- problems
-
-class Problem extends Error {
-  constructor(message, note = "", status = 0) {
-    super(message);
-    this.note = note;
-    this.status = status;
-  }
-}
-
-async function refusal(response) {
-  const text = await response.text();
-  let message = text.trim().slice(0, 500) || response.statusText || "no reason was given";
-  try {
-    const said = JSON.parse(text).error;
-    message = (said && said.message) || (typeof said === "string" ? said : message);
-  } catch { /* not JSON: show what it is */ }
-  const again = response.headers.get("Retry-After");
-  let note = "The server answered " + response.status + ".";
-  if (response.status === 401) note += " Enter the API key under Settings.";
-  else if (again) note += " Try again in " + again + " s.";
-  return new Problem(message, note, response.status);
-}
-
-function showProblem(problem) {
-  if (problem.status === 401) page.settings.open = true;
-  page.problem.replaceChildren(line("p", problem.message));
-  if (problem.note) page.problem.append(line("p", problem.note, "note"));
-  page.problem.hidden = false;
-}
-
-function asProblem(error) {
-  if (error instanceof Problem) return error;
-  return new Problem("The connection to the server was lost.", "Is it still running?");
-}
-
-// ---- the model
 
 async function loadModels() {
   const response = await fetch("v1/models", { headers: headers() });
@@ -82,26 +37,115 @@ function title() {
   document.title = page.model.value + " · Shoal";
 }
 
-// ---- the conversation on the page
-
-function line(tag, text, name) {
-  const made = document.createElement(tag);
-  made.textContent = text;
-  if (name) made.className = name;
-  return made;
+function colours() {
+  if (page.theme.value) document.documentElement.dataset.theme = page.theme.value;
+  else delete document.documentElement.dataset.theme;
 }
 
-function showTurn(role, text) {
+function showProblem(problem) {
+  if (problem.status === 401) page.settings.open = true;
+  page.problem.replaceChildren(line("p", problem.message));
+  if (problem.note) page.problem.append(line("p", problem.note, "note"));
+  page.problem.hidden = false;
+}
+
+// ---- the conversation on the page
+
+class Turn {
+  constructor(message, index) {
+    this.message = message;
+    this.index = index;
+    this.user = message.role === "user";
+    this.box = document.createElement("article");
+    this.box.className = "turn " + message.role;
+    this.box.setAttribute("aria-label", this.user ? "You" : "Answer");
+    this.text = line("div", "", "text");
+    if (this.user) this.box.append(this.text);
+    else this.fold();
+    this.actions = line("div", "", "actions");
+    this.actions.append(copyButton(this.user ? "Copy this message" : "Copy this answer", () => this.message.content));
+    if (this.user) this.actions.append(button("Edit", "Edit this message", () => this.edit()));
+    else this.actions.append(this.again = button("Again", "Answer again", regenerate));
+    this.box.append(this.actions);
+    this.view = new MarkdownView(this.text);
+    this.show(message.content, message.reasoning || "", message.figures || "");
+  }
+
+  fold() {
+    this.reasoning = document.createElement("details");
+    this.reasoning.className = "reasoning";
+    this.reasoning.append(line("summary", "Reasoning"), line("div", ""));
+    this.reasoned = new MarkdownView(this.reasoning.lastElementChild);
+    this.by = line("p", this.message.model || "", "by");
+    this.figures = line("p", "", "figures");
+    this.box.append(this.by, this.reasoning, this.text, this.figures);
+  }
+
+  show(text, reasoning, figures) {
+    if (this.user) {
+      this.text.textContent = text;
+      return;
+    }
+    this.view.show(text);
+    this.reasoning.hidden = !reasoning;
+    if (reasoning) this.reasoned.show(reasoning);
+    this.figures.textContent = figures;
+  }
+
+  edit() {
+    if (running || this.editor) return;
+    const box = document.createElement("textarea");
+    box.value = this.message.content;
+    box.rows = Math.min(12, box.value.split("\n").length + 1);
+    box.setAttribute("aria-label", "Edit your message");
+    const done = (send) => {
+      this.editor.remove();
+      this.editor = null;
+      this.text.hidden = this.actions.hidden = false;
+      if (send && box.value.trim()) ask(box.value.trim(), this.index);
+      else page.question.focus();
+    };
+    box.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") done(false);
+      else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) done(true);
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
+    });
+    this.editor = line("div", "", "editor");
+    const send = button("Send", "Send the edited message", () => done(true));
+    send.className = "strong";
+    this.editor.append(box, button("Cancel", "", () => done(false)), send);
+    this.text.hidden = this.actions.hidden = true;
+    this.box.append(this.editor);
+    box.focus();
+    box.setSelectionRange(box.value.length, box.value.length);
+  }
+}
+
+let turns = [];
+
+function addTurn(message) {
   page.welcome.hidden = true;
-  const turn = document.createElement("article");
-  turn.className = "turn " + role;
-  turn.setAttribute("aria-label", role === "user" ? "You" : "Answer");
-  turn.append(line("div", text, "text"));
-  if (role !== "user") turn.append(line("p", "", "figures"));
-  page.talk.append(turn);
+  const turn = new Turn(message, turns.length);
+  turns.push(turn);
+  page.talk.append(turn.box);
   follow = true;
   scroll();
   return turn;
+}
+
+function render() {
+  turns = [];
+  page.talk.replaceChildren(page.welcome);
+  page.welcome.hidden = chat.messages.length > 0;
+  for (const message of chat.messages) addTurn(message);
+  markLast();
+  list();
+}
+
+function markLast() {
+  for (const turn of turns) if (turn.again) turn.again.hidden = turn !== turns.at(-1);
 }
 
 function scroll() {
@@ -110,172 +154,143 @@ function scroll() {
 
 function busy(on) {
   page.talk.setAttribute("aria-busy", String(on)); // screen readers wait for the whole answer
+  page.talk.classList.toggle("busy", on);
   page.send.hidden = on;
   page.stop.hidden = !on;
 }
 
-// ---- an answer under way
+// ---- the list of conversations
 
-class Answer {
-  constructor(turn) {
-    this.turn = turn;
-    this.words = turn.querySelector(".text").appendChild(document.createTextNode(""));
-    this.figures = turn.querySelector(".figures");
-    this.askedMs = performance.now();
-    this.firstMs = this.lastMs = 0;
-    this.tokens = 0;
-    this.usage = null;
-    this.reason = "";
-    this.drawing = 0;
-  }
-
-  take(chunk) {
-    if (chunk.error) throw new Problem(chunk.error.message || String(chunk.error), "The answer ended early.");
-    if (chunk.usage) this.usage = chunk.usage;
-    const choice = chunk.choices && chunk.choices[0];
-    if (!choice) return;
-    const delta = choice.delta || {};
-    if (delta.content || !(delta.role || choice.finish_reason)) { // a token, even if it has no text yet
-      this.lastMs = performance.now();
-      this.firstMs ||= this.lastMs;
-      this.tokens += 1;
-    }
-    if (delta.content) this.words.appendData(delta.content);
-    this.reason = choice.finish_reason || this.reason;
-    this.drawing ||= requestAnimationFrame(() => this.draw());
-  }
-
-  draw() {
-    this.drawing = 0;
-    this.figures.textContent = this.summary();
-    scroll();
-  }
-
-  summary() {
-    const parts = [];
-    const tokens = this.usage ? this.usage.completion_tokens : this.tokens;
-    const tookMs = this.lastMs - this.firstMs;
-    if (this.firstMs) parts.push("first token " + seconds(this.firstMs - this.askedMs));
-    if (tokens > 1 && tookMs > 0) parts.push(((tokens - 1) * 1000 / tookMs).toFixed(1) + " tokens/s");
-    if (tokens) parts.push(tokens + (tokens === 1 ? " token" : " tokens"));
-    if (this.usage) parts.push(prompted(this.usage));
-    if (this.reason === "length") parts.push("stopped at the limit");
-    else if (this.reason && this.reason !== "stop") parts.push(this.reason);
-    return parts.join(" · ");
-  }
-
-  end(reason) {
-    this.reason = reason || this.reason;
-    cancelAnimationFrame(this.drawing);
-    this.turn.classList.remove("live");
-    this.draw();
-    page.told.textContent = "Answer ended: " + this.summary();
-  }
+function list() {
+  page.chats.replaceChildren(...store.chats().map((one) => {
+    const item = document.createElement("li");
+    const name = titleOf(one);
+    const open = button(name, "", () => openChat(one.id));
+    open.className = "open";
+    if (one.id === chat.id) open.setAttribute("aria-current", "true");
+    const remove = button("×", "Delete “" + name + "”", () => removeChat(one.id));
+    remove.className = "remove";
+    item.append(open, remove);
+    return item;
+  }));
+  page.clear.hidden = !page.chats.childElementCount;
 }
 
-function seconds(ms) {
-  return ms < 1000 ? ms.toFixed(0) + " ms" : (ms / 1000).toFixed(2) + " s";
+function openChat(id) {
+  const found = store.chat(id);
+  if (!found || (found.id === chat.id && turns.length)) return drawer(false);
+  leave();
+  chat = found;
+  history.replaceState(null, "", "#" + id);
+  render();
+  drawer(false);
+  page.question.focus();
 }
 
-function prompted(usage) {
-  const cached = usage.prompt_tokens_details && usage.prompt_tokens_details.cached_tokens;
-  return usage.prompt_tokens + " in the prompt" + (cached ? ", " + cached + " of them cached" : "");
+function removeChat(id) {
+  store.forget(id);
+  if (id === chat.id) fresh();
+  else list();
 }
 
-async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { done, value } = await reader.read();
-      rest += done ? "\n\n" : value;
-      const parts = rest.split(/\r?\n\r?\n/);
-      rest = parts.pop();
-      yield* parts.map(dataOf).filter(Boolean);
-      if (done) return;
-    }
-  } finally {
-    reader.cancel().catch(() => {}); // closes the connection
-  }
+function drawer(open) {
+  document.body.classList.toggle("chats", open);
+  page.menu.setAttribute("aria-expanded", String(open));
 }
 
-function dataOf(event) {
-  const lines = event.split(/\r?\n/).filter((said) => said.startsWith("data:"));
-  return lines.map((said) => said.slice(5).trim()).join("\n");
-}
+// ---- asking
 
-function asked() {
+function body() {
   const system = page.system.value.trim();
-  const body = {
+  const messages = chat.messages.map(({ role, content }) => ({ role, content }));
+  const made = {
     model: page.model.value,
-    messages: system ? [{ role: "system", content: system }, ...messages] : [...messages],
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
     stream: true,
     stream_options: { include_usage: true },
   };
-  for (const name of ["temperature", "max_tokens"]) {
-    if (page[name].value !== "") body[name] = Number(page[name].value);
-  }
-  return JSON.stringify(body);
+  for (const name of NUMBERS) if (page[name].value !== "") made[name] = Number(page[name].value);
+  return made;
 }
 
-async function stream(answer, signal) {
-  const response = await fetch("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json", ...headers() },
-    body: asked(),
-    signal,
-  });
-  if (!response.ok) throw await refusal(response);
-  for await (const data of events(response.body)) {
-    if (data === "[DONE]") return;
-    answer.take(JSON.parse(data));
-  }
-  if (!answer.reason) throw new Problem("The connection ended before the answer did.");
+// A question, in place of what came at this message and after it.
+function ask(question, at = chat.messages.length) {
+  const before = chat.messages;
+  chat.messages = [...before.slice(0, at), { role: "user", content: question }];
+  render();
+  return answer(before, question);
 }
 
-// ---- user actions
+function regenerate() {
+  const before = chat.messages;
+  if (running || before.at(-1)?.role !== "assistant") return;
+  chat.messages = before.slice(0, -1);
+  render();
+  answer(before, "");
+}
 
-async function send(question) {
+// Get the next answer; if none comes, the conversation is as it was before.
+async function answer(before, question) {
   const stopper = (running = new AbortController());
+  const own = chat;
   busy(true);
   page.problem.hidden = true;
   page.told.textContent = "Waiting for the answer";
-  const turns = [showTurn("user", question), showTurn("assistant live", "")];
-  messages.push({ role: "user", content: question });
-  const answer = new Answer(turns[1]);
-  let reason = "";
+  const reply = new Reply();
+  const message = { role: "assistant", content: "", model: page.model.value };
+  const turn = addTurn(message);
+  turn.box.classList.add("live");
+  markLast();
+  let drawing = 0;
+  const draw = () => {
+    drawing = 0;
+    turn.show(reply.text, reply.reasoning, reply.summary());
+    scroll();
+  };
   try {
     if (!page.model.value || page.model.value === "…") await loadModels();
-    await stream(answer, stopper.signal);
+    message.model = turn.by.textContent = page.model.value;
+    await stream(body(), headers(), stopper.signal, reply, () => { drawing ||= requestAnimationFrame(draw); });
   } catch (error) {
-    reason = stopper.signal.aborted ? "stopped" : "failed";
+    reply.reason = stopper.signal.aborted ? "stopped" : "failed";
     if (!stopper.signal.aborted) showProblem(asProblem(error));
   }
-  if (running !== stopper) return; // a new chat has begun meanwhile
-  answer.end(reason);
-  if (answer.words.data || !reason) messages.push({ role: "assistant", content: answer.words.data });
-  else takeBack(question, turns);
+  cancelAnimationFrame(drawing);
+  const kept = reply.text || reply.reasoning || !["stopped", "failed"].includes(reply.reason);
+  Object.assign(message, { content: reply.text, reasoning: reply.reasoning, figures: reply.summary() });
+  own.messages = kept ? [...own.messages, message] : before;
+  if (own.messages.length) store.save(own);
+  if (running !== stopper) return list(); // another chat was opened meanwhile
   running = null;
   busy(false);
+  turn.box.classList.remove("live");
+  if (kept) {
+    draw();
+    page.told.textContent = "Answer ended: " + reply.summary();
+    history.replaceState(null, "", "#" + own.id);
+    list();
+  } else { // put the question back so that it can be sent again
+    render();
+    page.question.value ||= question;
+    fit();
+  }
 }
 
-function takeBack(question, turns) {
-  // no answer: put the question back so that it can be sent again
-  messages.pop();
-  for (const turn of turns) turn.remove();
-  page.welcome.hidden = messages.length > 0;
-  page.question.value ||= question;
-  fit();
+// ---- other actions
+
+function leave() {
+  if (running) running.abort();
+  running = null;
+  page.problem.hidden = true;
+  busy(false);
 }
 
 function fresh() {
-  if (running) running.abort();
-  running = null;
-  messages.length = 0;
-  page.talk.replaceChildren(page.welcome);
-  page.welcome.hidden = false;
-  page.problem.hidden = true;
-  busy(false);
+  leave();
+  chat = newChat();
+  history.replaceState(null, "", location.pathname + location.search);
+  render();
+  drawer(false);
   page.question.focus();
 }
 
@@ -289,6 +304,38 @@ function fit() {
   page.question.style.height = page.question.scrollHeight + "px";
 }
 
+function lastOf(role) {
+  return turns.filter((turn) => turn.message.role === role).at(-1);
+}
+
+async function copyLast() {
+  const turn = lastOf("assistant");
+  if (turn) page.told.textContent = (await copy(turn.message.content)) ? "Copied" : "Copying is not allowed";
+}
+
+function toggleSettings() {
+  page.settings.open = !page.settings.open;
+  if (page.settings.open) page.system.focus();
+}
+
+const SHORTCUTS = { KeyN: fresh, KeyR: regenerate, KeyC: copyLast, KeyS: toggleSettings };
+
+function pressed(event) {
+  const typing = event.target.closest && event.target.closest("input, textarea, select");
+  if (event.key === "Escape") {
+    if (page.keys.open) return; // the dialog closes itself
+    if (page.settings.open) page.settings.open = false;
+    else if (document.body.classList.contains("chats")) drawer(false);
+    else stop();
+  } else if (event.altKey && !event.ctrlKey && !event.metaKey && SHORTCUTS[event.code]) {
+    event.preventDefault();
+    SHORTCUTS[event.code]();
+  } else if (!typing && event.key === "/") {
+    event.preventDefault();
+    page.question.focus();
+  } else if (!typing && event.key === "?") page.keys.showModal();
+}
+
 page.composer.addEventListener("submit", (event) => {
   event.preventDefault();
   const question = page.question.value.trim();
@@ -296,9 +343,13 @@ page.composer.addEventListener("submit", (event) => {
   page.question.value = "";
   fit();
   page.settings.open = false;
-  send(question);
+  ask(question);
 });
 page.question.addEventListener("keydown", (event) => {
+  if (event.key === "ArrowUp" && !page.question.value && !running && lastOf("user")) {
+    event.preventDefault();
+    lastOf("user").edit();
+  }
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   page.composer.requestSubmit();
@@ -310,21 +361,31 @@ page.panel.addEventListener("submit", (event) => {
 });
 page.stop.addEventListener("click", stop);
 page.fresh.addEventListener("click", fresh);
+page.menu.addEventListener("click", () => drawer(!document.body.classList.contains("chats")));
+page.help.addEventListener("click", () => page.keys.showModal());
+page.clear.addEventListener("click", () => {
+  if (!confirm("Delete all chats in this browser?")) return;
+  for (const one of store.chats()) store.forget(one.id);
+  fresh();
+});
 page.model.addEventListener("change", title);
 page.talk.addEventListener("scroll", () => {
   follow = page.talk.scrollHeight - page.talk.scrollTop - page.talk.clientHeight < 60;
 });
-document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  if (page.settings.open) page.settings.open = false;
-  else stop();
-});
+document.addEventListener("keydown", pressed);
 document.addEventListener("click", (event) => {
   if (!page.settings.contains(event.target)) page.settings.open = false;
 });
-page.settings.addEventListener("input", remember);
+page.settings.addEventListener("input", () => {
+  keepFields(store, FIELDS);
+  colours();
+});
 page.key.addEventListener("change", () => loadModels().catch((error) => showProblem(asProblem(error))));
+addEventListener("storage", list); // another tab has saved a conversation
 
-recall();
+recallFields(store, FIELDS);
+colours();
+chat = store.chat(location.hash.slice(1)) || chat;
+render();
 fit();
 loadModels().catch((error) => showProblem(asProblem(error)));
