@@ -149,10 +149,8 @@ class Traffic:
         print(self.crash(), flush=True)
 
     def giant(self) -> None:
-        words = " ".join(
-            self.chance.choice(("fish", "water", "light", "stone", "wind")) for _ in range(self.giant_tokens)
-        )
-        self._begin(self._ask, "giant", words, 40)
+        ids = [self.chance.randrange(5, 250) for _ in range(self.giant_tokens)]  # of any model
+        self._begin(self._ask, "giant", ids, 40)
 
     def flood(self) -> None:
         for _ in range(FLOOD):
@@ -164,7 +162,7 @@ class Traffic:
             self._ask(name, self.chance.choice(QUESTIONS), self.chance.randrange(40, 160))
             wait_s = self.chance.uniform(0.2, 1.5)
 
-    def _ask(self, name: str, prompt: str, most: int) -> None:
+    def _ask(self, name: str, prompt: str | list[int], most: int) -> None:
         body = {"prompt": prompt, "max_tokens": most, "stream": True, "ignore_eos": True, "temperature": 0.8}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.keys[name]}"}
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers)

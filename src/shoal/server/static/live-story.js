@@ -95,14 +95,15 @@ function captionOfLanes(model, t) {
     return lane.prompt >= 1000 && last && last.kind === PROMPT && t - last.b < 1.5;
   });
   if (giant) {
-    return `A prompt of ${tokens(giant.prompt)} is computed in chunks (orange) beside the decodes (blue): no stream stops for it.`;
+    const beside = alive.some((lane) => lane !== giant && lane.parts.at(-1).segments.at(-1)?.b === Infinity);
+    return `A prompt of ${tokens(giant.prompt)} is computed in chunks (orange)` + (beside ? " beside the decodes (blue): no stream stops for it." : ".");
   }
   const waiting = alive.filter((lane) => !lane.parts.at(-1).segments.some((one) => one.a <= t));
   const by = new Map();
   for (const lane of waiting) by.set(lane.tenant, (by.get(lane.tenant) ?? 0) + 1);
   const [tenant, most] = [...by].sort((a, b) => b[1] - a[1])[0] ?? ["", 0];
   if (tenant && most >= 6 && most >= waiting.length * 0.5) {
-    return `Tenant ${tenant} floods the server: its requests wait, while those of the others still start at once. Look at the shares of the tenants.`;
+    return `Tenant ${tenant} floods the server: its requests wait in line (thin), and the other tenants keep their shares.`;
   }
   if (waiting.length > 2) return "Thin lines are requests that wait. The queue says why each of them does.";
   if (alive.length) return "Each lane is a request, each column a forward pass: orange is its prompt, blue its tokens. The batch is rebuilt at every pass.";

@@ -116,7 +116,7 @@ async function replay() {
     for (const pane of panes) pane.element.querySelector("h2").hidden = panes.length < 2;
     $("model").textContent = found[0].head.model ?? "";
     const span = end() - begin();
-    view.span = SPANS.find((one) => one >= span / 3) ?? 300;
+    setSpan(SPANS.find((one) => one >= span / 3) ?? 300);
     view.edge = begin() + Math.min(0.5, span / 10);
     playedAt = performance.now();
     fillFilters();
