@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "build_draft": {"config", "core", "sched", "spec", "files", "text", "models", "runner"},
     "build_ranks": {"config", "files", "machine", "models", "runner"},
     "build_types": {"config", "kernels", "models"},
-    "build_rates": {"build", "build_types", "core", "kernels", "models", "runner"},
+    "build_rates": {"build", "build_types", "config", "core", "kernels", "machine", "models", "runner"},
     "build_follower": {"build", "config", "files", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},
     "bench.paced_engine": {"bench", "config", "core", "engine", "processes", "sched"},
@@ -99,7 +99,7 @@ ARROWS: dict[str, set[str]] = {
 LIBRARIES: dict[str, set[str]] = {
     "torch": {
         *("kernels", "models", "runner", "bench"),
-        *("build", "build_draft", "build_ranks", "build_follower", "build_types", "disagg.cuda_ipc"),
+        *("build", "build_draft", "build_ranks", "build_rates", "build_follower", "build_types", "disagg.cuda_ipc"),
     },
     "transformers": set(),
     "triton": {"kernels"},

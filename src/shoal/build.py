@@ -154,6 +154,8 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
     dtype = fitting_fp8(config, pick_dtype(config.dtype, spec, device), device)
     threads = pick_threads(config, spec, dtype, device)
     check_ranks(config, spec, device, threads)
+    kind, gigabytes = str(dtype).removeprefix("torch."), spec.parameters * dtype.itemsize / 1e9
+    log.info("loading %s: %.2f GB of %s weights, on %s", files.name, gigabytes, kind, device)
     ranks, shard, connect = start_ranks(config, files, dtype, device, threads)
     try:
         with staying_on(threads.cpus):  # so that the weights are in the memory of that socket

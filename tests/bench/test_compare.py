@@ -4,27 +4,34 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.bench import plots
 from shoal.bench.compare import (
     ComparePlan,
+    Results,
     arrive,
     at_latency,
     compare,
+    count_runs,
+    expected_s,
     group_sizes,
     in_words,
     rows_of,
+    run_live,
     run_one,
     speed_up,
     variants,
 )
 from shoal.bench.cpu_noise import Noise, NoiseWatch
 from shoal.bench.giant import giant_rows, run_giant
+from shoal.bench.kept_runs import KeptRuns
 from shoal.bench.record import Promise, RequestRecord, RunRecord, keeps, spread, summarise
 from shoal.bench.replay import replay
 from shoal.cli import main
+from shoal.cli.compare_progress import count_kept
 from shoal.config.engine import EngineConfig
 from shoal.config.presets import PRESETS
 from shoal.core.clock import VirtualClock
@@ -236,7 +243,7 @@ def test_the_report_opens_in_chromium_with_every_plot(report: Path, tmp_path: Pa
         (["--rates", "fast"], "numbers separated by commas"),
         (["--rates", "-1"], "not negative"),
         (["--requests", "0"], "at least 1"),
-        (["--trace", "/no/such/trace.csv"], "cannot read"),
+        (["--trace", "/no/such/trace.csv"], "there is no trace"),
         (["--arrivals", "replay"], "no arrival times"),
         (["--config", "."], "--load-format dummy"),
     ],
@@ -284,3 +291,64 @@ def test_noise_is_in_the_report_s_headline(
         assert ("noisy machine" in (out / "work.svg").read_text()) == wanted
         (run,) = json.loads((out / "results.json").read_text())["runs"]
         assert (run["others"], run["stolen"]) == (share, 0.0)
+
+
+def test_a_comparison_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    """Runs that ended are found again, figures and all; those of other settings are not."""
+    plan = make_plan(presets=("orca", "vllm", "fastertransformer"))
+    made: list[tuple[str, float]] = []
+
+    def counted(*args: Any, **more: Any) -> RunRecord:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append((args[3], args[5]))
+        return run_live(*args, **more)
+
+    kept = KeptRuns(tmp_path / "runs", {"slots": 8})
+    ended: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        compare(plan, make_engine, False, counted, kept, lambda preset, runs: ended.append(preset))
+    assert ended == ["orca"]
+    assert made == [("orca", 20.0), ("orca", 5.0), ("vllm", 20.0)]
+    assert count_kept(kept, plan) == 3
+    again = compare(plan, make_engine, False, run_live, kept)
+    whole = compare(plan, make_engine, False, run_live)
+
+    def rows(found: Results) -> list[dict[str, Any]]:
+        noise = {"others", "stolen"}  # of this machine, while the tests run
+        return [{key: row[key] for key in row if key not in noise} for row in rows_of(found.kept, plan)]
+
+    assert rows(again) == rows(whole)
+    assert count_kept(kept, plan) == count_runs(plan)
+    assert count_kept(KeptRuns(tmp_path / "runs", {"slots": 4}), plan) == 0
+    kept.clear()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_was_cut_off_while_it_was_written_is_made_again(tmp_path: Path) -> None:
+    kept = KeptRuns(tmp_path, {})
+    run = run_one(make_plan(), make_engine, "shoal", "shoal", {}, 20.0, kept=kept)
+    assert kept.find("shoal", 20.0) == run
+    (path,) = tmp_path.glob("*.json")
+    path.write_text(path.read_text()[:100])
+    assert kept.find("shoal", 20.0) is None
+
+
+def test_it_says_how_long_it_takes_and_a_line_for_each_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "PLOTS", {"work": plots.PLOTS["work"]})
+    argv = ["compare", "--model", str(save_model(tmp_path / "model")), "--presets", "orca,shoal", "--requests", "3"]
+    capsys.readouterr()
+    assert main([*argv, "--rates", "0", "--threads", "1", "--out", str(tmp_path / "out")]) == 0
+    first, *lines = [line for line in capsys.readouterr().err.splitlines() if "WARNING" not in line]
+    assert re.match(r"2 presets, 2 runs of 3 requests: about \d+ s\. Ctrl-C keeps what has ended", first)
+    assert [line.split(":")[0] for line in lines] == ["1/2 orca", "2/2 shoal"]
+    assert "output tok/s" in lines[0]
+    assert not (tmp_path / "out" / "unfinished").exists()
+
+
+def test_the_expected_time_counts_arrivals_or_work() -> None:
+    plan = make_plan(presets=("orca", "shoal"), rates=(2.0, 8.0))
+    assert expected_s(plan, 0.0) == pytest.approx(2 * (24 / 2 + 1 + 24 / 8 + 1))
+    assert expected_s(plan, 100.0) == pytest.approx(2 * 2 * 101 + 2 * (12 - 12), rel=0.2)

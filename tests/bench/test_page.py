@@ -169,8 +169,8 @@ addEventListener("load", function () {
     }).length;
     return [name, Math.round(box.left), Math.round(box.width), Math.round(box.height), shapes].join(" ");
   });
-  document.querySelector("table.figures thead th:nth-child(4) button").click();
-  found.push("top " + document.querySelector("table.figures tbody tr").cells[3].dataset.v);
+  document.querySelector("table.figures thead th:nth-child(3) button").click();
+  found.push("top " + document.querySelector("table.figures tbody tr").cells[2].dataset.v);
   var out = document.createElement("pre");
   out.id = "measured";
   out.textContent = found.join("\\n");

@@ -55,6 +55,27 @@ def test_engines_join_move_and_leave(tmp_path: Path) -> None:
         engine.kill()
 
 
+def test_a_front_ends_while_an_engine_is_being_removed(tmp_path: Path) -> None:
+    keys = KeyPair.fresh()
+    engine = NetworkEngine(keys.public)
+
+    async def story() -> None:
+        client = ZmqClient(tmp_path, "front.0", engines=(), router=Router("round-robin"))
+        client.start()
+        following = asyncio.create_task(Follower(client, tmp_path, keys).run())
+        Membership((member(0, engine),), {0: 1}).write(tmp_path)
+        await until(lambda: client.info, "the engine answers")
+        following.cancel()
+        removal = asyncio.create_task(client.remove_engine(0))
+        await asyncio.sleep(0)  # it has begun, and waits for the link to close
+        assert not client.engines
+        removal.cancel()
+        await client.close()  # would wait for ever for the link's socket
+
+    run(story())
+    engine.kill()
+
+
 def test_a_file_that_cannot_be_read_has_no_members(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert Membership.read(tmp_path) == Membership()
     assert not caplog.text

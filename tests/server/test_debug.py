@@ -44,15 +44,17 @@ STATE: dict[str, Any] = {
 
 class Telling(FakeClient):
     async def ask(self, what: str, engine: int | None = None) -> Any:
+        if what == "passes":
+            return {"depth": 2, "passes": {"busy_s": [0.1]}}
         return json.loads(json.dumps(STATE)) if what == "state" else await super().ask(what)
 
 
-def look(app: Front, host: str = "127.0.0.1", **headers: str) -> httpx.Response:
+def look(app: Front, host: str = "127.0.0.1", path: str = "/debug/requests", **headers: str) -> httpx.Response:
     async def asked() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, client=(host, 5000))
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as http:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
-            return await http.get("/debug/requests", headers=named)
+            return await http.get(path, headers=named)
 
     return asyncio.run(asked())
 
@@ -86,10 +88,23 @@ def test_it_shows_what_the_engine_and_the_front_do() -> None:
     assert told["front"] == {"active": 0, "streams": 0, "draining": False}
 
 
-def test_while_the_engine_is_down_it_is_a_503() -> None:
+def test_the_latest_passes_are_for_the_same_people() -> None:
+    path = "/debug/passes"
+    assert look(front(Telling()), path=path).json() == {
+        "engines": [{"engine": 0, "depth": 2, "passes": {"busy_s": [0.1]}}]
+    }
+    error_of(look(front(Telling()), "10.0.0.5", path), 403)
+    app = front(Telling(), api_keys=KEYS)
+    assert look(app, "10.0.0.5", path, authorization=f"Bearer {ADMIN}").status_code == 200
+    error_of(look(app, path=path, authorization=f"Bearer {PLAIN}"), 403)
+    error_of(look(app, path=path), 401)
+
+
+@pytest.mark.parametrize("path", ["/debug/requests", "/debug/passes"])
+def test_while_the_engine_is_down_it_is_a_503(path: str) -> None:
     client = FakeClient()
     client.go_down()
-    error_of(look(front(client)), 503)
+    error_of(look(front(client), path=path), 503)
 
 
 # ---- shoal top ------------------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
             ("/v1/responses", {"input": "x", "max_output_tokens": 4, **more})
             for more in ({}, {"stream": True}, {"background": True}, LOGPROBS, {"stream": True, **LOGPROBS})
         ),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 4, "stream": True, "background": True}),
+        *(("/generate", {"text": "x", "stream": stream, "return_logprob": True}) for stream in (False, True)),
     ],
 )
 def test_a_call_does_not_outlive_its_answer(

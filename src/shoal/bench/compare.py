@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from tqdm import tqdm
 
 from shoal.bench.cpu_noise import NoiseWatch
+from shoal.bench.kept_runs import NothingKept
 from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.replay import replay
 from shoal.config.presets import preset_of
@@ -19,6 +20,7 @@ from shoal.engine.loop import EngineLoop
 from shoal.workload.arrivals import at_once, gamma, replay_at_rate
 from shoal.workload.traces import TraceRequest
 
+START_S = 1.0  # of an engine, before each run
 MakeEngine = Callable[[dict[str, Any]], EngineLoop]
 
 
@@ -82,6 +84,18 @@ def count_runs(plan: ComparePlan) -> int:
     return tried + len(plan.presets) * (len(plan.rates) - 1)
 
 
+def expected_s(plan: ComparePlan, work_s: float) -> float:
+    """How long all runs take, if one whose requests arrive faster than they are computed takes `work_s`."""
+
+    def one_s(rate: float) -> float:
+        arriving_s = len(plan.trace) / rate if rate and not plan.users else 0.0
+        return max(arriving_s + work_s / len(plan.trace), work_s) + START_S
+
+    middle = plan.rates[len(plan.rates) // 2]
+    tried = sum(sum(1 for _ in variants(preset, plan)) for preset in plan.presets)
+    return tried * one_s(middle) + len(plan.presets) * sum(one_s(rate) for rate in plan.rates if rate != middle)
+
+
 class RunOnce(Protocol):
     """One preset at one rate, on a new engine."""
 
@@ -98,16 +112,24 @@ class RunOnce(Protocol):
 
 
 def compare(
-    plan: ComparePlan, make_engine: MakeEngine, progress: bool = True, run_once: RunOnce | None = None
+    plan: ComparePlan,
+    make_engine: MakeEngine,
+    progress: bool = True,
+    run_once: RunOnce | None = None,
+    kept: NothingKept | None = None,
+    preset_ended: Callable[[str, Sequence[RunRecord]], None] = lambda preset, runs: None,
 ) -> Results:
-    """Run everything. Variants are tried at the middle rate; the best of each preset runs at the other rates."""
-    results = Results()
+    """Run everything. Variants are tried at the middle rate; the best of each preset runs at the other rates.
+
+    Each run is given to `kept` when it ends, and not made again if it is found there.
+    """
+    results, kept = Results(), kept or NothingKept()
     middle = plan.rates[len(plan.rates) // 2]
     bar: tqdm[Any] = tqdm(total=count_runs(plan) * len(plan.trace), unit="req", disable=not progress)
     with bar:
         for preset in plan.presets:
             tried = [
-                run_one(plan, make_engine, preset, label, settings, middle, bar, run_once)
+                run_one(plan, make_engine, preset, label, settings, middle, bar, run_once, kept)
                 for label, settings in variants(preset, plan)
             ]
             best = min(tried, key=lambda run: _latency(run, plan))
@@ -118,8 +140,9 @@ def compare(
             for rate in plan.rates:
                 again = best
                 if rate != middle:
-                    again = run_one(plan, make_engine, preset, best.label, extra, rate, bar, run_once)
+                    again = run_one(plan, make_engine, preset, best.label, extra, rate, bar, run_once, kept)
                 results.kept.append(again)
+            preset_ended(preset, results.kept[-len(plan.rates) :])
     return results
 
 
@@ -138,18 +161,26 @@ def run_one(
     rate: float,
     bar: "tqdm[Any] | None" = None,
     run_once: RunOnce | None = None,
+    kept: NothingKept | None = None,
 ) -> RunRecord:
     """One preset at one rate, repeated if other programs disturbed it; returns the least disturbed run."""
     name = f"{label} at {rate:g}/s" if rate else label
+    kept = kept or NothingKept()
     if bar is not None:
         bar.set_description(name)
+    if (found := kept.find(label, rate)) is not None:
+        if bar is not None:
+            bar.update(len(plan.trace))
+        return found
     runs: list[RunRecord] = []
     while len(runs) < 1 + plan.repeats and (not runs or (runs[-1].noise and runs[-1].noise.disturbs)):
         if runs and runs[-1].noise and bar is not None:
             bar.write(f"{name}: {runs[-1].noise.remark()}; running it again")
             bar.total = (bar.total or 0) + len(plan.trace)
         runs.append((run_once or run_live)(plan, make_engine, preset, label, settings, rate, bar))
-    return min(runs, key=lambda run: run.noise.share if run.noise else 0.0)
+    best = min(runs, key=lambda run: run.noise.share if run.noise else 0.0)
+    kept.add(best)
+    return best
 
 
 def run_live(

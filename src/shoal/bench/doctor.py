@@ -22,6 +22,7 @@ from shoal.kernels.weights import DenseWeight, quantize
 from shoal.machine.cgroup import cpu_quota, memory_limit
 from shoal.machine.cpus import allowed_cpus, choose_cpus
 from shoal.machine.memory import available_bytes
+from shoal.machine.names import cpu_name
 
 REPORTED = {name for needed in NEEDS.values() for name in needed} | {
     *(name for extras in EXTRAS.values() for name in extras),
@@ -94,16 +95,6 @@ def best_s(work: Callable[[], object], runs: int = 3) -> float:
 
 def gpu_name() -> str:
     return str(torch.cuda.get_device_name())
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def openmp_libraries() -> list[str]:

@@ -108,8 +108,14 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+# columns of a table that fits a terminal: eight, with the preset and the rate; all figures are in the report
+FIRST = ("output_tok_s", "padding_share", "others", "ttft_s.p99", "gap_s.p99", "goodput_share")
+HEADINGS = {"ttft_s.p99": "TTFT p99", "gap_s.p99": "gap p99"}  # where the column before it is left out
+
+
 def compare_table(rows: list[dict[str, Any]]) -> str:
     """One line per preset and rate; times in seconds."""
+    columns = [(HEADINGS.get(path, name), path, form) for name, path, form in COLUMNS if path in FIRST]
 
     def value(row: dict[str, Any], path: str, form: str) -> str:
         found: Any = row
@@ -117,8 +123,8 @@ def compare_table(rows: list[dict[str, Any]]) -> str:
             found = found[part]
         return "?" if found is None else format(found, form)
 
-    head = ["preset", "req/s", *(name for name, _, _ in COLUMNS)]
-    lines = [[row["label"], f"{row['rate']:g}", *(value(row, path, form) for _, path, form in COLUMNS)] for row in rows]
+    head = ["preset", "req/s", *(name for name, _, _ in columns)]
+    lines = [[row["label"], f"{row['rate']:g}", *(value(row, path, form) for _, path, form in columns)] for row in rows]
     wide = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
     shown = [
         "  ".join(f"{text:<{wide[0]}}" if i == 0 else f"{text:>{wide[i]}}" for i, text in enumerate(line))

@@ -27,6 +27,7 @@ from shoal.cli.restart import add_restart
 from shoal.cli.serve import add_serve
 from shoal.cli.simulate import add_simulate
 from shoal.cli.top import add_top
+from shoal.cli.tune import add_tune
 from shoal.config.options import as_flags
 from shoal.config.serve import TABLE
 from shoal.core.params import PARAMS
@@ -82,6 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_simulate(commands)
     add_calibrate(commands)
     add_plan(commands)
+    add_tune(commands)
     add_key(commands)
     add_live(commands)
     add_demo(commands)

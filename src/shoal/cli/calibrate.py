@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import add_model, check_writable, new_command
 from shoal.cli.compare import load_once
+from shoal.cli.top import ask_server
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig, EngineError
 
@@ -39,40 +40,80 @@ def add_calibrate(commands: Any) -> None:
     group.add_argument("--no-front", action="store_true", help="do not measure the fronts: their times are 0")
     group.add_argument("--provisional", metavar="WHY", help="mark the profile as not to be relied on, and why")
     group.add_argument("--json", action="store_true", help="print the profile too")
+    group.add_argument(
+        "--url", help="of a running server: take what it has computed lately instead of measuring on this machine"
+    )
+    group.add_argument("--api-key", metavar="KEY", help="an admin key of that server, if it has keys; -: prompt for it")
+    group.add_argument("--insecure", action="store_true", help="do not check that server's certificate")
     add_flags(parser)
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
     from shoal.bench.cpu_noise import NoiseWatch
-    from shoal.sim.fit import fit_costs
-    from shoal.sim.profile import profile_text
 
     if not 0 < args.seconds < 86_400:
         raise BadConfig(f"--seconds must be above 0 and at most a day, not {args.seconds:g}")
     check_writable(args.out)
+    if args.url:
+        return calibrate_server(args)
     loaded = load_once(args)
     watch = NoiseWatch()
     calibration, built = measure_passes(args, loaded)
     noise = watch.noise()
+    profile = calibrated(args, loaded, built, calibration)
+    if noise is not None and noise.disturbs and not args.provisional:
+        profile = replace(profile, quality="provisional", note=noise.remark())
+    return finish(args, profile, len(calibration.passes))
+
+
+def calibrated(args: argparse.Namespace, loaded: "Loaded", built: "Built", calibration: "Calibration") -> "Profile":
+    """The profile of what was measured, and of the fronts, which are measured now unless they are left out."""
+    from shoal.sim.fit import fit_costs
+
     fit = fit_costs(calibration.passes, calibration.copies)
     front = None if args.no_front else measure_front(args, loaded)
-    profile = make_profile(args, loaded, built, front)
-    profile = replace(
-        profile,
+    return replace(
+        make_profile(args, loaded, built, front),
         error=fit.held_back["p90"],
         device=fit.costs.device,
         host=fit.costs.host,
         copies=fit.costs.copies,
         held_back=fit.held_back,
     )
-    if noise is not None and noise.disturbs and not args.provisional:
-        profile = replace(profile, quality="provisional", note=noise.remark())
+
+
+def finish(args: argparse.Namespace, profile: "Profile", passes: int) -> int:
+    """Write and print it."""
+    from shoal.sim.profile import profile_text
+
     Path(args.out).write_text(profile_text(profile))
-    if args.json:
-        print(profile_text(profile), end="")
-    else:
-        print(in_words(profile, len(calibration.passes)))
+    print(profile_text(profile) if args.json else in_words(profile, passes), end="" if args.json else "\n")
     return 0
+
+
+def calibrate_server(args: argparse.Namespace) -> int:
+    """The profile of a server's engine from what it has seen: of the one with the most passes."""
+    from shoal.sim.seen import profile_of, read_seen, timed_passes
+
+    seen = max(read_seen(ask_server(args, "/debug/passes", "engines"), args.url), key=lambda one: one.count)
+    profile = profile_of(seen, args.name or Path(args.out).stem, "shoal " + shlex.join(without_key(sys.argv[1:])))
+    if args.provisional:
+        profile = replace(profile, quality="provisional", note=f"{args.provisional}; {profile.note}")
+    return finish(args, profile, len(timed_passes(seen)))
+
+
+def without_key(words: list[str]) -> list[str]:
+    """A command without the key in it.
+
+    >>> without_key(["calibrate", "--api-key", "secret", "--url", "http://x"])
+    ['calibrate', '--url', 'http://x']
+    """
+    kept, skip = [], False
+    for word in words:
+        if not skip and word != "--api-key" and not word.startswith("--api-key="):
+            kept.append(word)
+        skip = word == "--api-key"
+    return kept
 
 
 def measure_passes(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Calibration, Built]":
@@ -139,10 +180,11 @@ def tokenizing_s(loaded: "Loaded") -> float:
 
 def make_profile(args: argparse.Namespace, loaded: "Loaded", built: "Built", front: "FrontTimes | None") -> "Profile":
     """Everything but the costs of passes."""
-    from shoal.bench.doctor import cpu_name, gpu_name
+    from shoal.bench.doctor import gpu_name
     from shoal.bench.floor import measure
     from shoal.build import whole_memory
     from shoal.build_types import kv_dtype
+    from shoal.machine.names import cpu_name
     from shoal.runner.kvstore import bytes_per_block
     from shoal.sim.cost import DeviceTimes
     from shoal.sim.front import FrontTimes

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.checks import check_early
 from shoal.cli.common import add_model, choose_model, new_command
+from shoal.cli.compare_progress import ProgressLines, count_kept, kept_runs
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
@@ -79,7 +80,7 @@ def add_promise(parser: argparse.ArgumentParser, out: str) -> None:
     group.add_argument("--json", action="store_true", help="print the figures as JSON too")
 
 
-def add_trace(parser: argparse.ArgumentParser, scale: float | None = None, count: int = 48) -> None:
+def add_trace(parser: argparse.ArgumentParser, scale: float | None = None, count: int = 32) -> None:
     """The flags of a workload; `scale`: default of both scales, else those that suit a small model on a CPU."""
     group = parser.add_argument_group("requests")
     group.add_argument(
@@ -111,14 +112,23 @@ def run_compare(args: argparse.Namespace) -> int:
     make_folder(folder)
     loaded = load_once(args)
     plan, fitted = make_plan(args, loaded)
-    results = compare(plan, engine_maker(args, loaded, plan), progress=sys.stderr.isatty() or not args.json)
-    machine = note_costs(args, loaded, [*results.kept, *results.tried])
+    machine = machine_of(loaded)
+    meta = make_meta(args, loaded, plan, fitted, machine)
+    kept, lines = kept_runs(args, loaded, plan), ProgressLines(plan)
+    lines.announce(least_s(loaded, plan, machine), count_kept(kept, plan))
+    maker, bar = engine_maker(args, loaded, plan), sys.stderr.isatty()
+    try:
+        results = compare(plan, maker, bar, kept=kept, preset_ended=lines.preset_ended)
+    except KeyboardInterrupt:
+        lines.interrupted(str(kept.folder))
+        raise
+    note_costs(args, loaded, [*results.kept, *results.tried], machine)
     rows = rows_of(results.kept, plan)
     static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
     found = speed_up(results.kept, plan, continuous, static)
-    meta = make_meta(args, loaded, plan, fitted, machine)
     meta |= {"summary": in_words(found), "speed_up": found._asdict() | {"times": found.times} if found else None}
     write_report(folder, plan, meta, rows, rows_of(results.tried, plan), results.kept)
+    kept.clear()
     if args.json:
         print(json.dumps({"meta": meta, "runs": rows}))
     else:
@@ -268,20 +278,33 @@ def make_split(loaded: "Loaded", config: EngineConfig) -> "SplitEngines":
     return SplitEngines(prefill, decode, links.address, on_close=folder.cleanup)
 
 
-def note_costs(args: argparse.Namespace, loaded: "Loaded", runs: "list[RunRecord]") -> "Machine":
-    """Measure the machine, and give the runs what their utilisation is derived from."""
+def machine_of(loaded: "Loaded") -> "Machine":
+    """What it reads and multiplies in a second, measured."""
     from shoal.bench.floor import measure
+
+    return measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
+
+
+def least_s(loaded: "Loaded", plan: "ComparePlan", machine: "Machine") -> float:
+    """What the requests take at the machine's limits."""
+    from shoal.bench.floor import floor
+    from shoal.workload.lengths import Lengths
+
+    lengths = [Lengths(one.prompt, one.output) for one in plan.trace]
+    return floor(lengths, loaded.spec, loaded.dtype, plan.slots, machine).total_s
+
+
+def note_costs(args: argparse.Namespace, loaded: "Loaded", runs: "list[RunRecord]", machine: "Machine") -> None:
+    """Give the runs what their utilisation is derived from."""
     from shoal.build_rates import model_work
     from shoal.build_types import kv_dtype
     from shoal.runner.kvstore import bytes_per_block
 
-    machine = measure(loaded.dtype, loaded.device, loaded.spec.parameters * loaded.dtype.itemsize)
     config = EngineConfig.from_args(args)
     kv_bytes = bytes_per_block(loaded.spec, 1, kv_dtype(config, loaded.dtype))
     weight_bytes = 1 if config.quantization != "none" else loaded.dtype.itemsize
     for run in runs:
         run.work, run.rates = model_work(loaded.spec, weight_bytes, kv_bytes), machine.rates
-    return machine
 
 
 def make_meta(

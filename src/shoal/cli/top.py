@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.cli.common import new_command
+from shoal.cli.top_rates import ServerRates
 from shoal.errors import BadConfig
 
 CLEAR, HOME, HIDE, SHOW = "\x1b[2J", "\x1b[H\x1b[J", "\x1b[?25l", "\x1b[?25h"
@@ -64,14 +65,17 @@ def run_top(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(fetch(args.url, key, args.insecure)))
         return 0
+    rates = ServerRates(args.url, key, args.insecure)
     if args.once:
-        print("\n".join(screen(fetch(args.url, key, args.insecure), args.url, *shutil.get_terminal_size((200, 1000)))))
+        lines = screen(fetch(args.url, key, args.insecure), args.url, *shutil.get_terminal_size((200, 1000)))
+        print("\n".join([lines[0], *rates.lines(), *lines[1:]]))
         return 0
     fetch(args.url, key, args.insecure)  # an error at the start is printed plainly
     try:
         sys.stdout.write(CLEAR + HIDE)
         while True:
-            sys.stdout.write(HOME + "\n".join(now(args.url, key, args.insecure)))
+            lines = now(args.url, key, args.insecure)
+            sys.stdout.write(HOME + "\n".join([lines[0], *rates.lines(), *lines[1:]]))
             sys.stdout.flush()
             time.sleep(args.interval)
     except KeyboardInterrupt:
@@ -101,9 +105,19 @@ def now(url: str, key: str | None, insecure: bool) -> list[str]:
 
 def fetch(url: str, key: str | None = None, insecure: bool = False) -> dict[str, Any]:
     """The server's snapshot of its requests."""
+    return get(url, "/debug/requests", key, insecure, "requests")
+
+
+def get(url: str, path: str, key: str | None, insecure: bool, field: str) -> dict[str, Any]:
     if not url.startswith(("http://", "https://")):
         raise BadConfig(f"--url must begin with http:// or https://, not be {url!r}")
-    return call(urllib.request.Request(f"{url.rstrip('/')}/debug/requests"), url, key, insecure, "requests")
+    return call(urllib.request.Request(f"{url.rstrip('/')}{path}"), url, key, insecure, field)
+
+
+def ask_server(args: argparse.Namespace, path: str, field: str) -> dict[str, Any]:
+    """For commands with --url, --api-key and --insecure."""
+    key = ask_for_key() if args.api_key == "-" else args.api_key
+    return get(args.url, path, key, args.insecure, field)
 
 
 def call(request: urllib.request.Request, url: str, key: str | None, insecure: bool, field: str) -> dict[str, Any]:
@@ -156,7 +170,7 @@ def screen(snapshot: Mapping[str, Any], url: str, width: int, height: int) -> li
         "",
         row([heading for heading, _, _ in columns], columns),
     ]
-    visible = max(1, height - len(lines) - 2)
+    visible = max(1, height - len(lines) - 3)  # the last line, the one below, and that of the rates
     lines += [row([cell(request.get(field)) for _, field, _ in columns], columns) for request in requests[:visible]]
     if len(requests) > visible:
         lines.append(f"… and {len(requests) - visible} more")

@@ -126,7 +126,9 @@ class ZmqClient:
         for link in self._links.values():
             await link.close()
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(
+                linger=0
+            )  # also the socket of a link that was being removed; term() would wait for it
 
     def add_engine(self, address: EngineAddress) -> None:
         """There is another engine, or there will be; it gets jobs once it is up."""

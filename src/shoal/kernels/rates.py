@@ -51,7 +51,7 @@ def measuring(
     device: str,
     now_s: Callable[[], float],
     tell: Callable[[DeviceRates], None],
-    runs: int = 3,
+    runs: int = 5,
 ) -> Iterator[None]:
     """Measures in pieces of some milliseconds, and tells what it found at the end; first runs are left out."""
     found = []

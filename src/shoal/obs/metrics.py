@@ -128,7 +128,8 @@ FRONT = {
 }
 ROUTES = frozenset({
     "/", "/docs", "/openapi.json", "/static", "/health", "/version", "/metrics", "/tokenize", "/detokenize",
-    "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/debug/requests", "/admin/restart",
+    "/v1/models", "/v1/models/{model}", "/v1/completions", "/v1/chat/completions", "/debug/requests", "/debug/passes",
+    "/admin/restart",
 })  # fmt: skip
 FOLDERS = {"/static/": "/static", "/v1/models/": "/v1/models/{model}"}
 

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,9 +30,12 @@ from shoal.errors import EngineLost, ShoalError
 from shoal.machine.shares import VISIBLE, MachineShare
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import EngineMetrics, policies_of
+from shoal.obs.recent import RecentWork
 from shoal.obs.utilisation import Utilisation
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
 from shoal.text.grammar import Grammars, warming
+
+SPARE_NICENESS = 5  # of 19; with it a thread gets about a third of what a busy one without it gets
 
 log = logging.getLogger("shoal.processes.engine")
 
@@ -44,7 +48,7 @@ def main(run: Callable[[Mapping[str, Any]], None], name: str = "shoal-engine") -
         signal.signal(number, signal.SIG_IGN)
     if sys.argv[1:] == ["spare"]:
         name_process("shoal-spare")
-        import shoal.build  # noqa: F401  # loads torch
+        load_behind_others()
     config = json.load(sys.stdin)
     name_process(name)
     set_up_logs(config["log_level"], config["log_format"])
@@ -56,6 +60,20 @@ def main(run: Callable[[Mapping[str, Any]], None], name: str = "shoal-engine") -
         say_refused(error, Path(config["folder"]), config.get("epoch", 0))
         return USERS_MISTAKE
     return 0
+
+
+def load_behind_others() -> None:
+    """Load torch and the rest while running engines go first. Only a thread gives way: a process that has done so does
+    not get its priority back without privileges, but this one's main thread never lost its own."""
+
+    def load() -> None:
+        if sys.platform == "linux":  # elsewhere all threads of a process have one priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPARE_NICENESS)
+        import shoal.build  # noqa: F401  # loads torch
+
+    thread = threading.Thread(target=load, name="load")
+    thread.start()
+    thread.join()
 
 
 def leave(code: int) -> None:
@@ -126,8 +144,9 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     engine = EngineConfig(**config["engine"]).for_answers()
     if share.gpu and engine.device != "cpu":
         os.environ[VISIBLE] = share.gpu  # before torch is loaded
+    log.info("starting: loading torch, then %s", engine.model or "the default model")
     from shoal.build import build, pick_device  # loads torch
-    from shoal.build_rates import measure_when_idle, work_of
+    from shoal.build_rates import describe, measure_when_idle, work_of
 
     if share.of > 1 and pick_device(engine.device) == "cpu":
         engine = on_its_cpus(engine, share)
@@ -149,19 +168,34 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     drafters = built.loop.scheduler.policies.drafts.names
     use = Utilisation(work_of(built))
     measure_when_idle(built, use.learn)
-    metrics = EngineMetrics(policies_of(built.config), drafters, use)
+    metrics, recent = EngineMetrics(policies_of(built.config), drafters, use), RecentWork()
     host = Host(
         built.loop,
         socket,
         replace(built.info(config["epoch"]), role=role, outbox=links.address),
-        observers=[metrics],
+        observers=[metrics, recent],
         answers={"metrics": metrics.render},
         make_grammar=made[0].make if made else None,
         suspects=suspects,
     )
     host.feed.shares = use.of_pass
+    about = describe(built)
     host.answers["state"] = lambda: json.dumps({**host.state(), "utilisation": use.state()}).encode()
+    host.answers["passes"] = lambda: json.dumps({**about, **seen_by(host, use), **recent.state()}).encode()
     return host
+
+
+def seen_by(host: Host, use: Utilisation) -> dict[str, Any]:
+    """What the engine has learned besides its latest passes."""
+    block_s = host.loop.scheduler.policies.copies.block_s
+    rates = use.rates
+    return {
+        "now_s": host.loop.clock.now_s(),
+        "utilisation": use.state(),
+        "flop_s": rates.flop_s if rates else None,
+        "bytes_s": rates.bytes_s if rates else None,
+        "copy_block_s": {"out": block_s.get(True), "in": block_s.get(False)},
+    }
 
 
 def on_its_cpus(engine: EngineConfig, share: MachineShare) -> EngineConfig:

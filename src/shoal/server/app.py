@@ -200,6 +200,7 @@ class Front:
             ("/live", "/live", {"GET": live.page, "offers": BASIC}),
             ("/live/events", "/live/events", {"GET": live.events, "offers": BASIC}),
             ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
+            ("/debug/passes", "/debug/passes", {"GET": debug.passes}),
             ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
             ("/load", "/load", {"GET": server.load}),
             *((path, path, {"GET": server.server_info}) for path in ("/server_info", "/get_server_info")),

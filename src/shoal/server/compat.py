@@ -22,9 +22,9 @@ from shoal.server.bodies import GenerationBody
 from shoal.server.chat_body import ChatRequest
 from shoal.server.dialects.completions import CompletionRequest
 from shoal.server.dialects.generate import GenerateRequest, GenerateSampling
-from shoal.server.dialects.messages import CountTokensRequest, MessagesRequest
 from shoal.server.dialects.responses import Responses
 from shoal.server.known_fields import ABSENT, DEFAULT_ONLY, NULL_ONLY, REFUSED, WHY
+from shoal.server.messages_body import CountTokensRequest, MessagesRequest
 from shoal.server.other_servers import ENDPOINTS, FIELDS
 from shoal.server.responses_body import ResponsesRequest
 from shoal.server.settings import ServerSettings

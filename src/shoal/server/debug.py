@@ -1,5 +1,5 @@
-"""For the server's operators: what it is doing right now (GET /debug/requests), and restarting its engines one by one
-(POST /admin/restart).
+"""For the server's operators: what it is doing right now (GET /debug/requests), its latest passes (GET /debug/passes),
+and restarting its engines one by one (POST /admin/restart).
 
 Owns the access rule: an admin key where there are keys, else a direct connection from this machine. Shows no prompts or
 answers. Knows the engines only as an EngineClient.
@@ -39,6 +39,15 @@ class Debug:
         engines = [{"engine": one.number, "up": one.up, **states.get(one.number, {})} for one in client.engines]
         answer = {"engine": summed(states), "engines": engines, "front": front, "requests": requests}
         await exchange.reply_json(answer, headers=NO_STORE)
+
+    async def passes(self, exchange: Exchange) -> None:
+        """Sizes and times of the latest passes and requests of each engine, and what the engine is."""
+        check_access(exchange)
+        found = await ask_engines(self.front.client, "passes")
+        if not found:
+            raise EngineDown(self.front.client.trouble)
+        engines = [{"engine": number, **seen} for number, seen in found.items()]
+        await exchange.reply_json({"engines": engines}, headers=NO_STORE)
 
     async def restart(self, exchange: Exchange) -> None:
         check_access(exchange)

@@ -16,10 +16,11 @@ from shoal.server.answers import DetokenizeAnswer, Health, ModelCard, ModelList,
 from shoal.server.bodies import SMALL_BODY, read
 from shoal.server.chat_body import chat_prompt, variables_of
 from shoal.server.debug import ask_engines
-from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, chat_of
+from shoal.server.dialects.messages import CountTokensAnswer
 from shoal.server.errors import BadField
 from shoal.server.exchange import Exchange
 from shoal.server.front_view import FrontView
+from shoal.server.messages_body import CountTokensRequest, chat_of
 from shoal.server.pages import load_pages
 from shoal.server.prepare import no_model
 from shoal.server.token_bodies import MOST_TEXTS, DetokenizeRequest, TokenizeRequest, lists_of

@@ -11,9 +11,10 @@ import msgspec
 from shoal.core.params import PARAMS
 from shoal.server import answers
 from shoal.server.dialects.base import SSE, Dialect, Operation
-from shoal.server.dialects.messages import CountTokensAnswer, CountTokensRequest, MessagesError
+from shoal.server.dialects.messages import CountTokensAnswer, MessagesError
 from shoal.server.dialects.ollama import OllamaError
 from shoal.server.errors import ErrorBody
+from shoal.server.messages_body import CountTokensRequest
 from shoal.server.ollama_routes import OllamaShow, OllamaShowRequest, OllamaTags, OllamaVersion
 from shoal.server.response_items import ROLES
 from shoal.server.response_record import ResponseAnswer

@@ -95,8 +95,8 @@ class BackgroundResponses:
     async def _beat(self) -> None:
         while self._running:
             with suppress(StoreFailed):  # which was logged; the next beat may succeed
-                for one in list(self._running.values()):
-                    await self.save(one.record.id)
+                for id in list(self._running):
+                    await self.save(id)
                 for id in await self.store.beat(list(self._running)):
                     self._cancel(id)
             await asyncio.sleep(BEAT_S)

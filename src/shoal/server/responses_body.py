@@ -26,11 +26,11 @@ from shoal.server.tool_choice import (
     MOST_TOOLS,
     AllowedTool,
     AllowedTools,
-    FunctionBody,
     FunctionName,
-    ToolBody,
     ToolChoice,
     ToolChoiceBody,
+    choice_by_name,
+    function_tool,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -177,7 +177,8 @@ def chat_of(body: InputTokensRequest, messages: list[ChatMessage]) -> ChatReques
     """The same as a chat with these messages."""
     chat = ChatRequest(
         messages=messages,
-        tools=[ToolBody("function", function_of(tool)) for tool in body.tools or ()] or None,
+        tools=[function_tool(one.name, one.description, one.parameters, one.strict) for one in body.tools or ()]
+        or None,
         tool_choice=choice_of(body.tool_choice),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
@@ -193,17 +194,11 @@ def chat_of(body: InputTokensRequest, messages: list[ChatMessage]) -> ChatReques
     return chat
 
 
-def function_of(tool: ResponseTool) -> FunctionBody:
-    return FunctionBody(tool.name, tool.description, tool.parameters, tool.strict)
-
-
 def choice_of(choice: Literal["none", "auto", "required"] | ResponseToolChoice | None) -> ToolChoice | None:
     if choice is None or isinstance(choice, str):
         return choice
     if choice.type == "function":
-        if choice.name is None:
-            raise BadField("tool_choice.name", "tool_choice.name is missing: which function to call")
-        return ToolChoiceBody("function", FunctionName(choice.name))
+        return choice_by_name(choice.name)
     if choice.tools is None:
         raise BadField("tool_choice.tools", "tool_choice.tools is missing: which functions may be called")
     tools = [AllowedTool("function", FunctionName(tool.name)) for tool in choice.tools]

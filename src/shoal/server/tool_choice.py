@@ -73,6 +73,20 @@ ToolChoice = Literal["none", "auto", "required"] | ToolChoiceBody
 FunctionChoice = Literal["none", "auto"] | FunctionName
 
 
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+) -> ToolBody:
+    """A tool of another API, as a chat has it."""
+    return ToolBody("function", FunctionBody(name, description, parameters, strict))
+
+
+def choice_by_name(name: str | None) -> ToolChoiceBody:
+    """A choice of another API, in whose body the name of the function stands in tool_choice itself."""
+    if name is None:
+        raise BadField("tool_choice.name", "tool_choice.name is missing: which function to call")
+    return ToolChoiceBody("function", FunctionName(name))
+
+
 @dataclass(frozen=True)
 class ToolRequest:
     """What a chat says about tools. `use` is None where none may be called."""

@@ -171,6 +171,11 @@ def parse_profile(text: str, where: str) -> Profile:
         values = json.loads(text)
     except ValueError as error:
         raise BadConfig(f"the profile {where} is not JSON: {error}") from error
+    return read_values(values, where)
+
+
+def read_values(values: Any, where: str) -> Profile:
+    """A profile from what its JSON says."""
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise BadConfig(f"{where} is not a profile of format {FORMAT}; write one with shoal calibrate")
     profile = _read(Profile, values, f"the profile {where}")

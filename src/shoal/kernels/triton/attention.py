@@ -308,9 +308,8 @@ def decode(
     numbers = scale * LOG2_E, window, shape.least
     if k_cache.dtype == FP8:
         pairs = [cache.view(torch.int16) for cache in (k_cache, v_cache)]
-        words = k_cache.shape[1] % 4 == 0
-        exponents = map(exponent_words if words else exponents_in, (k_cache, v_cache))
-        options |= {"c_token": pairs[0].stride(1), "c_head": pairs[0].stride(2), "ASSEMBLY": q.is_cuda, "WORDS": words}
+        exponents = exponent_words(k_cache), exponent_words(v_cache)
+        options |= {"c_token": pairs[0].stride(1), "c_head": pairs[0].stride(2), "ASSEMBLY": q.is_cuda}
         options["DIM_ROOM"] = max(32, sizes["DIM_ROOM"])  # a product sums over 16 numbers at least
         decode8[grid](q, *pairs, *exponents, *behind, *numbers, **options)
     else:

@@ -46,29 +46,20 @@ def store_pairs(at, even, odd, mask):
 
 @triton.jit
 def scales_of(
-    k_exponents, v_exponents, tables, start, until, head, c_block,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
+    k_exponents, v_exponents, tables, start, until, head, c_block, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Of the tokens of a tile: the scales of their keys, and the powers of two of the scales of their values.
 
-    WORDS: the exponents of four tokens are loaded together, because a copy that runs ahead takes no less than 4 bytes.
+    The exponents of four tokens are loaded together, because a copy that runs ahead takes no less than 4 bytes.
     """
-    if WORDS:
-        token = start + 4 * tl.arange(0, TILE // 4)
-        there = token < until
-        block = tl.load(tables + token // BLOCK, mask=there, other=0).to(tl.int64)
-        at = block * (c_block // 4) + head * (BLOCK // 4) + token % BLOCK // 4
-        shifts = 8 * tl.arange(0, 4)
-        k_exponent = (tl.load(k_exponents + at, mask=there, other=0)[:, None] >> shifts[None, :]) & 255
-        v_exponent = (tl.load(v_exponents + at, mask=there, other=0)[:, None] >> shifts[None, :]) & 255
-        k_exponent, v_exponent = tl.reshape(k_exponent, [TILE]), tl.reshape(v_exponent, [TILE])
-    else:
-        token = start + tl.arange(0, TILE)
-        there = token < until
-        block = tl.load(tables + token // BLOCK, mask=there, other=0).to(tl.int64)
-        at = block * c_block + head * BLOCK + token % BLOCK
-        k_exponent = tl.load(k_exponents + at, mask=there, other=0).to(tl.int32)
-        v_exponent = tl.load(v_exponents + at, mask=there, other=0).to(tl.int32)
+    token = start + 4 * tl.arange(0, TILE // 4)
+    there = token < until
+    block = tl.load(tables + token // BLOCK, mask=there, other=0).to(tl.int64)
+    at = block * (c_block // 4) + head * (BLOCK // 4) + token % BLOCK // 4
+    shifts = 8 * tl.arange(0, 4)
+    k_exponent = (tl.load(k_exponents + at, mask=there, other=0)[:, None] >> shifts[None, :]) & 255
+    v_exponent = (tl.load(v_exponents + at, mask=there, other=0)[:, None] >> shifts[None, :]) & 255
+    k_exponent, v_exponent = tl.reshape(k_exponent, [TILE]), tl.reshape(v_exponent, [TILE])
     return power(k_exponent), tl.maximum(v_exponent.to(tl.float32) - 127.0, LEAST)
 
 
@@ -106,8 +97,7 @@ def decode8(
     scale, window, least, q_token, q_head, c_block, c_token, c_head, t_row,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_ROOM: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, WINDOWED: tl.constexpr, ASSEMBLY: tl.constexpr, WORDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, WINDOWED: tl.constexpr, ASSEMBLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As _decode. c_block counts bytes, c_token and c_head pairs."""
     settle(OVERLAP)
@@ -141,9 +131,8 @@ def decode8(
             block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
             at = block * (c_block // 2) + (token % BLOCK) * c_token + head * c_head
             key = tl.load(k_pairs + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0)
-            k_scale, v_power = scales_of(
-                k_exponents, v_exponents, tables + row * t_row, start, last, head, c_block, BLOCK, TILE, WORDS
-            )
+            own = tables + row * t_row
+            k_scale, v_power = scales_of(k_exponents, v_exponents, own, start, last, head, c_block, BLOCK, TILE)
             k_even, k_odd = pairs_of(key, ASSEMBLY)
             score = tl.dot(q_even, k_even.to(query.dtype), input_precision=PRECISION)
             score = tl.dot(q_odd, k_odd.to(query.dtype), score, input_precision=PRECISION)

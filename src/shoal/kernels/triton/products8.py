@@ -1,12 +1,12 @@
 """Products of fp8 rows with fp8 weights, by the way that suits their sizes.
 
-    one row    a Triton kernel that streams the weights; the result is scaled
-    unit       cuBLASLt with scales of one, which is expected to be the fastest for few rows. The result is raw: the
-               kernel that reads it multiplies by the scales of rows and columns, which factor out of the sum
+    one row    of a small matrix: a Triton kernel that streams the weights; the result is scaled
+    unit       cuBLASLt with scales of one, which is the fastest for few rows. The result is raw: the kernel that reads
+               it multiplies by the scales of rows and columns, which factor out of the sum
     rowwise    with the scales of rows and columns in the product itself
 
-Which way suits which sizes is a first guess: benchmarks/gpu_fp8.py measures all three, and has not run on a GPU yet.
-Knows tensors, not models.
+Which way suits which sizes was measured on an H200 by benchmarks/gpu_fp8.py, which compares all three. Knows tensors,
+not models.
 """
 
 from functools import cache
@@ -20,9 +20,10 @@ from shoal.kernels.triton.launch import overlap, settle
 from shoal.kernels.triton.rows8 import Fp8Rows, Product
 from shoal.kernels.weights import Fp8Weight
 
-# first guesses, to be measured: from so many rows on, products of so few outputs are as fast with their scales
+# from so many rows on, products of so few outputs are as fast with their scales
 MANY_ROWS = 1024
 NARROW = 8192
+LARGE = 2**24  # numbers of a matrix that cuBLASLt streams faster also for one row
 
 
 @triton.jit
@@ -63,8 +64,7 @@ def one_row(
 
 
 def one_row_shape(inputs: int, outputs: int) -> tuple[int, int, int, int]:
-    """A first guess, to be measured."""
-    return (2, 2048, 4, 3) if outputs <= 4096 and inputs > 1024 else (4, 1024, 4, 3)
+    return (2, 1024, 2, 3) if outputs % 4 else (4, 1024, 2, 3)
 
 
 @cache
@@ -89,8 +89,7 @@ def rowwise(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None) -> Product:
 
 
 def way_for(rows: int, inputs: int, outputs: int) -> str:
-    """A first guess, to be measured."""
-    if rows == 1:
+    if rows == 1 and inputs * outputs < LARGE:
         return "one row"
     return "rowwise" if rows >= MANY_ROWS and outputs <= NARROW else "unit"
 
