@@ -93,7 +93,7 @@ class FinishAt(Message):
 
 
 class Ask(Message):
-    """A question, by its name: metrics, state, live, load, passes or reset_prefix_cache, which changes something, too."""
+    """A question, by its name: metrics, state, live, load, passes, or reset_prefix_cache, which is also a change."""
 
     number: int
     what: str
