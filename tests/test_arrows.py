@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "disagg.handoff": {"kv", "core"},  # no clock and no sockets: a simulator runs the same code
     "disagg.cuda_ipc": {"disagg", "core"},
     "engine": {"sched", "routing", "disagg", "kv", "core"},
-    "sim": {"engine", "routing", "sched", "workload", "config", "core"},
+    "sim": {"engine", "routing", "disagg", "sched", "spec", "workload", "config", "core"},
     "files": {"core"},
     "text": {"files", "core"},
     "output": {"text", "core"},

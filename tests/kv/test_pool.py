@@ -16,7 +16,7 @@ def test_grab_takes_all_or_nothing() -> None:
 
 def test_a_published_block_outlives_its_last_holder() -> None:
     forgotten: list[int] = []
-    pool = BlockPool(2, forget=forgotten.append)
+    pool = BlockPool(2, forget=lambda *blocks: forgotten.extend(blocks))
     first, second = pool.grab(2) or []
     pool.publish(first)
     pool.drop([first, second])
@@ -29,7 +29,7 @@ def test_a_published_block_outlives_its_last_holder() -> None:
 
 def test_clean_blocks_go_first_then_the_longest_unused() -> None:
     forgotten: list[int] = []
-    pool = BlockPool(4, forget=forgotten.append)
+    pool = BlockPool(4, forget=lambda *blocks: forgotten.extend(blocks))
     blocks = pool.grab(3) or []
     for block in blocks:
         pool.publish(block)

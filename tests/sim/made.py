@@ -9,8 +9,9 @@ from shoal.engine.loop import EngineLoop
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
 from shoal.sched.scheduler import Scheduler
-from shoal.sim.cost import CopyCosts, CostModel, DeviceTimes, HostTimes, Times
+from shoal.sim.cost import Coin, CopyCosts, CostModel, DeviceTimes, HostTimes, Times
 from shoal.sim.virtual import virtual_loop
+from shoal.spec.make import make_drafter
 from shoal.workload.traces import TraceRequest
 
 COSTS = CostModel(
@@ -24,7 +25,10 @@ def engine(times: Times = COSTS, blocks: int = 400, depth: int = 2, check: bool 
     config = EngineConfig.from_mapping({"max_num_seqs": 16, "max_num_batched_tokens": 256, **settings})
     limits = Limits(blocks * config.block_size, config.slots, config.pass_tokens, vocab_size=1000)
     host = blocks if config.when_short in ("swap", "auto") else 0
-    return virtual_loop(make_scheduler(config, limits, blocks, host), times, depth, check)
+    chance = config.speculation.synthetic
+    drafter = None if chance is None else make_drafter(config.speculation)
+    scheduler = make_scheduler(config, limits, blocks, host, drafter)
+    return virtual_loop(scheduler, times, depth, check, None if chance is None else Coin(chance))
 
 
 def trace(count: int, rate: float, seed: int = 0, longest: int = 400, outputs: int = 80) -> list[TraceRequest]:

@@ -116,9 +116,19 @@ def test_no_torch_is_loaded() -> None:
         ([*PROFILE, "--price-per-hour", "-1"], "at least 0"),
         ([*PROFILE, "--prompt-scale", "0"], "above 0"),
         ([*PROFILE, "--presets", "none"], "none"),
-        ([*PROFILE, "--speculate", "ngram"], "not simulated"),
-        ([*PROFILE, "--presets", "splitwise"], "disaggregated prefill is not simulated"),
+        ([*PROFILE, "--speculate", "ngram"], "synthetic:0.7"),
+        ([*PROFILE, "--presets", "splitwise", "--decode-replicas", "0"], "at least 1"),
         ([*PROFILE, "--arrivals", "replay"], "no arrival times"),
+        ([*PROFILE, "--arrivals", "sometimes"], "poisson, replay or gamma:CV"),
+        ([*PROFILE, "--arrivals", "gamma:-1"], "above 0"),
+        ([*PROFILE, "--promise-ttft", "-1"], "--promise-ttft must be a number that is at least 0"),
+        ([*PROFILE, "--promise-gap", "nan"], "--promise-gap must be a number that is at least 0"),
+        ([*PROFILE, "--users", "-1"], "at least 0"),
+        ([*PROFILE, "--fronts", "0"], "at least 1"),
+        ([*PROFILE, "--speculate", "synthetic:1.5"], "between 0 and 1"),
+        ([*PROFILE, "--requests", "4", "--kv-tokens", "32"], "served none of the 4 requests"),
+        ([*PROFILE, "--dtype", "float16"], "calibrate with --dtype float16"),
+        ([*PROFILE, "--max-model-len", "999999"], "lower it"),
         ([*PROFILE, "--requests", "30000", "--rates", "0"], "at once"),
     ],
 )
@@ -135,5 +145,28 @@ def test_an_empty_trace_and_a_profile_of_another_model_are_refused(
     (tmp_path / "empty.csv").write_text("arrival_s,prompt_tokens,output_tokens\n")
     assert main(["simulate", *PROFILE, "--trace", str(tmp_path / "empty.csv")]) == 2
     assert "has no requests" in capsys.readouterr().err
+    (tmp_path / "negative.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,-5,10\n")
+    assert main(["simulate", *PROFILE, "--trace", str(tmp_path / "negative.csv")]) == 2
+    assert "'-5' is not a number of tokens" in capsys.readouterr().err
     assert main(["compare", "--simulate", "llama-8b-h200", "--model", "SmolLM2"]) == 2
     assert "is of Llama" in capsys.readouterr().err
+
+
+def test_the_simulator_is_timed_and_keeps_no_request(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--requests", "60", "--rate", "40", "--preset-requests", "3")
+    assert main(["bench", "simulator", *args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["long"]["finished"] == 60
+    assert found["long"]["tokens"] > 60
+    assert found["presets"]["count"] == len(SIMULATED)
+    assert main(["bench", "simulator", "--rate", "0"]) == 2
+    assert "--rate must be above 0" in capsys.readouterr().err
+
+
+def test_a_long_run_keeps_nothing_of_requests_that_have_ended() -> None:
+    tally = RunTally(Promise(1.0, 1.0))
+    loop = engine(check=False)
+    VirtualServer([loop], tally, RequestMaker(80, 16)).run(OpenArrivals(trace(300, rate=30)))
+    assert tally.finished == 300
+    assert not any((tally._open, tally._last_s, tally._latest))
+    assert not loop.scheduler.requests

@@ -17,7 +17,7 @@ from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.replay import replay
 from shoal.config.presets import preset_of
 from shoal.engine.loop import EngineLoop
-from shoal.workload.arrivals import at_once, gamma, replay_at_rate
+from shoal.workload.arrivals import at_once, cv_of, gamma, replay_at_rate
 from shoal.workload.traces import TraceRequest
 
 START_S = 1.0  # of an engine, before each run
@@ -73,10 +73,8 @@ def arrive(plan: ComparePlan, rate: float) -> list[TraceRequest]:
     """The trace with arrival times for this rate."""
     if not rate or plan.users:
         return at_once(plan.trace)
-    if plan.arrivals == "replay":
-        return replay_at_rate(plan.trace, rate)
-    cv = float(plan.arrivals.partition(":")[2] or 1)
-    return gamma(plan.trace, rate, cv, plan.seed)
+    cv = cv_of(plan.arrivals)
+    return replay_at_rate(plan.trace, rate) if cv is None else gamma(plan.trace, rate, cv, plan.seed)
 
 
 def count_runs(plan: ComparePlan) -> int:

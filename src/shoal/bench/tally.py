@@ -36,6 +36,8 @@ class Histogram:
         self._largest = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
+        if not times:
+            return
         self._bins[round(math.log(max(value, SMALLEST_S)) / STEP)] += times
         self._count += times
         self._total += value * times
@@ -78,7 +80,10 @@ class RunTally:
         self.refusals: Counter[str] = Counter()
         self.spreads = {name: Histogram() for name in ("ttft_s", "gap_s", "waited_s", "e2e_s", "normalised_s")}
         self._open: dict[str, OpenRequest] = {}
-        self._last_s: dict[str, float] = {}  # when its last token came
+        self._owners: list[str] = []  # of the tokens of the last pass
+        self._latest: set[str] = set()  # the same, without those that have ended
+        self._owners_s = 0.0  # when they came
+        self._last_s: dict[str, float] = {}  # when the last token of every other request came
 
     def arrived(self, number: int, one: TraceRequest, at_s: float) -> None:
         self.requests += 1
@@ -106,26 +111,38 @@ class RunTally:
 
     def delivered(self, events: PassEvents, at_s: float) -> None:
         """Hot: once per pass, and little for each token. Most tokens of a pass follow one of the same earlier pass."""
-        owners, last_s = events.owners, self._last_s
+        owners = events.owners
         self.outputs += len(owners)
-        gaps = self.spreads["gap_s"]
-        for then_s, times in Counter(map(last_s.get, owners)).items():
-            if then_s is not None:
-                gaps.add(at_s - then_s, times)
-        last_s.update(dict.fromkeys(owners, at_s))
-        if 0 in events.indexes:
-            for id, index in zip(owners, events.indexes, strict=True):
-                if not index:
-                    self._open[id].first_s = at_s
+        if owners == self._owners:
+            self.spreads["gap_s"].add(at_s - self._owners_s, len(self._latest))
+            self.spreads["gap_s"].add(0.0, len(owners) - len(self._latest))
+            self._owners_s = at_s
+        elif owners:
+            self._note_tokens(events, at_s)
         for end in events.finished:
             one = self._open.pop(end.id)
-            last_s.pop(end.id, None)
+            self._latest.discard(end.id)
+            self._last_s.pop(end.id, None)
             self.preemptions += end.preemptions
             self.cached += end.cached_tokens
             if end.reason.value in ("stop", "length"):
                 self._finish(one, end.outputs, at_s)
             else:
                 self.refusals[end.reason.value] += 1
+
+    def _note_tokens(self, events: PassEvents, at_s: float) -> None:
+        """Tokens of other requests than in the last pass. Several of one request follow each other without a gap."""
+        owners, gaps, before, last_s = events.owners, self.spreads["gap_s"], self._latest, self._last_s
+        latest = set(owners)
+        gaps.add(0.0, len(owners) - len(latest))
+        gaps.add(at_s - self._owners_s, len(latest & before))
+        last_s.update(dict.fromkeys(before - latest, self._owners_s))
+        for id in latest - before:
+            if id in last_s:
+                gaps.add(at_s - last_s.pop(id))
+            elif math.isnan(self._open[id].first_s):
+                self._open[id].first_s = at_s
+        self._owners, self._latest, self._owners_s = owners, latest, at_s
 
     def _finish(self, one: OpenRequest, outputs: int, at_s: float) -> None:
         self.finished += 1

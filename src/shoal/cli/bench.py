@@ -19,6 +19,7 @@ from shoal.cli.hostile import add_hostile
 from shoal.cli.latency import add_latency
 from shoal.cli.policies import add_policies
 from shoal.cli.scheduler import add_scheduler
+from shoal.cli.simulator import add_simulator
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.core.params import SamplingParams
 from shoal.errors import BadConfig
@@ -72,6 +73,7 @@ def add_bench(commands: Any) -> None:
     add_frontend(kinds)
     add_hostile(kinds)
     add_scheduler(kinds)
+    add_simulator(kinds)
     add_policies(kinds)
     add_accuracy(kinds)
 

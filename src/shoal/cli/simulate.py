@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.workload.traces import Fitted, TraceRequest
 
 DETAILED = 20_000  # requests of a run with plots; longer ones have figures alone, in bounded memory
-SIMULATED = tuple(name for name in PRESETS if PRESETS[name].settings.get("prefill") != "disaggregated")
+SIMULATED = tuple(name for name in PRESETS if PRESETS[name].settings.get("prefill") != "disaggregated")  # on one engine
 DRAWN = 20_000  # lengths drawn from a table; after that many they repeat
 
 
@@ -47,11 +48,21 @@ def add_simulate(commands: Any) -> None:
     add_trace(parser, scale=1.0, count=1000)
     group = parser.add_argument_group("what is simulated")
     group.add_argument(
-        "--presets", default="shoal", metavar="NAMES", help=f"all, or some of: {', '.join(SIMULATED)} (default: shoal)"
+        "--presets",
+        default="shoal",
+        metavar="NAMES",
+        help=f"all ({', '.join(SIMULATED)}) or some; splitwise takes two engines (default: shoal)",
     )
     group.add_argument("--rates", default="4", metavar="R,R,…", help="requests per second; 0: all at once (default: 4)")
     group.add_argument("--users", type=int, default=0, help="closed loop: this many users, instead of rates")
     group.add_argument("--replicas", type=int, default=1, help="engines (default: 1)")
+    for role, what in (("prefill", "compute prompts"), ("decode", "continue the answers")):
+        group.add_argument(
+            f"--{role}-replicas",
+            type=int,
+            default=1,
+            help=f"engines that {what}, with --prefill disaggregated or the preset splitwise (default: 1)",
+        )
     group.add_argument(
         "--routing",
         default="prefix",
@@ -98,10 +109,12 @@ def simulate(args: argparse.Namespace, profile: "Profile") -> int:
     meta = meta_of(args, profile, plan, fitted)
     if args.requests > DETAILED:
         rows = [tallied(args, profile, plan, make, preset, rate) for preset in plan.presets for rate in plan.rates]
+        check_served(rows)
     else:
         make_folder(Path(args.out))
         results = compare(plan, make, progress=sys.stderr.isatty() and not args.json, run_once=run_once)
         rows = rows_of(results.kept, plan)
+        check_served(rows)
         static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
         found = speed_up(results.kept, plan, continuous, static)
         meta |= {"summary": in_words(found), "speed_up": found._asdict() | {"times": found.times} if found else None}
@@ -115,6 +128,16 @@ def simulate(args: argparse.Namespace, profile: "Profile") -> int:
     if args.requests <= DETAILED:
         print(f"\nreport: {Path(args.out) / 'report.html'}\nwatch:  shoal live {Path(args.out) / 'live.jsonl'}")
     return 0
+
+
+def check_served(rows: list[dict[str, Any]]) -> None:
+    """Figures of a run in which every request was refused mean nothing."""
+    for row in rows:
+        if not row["finished"]:
+            raise BadConfig(
+                f"{row['label']} served none of the {row['requests']} requests: they do not fit; raise --kv-tokens or "
+                "--max-model-len, or give shorter requests (--prompt-scale, --output-scale)"
+            )
 
 
 def requests_of_trace(args: argparse.Namespace) -> "Fitted":
@@ -135,10 +158,22 @@ def requests_of_trace(args: argparse.Namespace) -> "Fitted":
 def plan_of(args: argparse.Namespace, profile: "Profile") -> "tuple[ComparePlan, Fitted]":
     from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
-    from shoal.workload.arrivals import repeated
+    from shoal.workload.arrivals import cv_of, repeated
     from shoal.workload.traces import fit
 
-    for name, least in (("replicas", 1), ("fronts", 1), ("users", 0), ("price_per_hour", 0)):
+    cv_of(args.arrivals)  # fails now if it is invalid
+    for name in ("promise_ttft", "promise_gap", "price_per_hour"):
+        if not 0 <= getattr(args, name) < math.inf:
+            flag = "--" + name.replace("_", "-")
+            raise BadConfig(f"{flag} must be a number that is at least 0, not {getattr(args, name):g}")
+    for name, least in (
+        ("replicas", 1),
+        ("prefill_replicas", 1),
+        ("decode_replicas", 1),
+        ("fronts", 1),
+        ("users", 0),
+        ("price_per_hour", 0),
+    ):
         if getattr(args, name, least) < least:
             raise BadConfig(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     for name in ("slots", "kv_tokens", "max_tokens"):
@@ -170,9 +205,7 @@ def plan_of(args: argparse.Namespace, profile: "Profile") -> "tuple[ComparePlan,
     return plan, replace(fitted, requests=trace, capped_share=capped.capped_share)
 
 
-def engine_maker(
-    args: argparse.Namespace, profile: "Profile", plan: "ComparePlan"
-) -> "Callable[[dict[str, Any]], EngineLoop]":
+def engine_maker(args: argparse.Namespace, profile: "Profile", plan: "ComparePlan") -> "Callable[..., EngineLoop]":
     """Makes simulated engines; the user's flags apply to every preset."""
     from shoal.sim.engines import simulated_loop
 
@@ -180,9 +213,9 @@ def engine_maker(
     flags = {name: value for name, value in given.items() if name in vars(args) and value is not None}
     memory = {} if args.kv_tokens is None else {"kv_memory": args.kv_tokens * profile.model.kv_token_bytes}
 
-    def make(settings: dict[str, Any]) -> "EngineLoop":
+    def make(settings: dict[str, Any], role: str = "") -> "EngineLoop":
         chosen = {"max_num_seqs": plan.slots, **memory, **settings, **flags, "model": None}
-        return simulated_loop(profile, EngineConfig.from_mapping(chosen))
+        return simulated_loop(profile, EngineConfig.from_mapping(chosen), role=role)
 
     return make
 
@@ -191,23 +224,41 @@ def run_virtually(
     args: argparse.Namespace,
     profile: "Profile",
     plan: "ComparePlan",
-    make: "Callable[[dict[str, Any]], EngineLoop]",
+    make: "Callable[..., EngineLoop]",
     settings: dict[str, Any],
     trace: "Iterable[TraceRequest]",
     observer: "RunObserver",
 ) -> float:
     """One run; returns when it ends, in seconds of virtual time."""
+    from shoal.disagg.handoff import DECODE, PREFILL
     from shoal.sim.front import FrontTimes, SimulatedFronts
     from shoal.sim.request import RequestMaker
+    from shoal.sim.split import SplitServer
     from shoal.sim.virtual import ClosedArrivals, OpenArrivals, VirtualServer
 
-    loops = [make(settings) for _ in range(getattr(args, "replicas", 1))]
-    scheduler = loops[0].scheduler
-    request = RequestMaker(plan.max_tokens, scheduler.kv.block_size, scheduler.kv.keep)
     times = FrontTimes() if getattr(args, "no_front", False) else profile.front
-    fronts = SimulatedFronts(times, getattr(args, "fronts", 1))
-    server = VirtualServer(loops, observer, request, fronts, getattr(args, "routing", "prefix"))
+    fronts, routing = SimulatedFronts(times, getattr(args, "fronts", 1)), getattr(args, "routing", "prefix")
+    roles = roles_of(args, settings)
+    loops = [make(settings, role) for role in roles]
+    kv = loops[0].scheduler.kv
+    request = RequestMaker(plan.max_tokens, kv.block_size, kv.keep)
+    if PREFILL in roles:
+        prefill, decode = (
+            [loop for loop, role in zip(loops, roles, strict=True) if role == one] for one in (PREFILL, DECODE)
+        )
+        server: VirtualServer = SplitServer(prefill, decode, observer, request, fronts, routing)
+    else:
+        server = VirtualServer(loops, observer, request, fronts, routing)
     return server.run(ClosedArrivals(trace, plan.users) if plan.users else OpenArrivals(trace))
+
+
+def roles_of(args: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
+    """One for each engine: of two kinds where prefill is disaggregated, else all the same."""
+    from shoal.disagg.handoff import DECODE, PREFILL
+
+    if getattr(args, "prefill", settings.get("prefill")) != "disaggregated":
+        return [""] * getattr(args, "replicas", 1)
+    return [PREFILL] * getattr(args, "prefill_replicas", 1) + [DECODE] * getattr(args, "decode_replicas", 1)
 
 
 def runner(args: argparse.Namespace, profile: "Profile") -> "RunOnce":
@@ -230,7 +281,7 @@ def runner(args: argparse.Namespace, profile: "Profile") -> "RunOnce":
         seconds = run_virtually(args, profile, plan, make_engine, chosen, arrive(plan, rate), recorder)
         if bar is not None:
             bar.update(len(plan.trace))
-        busy_s = recorder.busy_s / getattr(args, "replicas", 1)
+        busy_s = recorder.busy_s / len(roles_of(args, chosen))
         found = recorder.requests, recorder.passes, seconds, busy_s
         return RunRecord(preset, label, rate, chosen, plan.slots, *found, work=profile.work, rates=profile.rates)
 
@@ -241,21 +292,21 @@ def tallied(
     args: argparse.Namespace,
     profile: "Profile",
     plan: "ComparePlan",
-    make: "Callable[[dict[str, Any]], EngineLoop]",
+    make: "Callable[..., EngineLoop]",
     preset: str,
     rate: float,
 ) -> dict[str, Any]:
     """The figures of one long run."""
     from shoal.bench.tally import RunTally
-    from shoal.workload.arrivals import repeated, replay_at_rate, spaced
+    from shoal.workload.arrivals import cv_of, repeated, replay_at_rate, spaced
 
     if not rate and not plan.users:
         raise BadConfig(f"rate 0 sends all {args.requests:,} requests at once; give a rate, or at most {DETAILED:,}")
     trace: Iterable[TraceRequest]
-    if plan.arrivals == "replay":
+    cv = cv_of(plan.arrivals)
+    if cv is None:
         trace = repeated(replay_at_rate(plan.trace, rate), args.requests)
     else:
-        cv = float(plan.arrivals.partition(":")[2] or 1)
         trace = spaced(repeated(plan.trace, args.requests), rate or 1.0, cv, plan.seed)
     tally, settings = RunTally(plan.promise), preset_of(preset).settings
     seconds = run_virtually(args, profile, plan, make, settings, trace, tally)

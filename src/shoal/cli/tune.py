@@ -259,6 +259,14 @@ def winner(objective: str, found: list[dict[str, Any]]) -> int:
     return values.index(max(values))
 
 
+def short(value: float) -> str:
+    """
+    >>> short(3801.2), short(0.01234), short(17.65)
+    ('3,801', '0.0123', '17.7')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def in_words(report: dict[str, Any]) -> str:
     rate = f"{report['rate']:.3g}/s" if report["rate"] else "all at once"
     lines = [
@@ -270,7 +278,7 @@ def in_words(report: dict[str, Any]) -> str:
         cells = []
         for path in SHOWN:
             values = [one[by][path] * scale.get(path, 1.0) for by in ("predicted", "measured") if by in one]
-            cells.append(f"{' / '.join(f'{value:.3g}' for value in values):>16}")
+            cells.append(f"{' / '.join(map(short, values)):>16}")
         lines.append(f"{'defaults' if not number else f'choice {number}':<10}  " + "  ".join(cells))
     if "measured" in report["chosen"][0]:
         lines.append("each as predicted / measured")

@@ -108,6 +108,19 @@ class PassEvents:
     blocks_cached: int = 0
     blocks_total: int = 0
 
+    @property
+    def told(self) -> bool:
+        """Whether it reports anything about requests, besides what a pass computed."""
+        return bool(
+            self.arrived
+            or self.rejected
+            or self.preempted
+            or self.owners
+            or self.logprobs
+            or self.prompt_logprobs
+            or self.finished
+        )
+
     def add(self, other: "PassEvents") -> None:
         """Add what another record reports about requests."""
         self.arrived += other.arrived

@@ -6,19 +6,35 @@ engine has a role: then every job stays where it is. Knows jobs by number; owns 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from shoal.disagg.handoff import DECODE, PREFILL, HandoffTable, Release, Stage
 from shoal.engine import wire
-from shoal.engine.link import EngineLink
 from shoal.routing.engines import RoutedEngine
 from shoal.routing.router import Router
 from shoal.routing.work import Work
 
 
+class Outbox(Protocol):
+    """Of an engine that is up, in EngineInfo."""
+
+    @property
+    def outbox(self) -> str: ...
+
+
+class HandoffLink(Protocol):
+    """A front's connection to one engine."""
+
+    @property
+    def info(self) -> Outbox | None: ...
+
+    def send(self, message: wire.Message) -> bool: ...
+
+
 class FrontHandoffs:
     """Of one front."""
 
-    def __init__(self, links: Mapping[int, EngineLink], router: Router) -> None:
+    def __init__(self, links: Mapping[int, HandoffLink], router: Router) -> None:
         self._links = links
         self._router = router
         self.table = HandoffTable()
@@ -49,7 +65,7 @@ class FrontHandoffs:
             self.table.begin(job, engine, samples)
         return leave
 
-    def blocks(self, link: EngineLink, message: wire.OutboxBlocks, work: Work) -> None:
+    def blocks(self, link: HandoffLink, message: wire.OutboxBlocks, work: Work) -> None:
         """Blocks of a job are in the outbox of this engine: tell a decode engine, which is chosen now."""
         if link.info is None or not link.info.outbox:
             return

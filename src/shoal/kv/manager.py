@@ -147,11 +147,10 @@ class KVManager:
         """Hold blocks for `capacity` positions in all; False if there are not enough, and then nothing has moved."""
         if capacity <= holding.capacity:
             return True
-        taken = self.pool.grab(self.blocks_for(capacity) - len(holding.blocks))
-        while taken is None:
+        missing = self.blocks_for(capacity) - len(holding.blocks)
+        while (taken := self.pool.grab(missing)) is None:
             if not self._let_newest_arrival_go():
                 return False
-            taken = self.pool.grab(self.blocks_for(capacity) - len(holding.blocks))
         holding.blocks += taken
         holding.capacity = len(holding.blocks) * self.block_size
         return True
@@ -161,12 +160,14 @@ class KVManager:
         size = self.block_size
         if holding.salt is None or computed // size <= holding.published:
             return
-        for number in range(holding.published, computed // size):
-            self._name(holding.names, number, tokens, holding.salt)
-            block = holding.blocks[number]
-            if self.index.add(holding.names[number], block):
-                self.pool.publish(block)
-        holding.published = computed // size
+        names, first, last = holding.names, holding.published, computed // size
+        for number in range(len(names), last):
+            self._name(names, number, tokens, holding.salt)
+        if last - first > 1:
+            self.pool.publish(*self.index.add_all(names[first:last], holding.blocks[first:last]))
+        elif self.index.add(names[first], holding.blocks[first]):  # most often one block has been filled
+            self.pool.publish(holding.blocks[first])
+        holding.published = last
 
     def release(self, holding: Holding) -> None:
         """Give all blocks back; the end of the sequence is reused before its beginning."""

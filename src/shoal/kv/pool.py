@@ -23,7 +23,7 @@ class BlockPool:
     ([0, 1], None)
     """
 
-    def __init__(self, total: int, forget: Callable[[int], None] = lambda block: None) -> None:
+    def __init__(self, total: int, forget: Callable[..., None] = lambda *blocks: None) -> None:
         if total < 1:
             raise ValueError(f"a pool needs at least one block, not {total}")
         self.total = total
@@ -31,7 +31,7 @@ class BlockPool:
         self.published = [False] * total
         self._clean = list(range(total - 1, -1, -1))  # a stack; block 0 is on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._forget = forget  # called when a cached block's content is about to be overwritten
+        self._forget = forget  # called with cached blocks whose contents are about to be overwritten
 
     @property
     def free(self) -> int:
@@ -51,16 +51,19 @@ class BlockPool:
         """Take `count` blocks with one reference each; None if there are not as many, and then nothing has moved."""
         if count > self.free:
             return None
-        taken = []
-        for _ in range(count):
-            if self._clean:
-                block = self._clean.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
+        clean, references = self._clean, self.references
+        fresh = min(count, len(clean))
+        taken = clean[len(clean) - fresh :]
+        taken.reverse()
+        del clean[len(clean) - fresh :]
+        if fresh < count:
+            old = [self._cached.popitem(last=False)[0] for _ in range(count - fresh)]
+            for block in old:
                 self.published[block] = False
-                self._forget(block)
-            self.references[block] = 1
-            taken.append(block)
+            self._forget(*old)
+            taken += old
+        for block in taken:
+            references[block] = 1
         return taken
 
     def hold(self, block: int) -> None:
@@ -71,20 +74,22 @@ class BlockPool:
 
     def drop(self, blocks: Iterable[int]) -> None:
         """One reference less to each; published blocks stay cached, those named first are reused first."""
+        references, published, cached, clean = self.references, self.published, self._cached, self._clean
         for block in blocks:
-            left = self.references[block] - 1
+            left = references[block] - 1
             assert left >= 0, f"block {block} was dropped more often than it was held"
-            self.references[block] = left
-            if left == 0:
-                if self.published[block]:
-                    self._cached[block] = None
+            references[block] = left
+            if not left:
+                if published[block]:
+                    cached[block] = None
                 else:
-                    self._clean.append(block)
+                    clean.append(block)
 
-    def publish(self, block: int) -> None:
-        """From now on the block's content can be hit, also after its last reference is dropped."""
-        assert self.references[block] > 0, f"block {block} is published and not held"
-        self.published[block] = True
+    def publish(self, *blocks: int) -> None:
+        """From now on these blocks' contents can be hit, also after their last references are dropped."""
+        for block in blocks:
+            assert self.references[block] > 0, f"block {block} is published and not held"
+            self.published[block] = True
 
     def unpublish(self, block: int) -> None:
         """Its content can no longer be hit."""

@@ -23,17 +23,17 @@ def next_digest(previous: bytes, tokens: Sequence[int]) -> bytes:
 class Journal(Protocol):
     """Is told what can be found, and what no longer can."""
 
-    def added(self, digest: bytes) -> None: ...
+    def added(self, *digests: bytes) -> None: ...
 
-    def evicted(self, digest: bytes) -> None: ...
+    def evicted(self, *digests: bytes) -> None: ...
 
 
 class NoJournal:
     """No other process needs to know."""
 
-    def added(self, digest: bytes) -> None: ...
+    def added(self, *digests: bytes) -> None: ...
 
-    def evicted(self, digest: bytes) -> None: ...
+    def evicted(self, *digests: bytes) -> None: ...
 
 
 class NetChanges:
@@ -42,7 +42,7 @@ class NetChanges:
     So it never holds more names than there were then and are now.
 
     >>> changes = NetChanges()
-    >>> changes.added(b"a"); changes.added(b"b"); changes.evicted(b"a"); changes.evicted(b"old")
+    >>> changes.added(b"a", b"b"); changes.evicted(b"a", b"old")
     >>> changes.take()
     ([b'b'], [b'old'])
     """
@@ -54,17 +54,19 @@ class NetChanges:
     def __bool__(self) -> bool:
         return bool(self._added or self._evicted)
 
-    def added(self, digest: bytes) -> None:
-        if digest in self._evicted:
-            del self._evicted[digest]
-        else:
-            self._added[digest] = None
+    def added(self, *digests: bytes) -> None:
+        for digest in digests:
+            if digest in self._evicted:
+                del self._evicted[digest]
+            else:
+                self._added[digest] = None
 
-    def evicted(self, digest: bytes) -> None:
-        if digest in self._added:
-            del self._added[digest]
-        else:
-            self._evicted[digest] = None
+    def evicted(self, *digests: bytes) -> None:
+        for digest in digests:
+            if digest in self._added:
+                del self._added[digest]
+            else:
+                self._evicted[digest] = None
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
         """(added, evicted)"""
@@ -96,12 +98,28 @@ class PrefixIndex:
         self.journal.added(digest)
         return True
 
-    def forget(self, block: int) -> None:
-        """The block's content is gone."""
-        digest = self._digest_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
-            self.journal.evicted(digest)
+    def add_all(self, digests: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
+        """Name these blocks; returns those whose content no other block had. Hot: once per block."""
+        block_of, digest_of, new = self._block_of, self._digest_of, {}
+        for digest, block in zip(digests, blocks, strict=True):
+            if digest not in block_of:
+                block_of[digest] = block
+                digest_of[block] = digest
+                new[digest] = block
+        if new:
+            self.journal.added(*new)
+        return list(new.values())
+
+    def forget(self, *blocks: int) -> None:
+        """The contents of these blocks, as far as they were named, are gone. Hot: once per block."""
+        block_of, digest_of, gone = self._block_of, self._digest_of, []
+        for block in blocks:
+            digest = digest_of.pop(block, None)
+            if digest is not None:
+                del block_of[digest]
+                gone.append(digest)
+        if gone:
+            self.journal.evicted(*gone)
 
     def names(self) -> Iterable[bytes]:
         """The digests that can be found."""

@@ -21,6 +21,7 @@ from shoal.core.request import Reason, Request, State
 from shoal.errors import EngineError
 from shoal.sched.endings import Endings
 from shoal.sched.flight import Flight
+from shoal.sched.steady import Steady
 from shoal.sched.tables import Blocks, SharedTables
 
 
@@ -70,29 +71,46 @@ class Committer:
         each request that has some were accepted."""
         if flight.rejected is not None or result.failures:
             return self._commit_rows(flight, result, out)
-        if not self._commit_steady(flight, result, out):
-            self._commit_single_draws(flight, result, out)
+        if flight.steady is None or result.logprobs:
+            self._commit_single_draws(flight, result, result.tokens.tolist(), out)
+        else:
+            self._commit_steady(flight.steady, flight, result, out)
         return [1] * len(result.rows), {}
 
-    def _commit_steady(self, flight: Flight, result: StepResult, out: PassEvents) -> bool:
-        """As _commit_single_draws, where no request started, left or ends since the pass was planned; False: it may."""
-        steady, kv = self._tables.steady, self._tables.kv
-        if steady is None or steady is not flight.steady or result.logprobs:
-            return False
-        if not steady.append(flight.ends, result.tokens.tolist(), out):
-            return False
-        for request, end in steady.full_blocks(flight.ends, kv.block_size):
-            kv.publish(request.holding, request.tokens, end)
-        return True
+    def _commit_steady(self, steady: Steady, flight: Flight, result: StepResult, out: PassEvents) -> None:
+        """As _commit_single_draws, where most rows go on to decode: only the odd ones are looked at."""
+        kv, tokens, first = self._tables.kv, result.tokens.tolist(), 0
+        odd = steady.odd(flight.ends, tokens, self._tables.departures != flight.departures)
+        for index in [*odd, len(steady)]:
+            if first < index:
+                for request, end in steady.append(first, index, flight.ends, tokens, out, kv.block_size):
+                    kv.publish(request.holding, request.tokens, end)
+            last = index + 1 if index < len(steady) else len(flight.ends)  # behind them: prompts
+            if index < last:
+                self._commit_single_draws(flight, result, tokens, out, index, last)
+            first = last
 
-    def _commit_single_draws(self, flight: Flight, result: StepResult, out: PassEvents) -> None:
-        """As _commit_rows, where no request has draft tokens and none has failed. Hot."""
+    def _commit_single_draws(
+        self,
+        flight: Flight,
+        result: StepResult,
+        drawn: list[int],
+        out: PassEvents,
+        first: int = 0,
+        behind: int | None = None,
+    ) -> None:
+        """As _commit_rows, where no request has draft tokens and none has failed. Of rows `first` to `behind`; those
+        before them draw one token each."""
         kv, size, finished = self._tables.kv, self._tables.kv.block_size, State.FINISHED
         owners, tokens, indexes = out.owners, out.tokens, out.indexes
-        drawn, logprobs = result.tokens.tolist(), dict(result.logprobs)
-        prompts, index = flight.events.computed_tokens > len(flight.requests), -1
+        logprobs = dict(result.logprobs)
+        prompts, index, some = flight.events.computed_tokens > len(flight.requests), first - 1, slice(first, behind)
         for request, generation, end, draws in zip(
-            flight.requests, flight.rows.generation_list, flight.ends, flight.draws, strict=True
+            flight.requests[some],
+            flight.rows.generation_list[some],
+            flight.ends[some],
+            flight.draws[some],
+            strict=True,
         ):
             index += draws
             if request.state is finished:
@@ -250,8 +268,9 @@ class Committer:
     def seal(self, events: PassEvents, now_s: float) -> PassEvents:
         """Complete a record: add what happened between passes, what was held back, and the gauges."""
         tables, pool = self._tables, self._tables.kv.pool
-        between, tables.between = tables.between, PassEvents(step=-1)
-        events.add(between)
+        if tables.between.told:
+            events.add(tables.between)
+            tables.between = PassEvents(step=-1)
         tables.groups.release(events)
         if events.finished:
             tables.admission.pace.note(len(events.finished), now_s)
@@ -263,6 +282,9 @@ class Committer:
 
 def check_result(plan: StepPlan, result: StepResult) -> None:
     """Raise EngineError if this is not the result of this plan."""
+    same = result.rows is plan.rows and result.generations is plan.generations
+    if same and result.step == plan.step and plan.draws.all():
+        return  # the very same rows, and all of them draw
     drawing = np.flatnonzero(plan.draws)
     if (
         result.step != plan.step

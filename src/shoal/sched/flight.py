@@ -21,7 +21,8 @@ class Flight:
     draws: list[int]
     events: PassEvents
     masked: list[tuple[int, Request]]  # (line of its first draw, request) of those that draw under a grammar
-    steady: Steady | None = None  # the batch that it carried on, if any
+    steady: Steady | None = None  # its first rows, if they were carried on
+    departures: int = 0  # how often a request had lost its row, then
     ahead: bool = False  # it was planned while another was in flight
     drafts: Mapping[Request, Draft] = field(default_factory=dict)  # that it verifies
     drafted: int = 0  # tokens of those

@@ -5,6 +5,7 @@ Knows requests and counts. Decides nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class PassBuilder:
         self.grown: dict[Request, None] = {}  # requests that got blocks beyond those they started with
         self.victims: list[Request] = []  # preempted, and not yet back in the queue
         self.lost = False  # a request was preempted
+        self.steady = False  # it begins with the steady batch
         self.prompts = 0
         self.decodes = 0
 
@@ -38,10 +40,12 @@ class PassBuilder:
         self.decodes += not prompt
 
     def take_steady(self, requests: Sequence[Request]) -> None:
-        """Add one position of each of these decoding requests."""
+        """Add one position of each of these decoding requests, before all others."""
+        assert not self.takes, "a pass begins with the requests that decode"
         self.takes = dict.fromkeys(requests, 1)
         self.left -= len(requests)
         self.decodes += len(requests)
+        self.steady = True
 
     def raise_to(self, request: Request, count: int) -> None:
         """Give a request of this pass more positions of its prompt."""
@@ -69,13 +73,14 @@ class PassBuilder:
     def remove(self, request: Request) -> None:
         """It was preempted."""
         self.left += self.takes.pop(request, 0)
+        self.steady = False
         self.starting.pop(request, None)
         self.grown.pop(request, None)
 
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """The requests of a pass in order, and their rows: kept from pass to pass while no request starts or leaves."""
+    """The requests of a pass in order, and their rows."""
 
     requests: list[Request]
     ids: list[str]
@@ -92,6 +97,37 @@ class PassRows:
             generations,
             np.array([request.row for request in requests], dtype=np.int64),
             np.array(generations, dtype=np.int64),
+        )
+
+    def followed_by(self, more: "PassRows") -> "PassRows":
+        return PassRows(
+            self.requests + more.requests,
+            self.ids + more.ids,
+            self.generation_list + more.generation_list,
+            np.concatenate((self.rows, more.rows)),
+            np.concatenate((self.generations, more.generations)),
+        )
+
+
+class Counted(NamedTuple):
+    """What some requests compute in a pass, and is counted on: parallel lists, and the arrays of a plan."""
+
+    rows: PassRows
+    counts: list[int]
+    starts: list[int]
+    ends: list[int]
+    draws: list[int]
+    arrays: tuple[Ints, Ints, Ints, Ints]  # starts, counts, draws, and the ids of all positions
+
+    def followed_by(self, more: "Counted") -> "Counted":
+        one, two, three, four = map(np.concatenate, zip(self.arrays, more.arrays, strict=True))
+        return Counted(
+            self.rows.followed_by(more.rows),
+            self.counts + more.counts,
+            self.starts + more.starts,
+            self.ends + more.ends,
+            self.draws + more.draws,
+            (one, two, three, four),
         )
 
 
@@ -122,14 +158,32 @@ def grown_blocks(batch: PassBuilder) -> Ints:
     return np.array(grown, dtype=np.int64).reshape(-1, 3)
 
 
-def count_on(
-    batch: PassBuilder, starts: Sequence[int], ends: Sequence[int], step: int, events: PassEvents
+def count_on(batch: PassBuilder, requests: list[Request], step: int, events: PassEvents) -> Counted:
+    """What these requests of the pass compute; and count on all of it being computed."""
+    rows, counts = PassRows.of(requests), [batch.takes[request] for request in requests]
+    starts = [request.planned for request in requests]
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    if batch.prompts or batch.drafts:
+        draws, tokens = _draws_and_ids(batch, requests, starts, ends, step, events)
+    else:
+        draws, tokens = _draws_and_ids_of_decodes(requests, ends, step, events)
+    first, many, drawing, ids = (np.array(values, dtype=np.int64) for values in (starts, counts, draws, tokens))
+    return Counted(rows, counts, starts, ends, draws, (first, many, drawing, ids))
+
+
+def _draws_and_ids(
+    batch: PassBuilder,
+    requests: Sequence[Request],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    step: int,
+    events: PassEvents,
 ) -> tuple[list[int], list[int]]:
-    """How many tokens each request draws, and the ids of all positions; and count on all of it being computed."""
+    """How many tokens each request draws, and the ids of all positions."""
     draws: list[int] = []
     tokens: list[int] = []
     drafted = batch.drafts
-    for request, start, end in zip(batch.takes, starts, ends, strict=True):
+    for request, start, end in zip(requests, starts, ends, strict=True):
         ids, pending = request.tokens, request.pending
         known = len(ids)
         drafts = drafted[request].tokens if request in drafted else ()
@@ -152,10 +206,10 @@ def count_on(
     return draws, tokens
 
 
-def count_on_decodes(
+def _draws_and_ids_of_decodes(
     requests: Sequence[Request], ends: Sequence[int], step: int, events: PassEvents
 ) -> tuple[list[int], list[int]]:
-    """As count_on, where every request computes one position. Hot."""
+    """As _draws_and_ids, where every request computes one position. Hot."""
     draws, tokens = [], []
     for request, end in zip(requests, ends, strict=True):
         ids, pending = request.tokens, request.pending

@@ -5,9 +5,7 @@ draft tokens, for which no request is preempted or delayed. Then freezes it into
 do. Owns the number of the next pass. Knows no torch and no clock.
 """
 
-from itertools import accumulate
-
-import numpy as np
+from itertools import accumulate, islice
 
 from shoal.core.events import PassEvents
 from shoal.core.plan import StepPlan
@@ -16,13 +14,11 @@ from shoal.sched.admit import Admitter
 from shoal.sched.flight import Flight
 from shoal.sched.pass_builder import (
     PassBuilder,
-    PassRows,
     count_on,
-    count_on_decodes,
     grown_blocks,
     row_start,
 )
-from shoal.sched.steady import Steady
+from shoal.sched.steady import NOTHING
 from shoal.sched.tables import SharedTables
 from shoal.sched.victims import Victims
 
@@ -118,11 +114,14 @@ class Planner:
 
     def _decode(self, batch: PassBuilder, events: PassEvents) -> None:
         """Running requests that need one position. Hot: once per running request and pass."""
-        steady = self._tables.steady
-        if steady is not None and not batch.picky and steady.ready(batch, self._tables.kv):
-            batch.take_steady(steady.rows.requests)
-            return
-        self._tables.steady = None
+        tables = self._tables
+        if not batch.picky and not tables.grammars:
+            steady = (tables.steady or NOTHING).renewed(tables.running)
+            if steady is not None and steady.ready(batch, tables.kv):
+                tables.steady = steady
+                batch.take_steady(steady.rows.requests)
+                return
+        tables.steady = None
         takes, runs = batch.takes, State.RUNNING
         running = list(self._tables.running)
         if batch.picky:
@@ -145,13 +144,13 @@ class Planner:
         A giant prompt must not fill pass after pass while requests wait that go before it; nor may an endless stream of
         those stop it, so a quarter of what is left is for the prompt that has run longest.
         """
-        if self._tables.steady is not None:
+        if batch.steady and batch.decodes == len(self._tables.running):
             return False  # all of them decode
         key, kept = self._policies.order.prefill_key, False
         prompts = [
             request
-            for request in self._tables.running  # the first test is quick, and few pass it
-            if len(request.tokens) + request.pending - request.planned > 1
+            for request in self._tables.running
+            if request not in batch.takes  # they decode
             and request.need() > 1
             and not batch.excludes(request)
         ]
@@ -231,15 +230,17 @@ class Planner:
         """Turn the pass into arrays, and count on what they will do. Hot: once per scheduled request and pass."""
         tables, step = self._tables, self._step
         starting = tuple(row_start(request) for request in batch.starting)
-        steady = None if batch.prompts or batch.drafts or not batch.takes else tables.steady
-        if steady is not None:
-            rows, counts, draws = steady.rows, steady.ones, steady.ones
-            starts, ends, tokens = steady.advance(step, known=not tables.flights)
+        if batch.prompts and self._policies.order.counts:
+            self._charge_prompts(batch)
+        steady = tables.steady = tables.steady if batch.steady and not batch.drafts else None
+        if steady is None:
+            counted = count_on(batch, list(batch.takes), step, events)
         else:
-            rows, counts = self._rows_of(list(batch.takes)), list(batch.takes.values())
-            starts = [request.planned for request in rows.requests]
-            ends = [start + count for start, count in zip(starts, counts, strict=True)]
-            draws, tokens = self._count_on(batch, rows, starts, ends, events)
+            counted = steady.advance(step, known=not tables.flights)
+            if batch.prompts:
+                prompts = list(islice(batch.takes, len(steady), None))
+                counted = counted.followed_by(count_on(batch, prompts, step, events))
+        rows, counts, starts, ends, draws, arrays = counted
         drafted = sum(len(draft.tokens) for draft in batch.drafts.values())
         width = self._policies.layout.width(counts) if counts else 0
         dead = self._dead_rows(batch) if width and batch.decodes else 0
@@ -249,10 +250,7 @@ class Planner:
             grown_blocks(batch),
             rows.rows,
             rows.generations,
-            np.array(starts, dtype=np.int64),
-            np.array(counts, dtype=np.int64) if steady is None else steady.one_array,
-            np.array(draws, dtype=np.int64) if steady is None else steady.one_array,
-            np.array(tokens, dtype=np.int64),
+            *arrays,
             tables.kv.take_orders(),
             width=width,
             dead=dead,
@@ -260,49 +258,30 @@ class Planner:
         events.dead_rows = dead
         events.scheduled_ids = rows.ids
         events.scheduled_starts, events.scheduled_counts = starts, counts
-        self._measure(plan, sum(counts), sum(ends), events)
+        self._measure(plan, sum(counts), sum(ends), sum(draws), events)
         rejected = None
         if drafted or any(flight.drafted for flight in tables.flights):
             rejected = [request.rejected for request in rows.requests]
         masked = _masked(rows.requests, draws) if tables.grammars else []
         ahead = bool(tables.flights)
+        left = tables.departures
         tables.flights.append(
-            Flight(plan, rows, ends, draws, events, masked, tables.steady, ahead, batch.drafts, drafted, rejected)
+            Flight(plan, rows, ends, draws, events, masked, steady, left, ahead, batch.drafts, drafted, rejected)
         )
         self._step += 1
         return plan
 
+    def _charge_prompts(self, batch: PassBuilder) -> None:
+        for request, count in batch.takes.items():
+            self._policies.order.computed(request, 1 if request in batch.drafts else count)
+
     @staticmethod
-    def _measure(plan: StepPlan, positions: int, reads: int, events: PassEvents) -> None:
+    def _measure(plan: StepPlan, positions: int, reads: int, lines: int, events: PassEvents) -> None:
         """How large the pass is, for readers that know what positions cost."""
-        events.computed_tokens, events.kv_reads, events.pairs = positions, reads, reads
+        events.computed_tokens, events.kv_reads, events.pairs, events.lines = positions, reads, reads, lines
         if positions > len(plan.rows):  # else every row decodes: its position attends to all up to it
             counts = plan.counts
             events.pairs = int((counts * plan.starts + counts * (counts + 1) // 2).sum())
-        events.lines = int(plan.draws.sum())
-
-    def _count_on(
-        self, batch: PassBuilder, rows: PassRows, starts: list[int], ends: list[int], events: PassEvents
-    ) -> tuple[list[int], list[int]]:
-        """How many tokens each request draws, and the ids of all positions; and count on all of it being computed."""
-        tables, order = self._tables, self._policies.order
-        again = tables.pass_rows is rows  # the same requests as in the pass before
-        tables.pass_rows, tables.steady = rows, None
-        if batch.prompts or batch.drafts:
-            if batch.prompts and order.counts:
-                for request, count in batch.takes.items():
-                    order.computed(request, 1 if request in batch.drafts else count)
-            return count_on(batch, starts, ends, self._step, events)
-        draws, tokens = count_on_decodes(rows.requests, ends, self._step, events)
-        everything = len(ends) == len(tables.running) and not batch.picky
-        if again and everything and Steady.suits(rows, ends, draws):
-            tables.steady = Steady(rows, ends)
-        return draws, tokens
-
-    def _rows_of(self, requests: list[Request]) -> PassRows:
-        """Their rows; the same as in the pass before, while no request starts or leaves."""
-        rows = self._tables.pass_rows
-        return rows if rows is not None and rows.requests == requests else PassRows.of(requests)
 
     def _dead_rows(self, batch: PassBuilder) -> int:
         """Rows of the rectangle that are padding: of requests that have ended, or whose last token is on the way."""

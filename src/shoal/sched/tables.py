@@ -18,7 +18,6 @@ from shoal.kv.manager import Holding, KVManager
 from shoal.sched.admission import Admission, Limits, Rules
 from shoal.sched.deadlines import Deadlines
 from shoal.sched.flight import Flight
-from shoal.sched.pass_builder import PassRows
 from shoal.sched.policies import Policies
 from shoal.sched.rows import RowTable
 from shoal.sched.steady import Steady
@@ -54,8 +53,8 @@ class SharedTables:
         self.between = PassEvents(step=-1)  # events since the last record was handed out
         self.now_s = 0.0  # the latest time that is known
         self.grammars = 0  # running requests that have one
-        self.pass_rows: PassRows | None = None  # of the last pass, until a request starts or leaves
-        self.steady: Steady | None = None  # the same, while all of them decode
+        self.steady: Steady | None = None  # the requests that the last pass decoded, if it had no others but prompts
+        self.departures = 0  # how often a request lost its row
 
     def advance(self, now_s: float) -> None:
         self.now_s = max(self.now_s, now_s)
@@ -77,7 +76,6 @@ class SharedTables:
         self.unpark(request)
         request.move(State.RUNNING)
         self.running[request] = None
-        self.pass_rows = self.steady = None
         self.grammars += request.grammar is not None
         self.groups.join(request)
         self.policies.layout.started()
@@ -99,7 +97,9 @@ class SharedTables:
         request.computed = request.planned = 0
         del self.running[request]
         self.policies.drafts.stopped(request)
-        self.pass_rows = self.steady = None
+        self.departures += 1
+        if self.steady is not None:
+            self.steady.leaves(request.generation)
         self.grammars -= request.grammar is not None
         self.rows.give_back(request.row, request.last_step)
         request.row = request.generation = -1

@@ -18,9 +18,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from shoal.core.clock import VirtualClock
-from shoal.core.plan import Ints, StepPlan, StepResult
+from shoal.core.plan import BlockCopy, Flags, Ints, StepPlan, StepResult
 from shoal.core.ports import LateMasks
-from shoal.sim.request import END, ORDINARY
+
+total = np.add.reduce  # as sum(), which takes twice as long for so few
 
 
 class PassSize(NamedTuple):
@@ -32,28 +33,29 @@ class PassSize(NamedTuple):
     reads: int  # KV positions that its rows read
     pairs: int  # of prompt positions with positions up to them
     padded: int  # positions of padding
-    prompts: bool  # not all rows are decodes
+    prompts: bool  # not all rows are decodes (of one position, or of several that verify drafts)
     starting: int  # rows that start
 
     @classmethod
     def of(cls, plan: StepPlan) -> "PassSize":
         counts, starts, rows = plan.counts, plan.starts, len(plan.rows)
-        useful = int(counts.sum())
-        ends = starts + counts
-        pairs = 0
-        if useful > rows:
-            chunks = counts > 1
+        useful, past = int(total(counts)), int(total(starts))
+        pairs, draws = 0, rows
+        if counts is not plan.draws:
+            draws = int(total(plan.draws))
+        # a row that draws after each of its positions decodes, and may verify drafts: it is no prompt
+        prompts = useful > rows and useful > draws and bool((counts > np.maximum(plan.draws, 1)).any())
+        if prompts:
+            chunks = (counts > np.maximum(plan.draws, 1)).nonzero()[0]
             some = counts[chunks]
-            pairs = int((some * starts[chunks] + some * (some + 1) // 2).sum())
+            pairs = int(total(some * starts[chunks] + some * (some + 1) // 2))
         if not plan.width:
-            draws, reads = int(plan.draws.sum()), int(ends.sum())
-            return cls(useful, rows, draws, reads, pairs, 0, useful > rows, len(plan.starting))
+            return cls(useful, rows, draws, useful + past, pairs, 0, prompts, len(plan.starting))
         # every row of the rectangle is as wide as the widest and reads as far as the longest
         lines = rows + plan.dead
-        positions, longest = lines * plan.width, int(ends.max())
+        positions, longest = lines * plan.width, int((starts + counts).max())
         wide = plan.width > 1
         pairs = positions * longest if wide else 0
-        draws = int(plan.draws.sum())
         return cls(positions, lines, draws, lines * longest, pairs, positions - useful, wide, len(plan.starting))
 
 
@@ -151,6 +153,26 @@ class CostModel:
         return copies.order_s + blocks * (copies.out_block_s if direction == "out" else copies.in_block_s)
 
 
+class Coin:
+    """Whether draft tokens are accepted: each with the same probability, by a hash of its request's seed and position.
+
+    >>> coin = Coin(0.7)
+    >>> toss = coin.tossed(np.arange(10_000), np.full(10_000, 7))
+    >>> bool(0.68 < toss.mean() < 0.72), bool((toss == coin.tossed(np.arange(10_000), np.full(10_000, 7))).all())
+    (True, True)
+    """
+
+    def __init__(self, probability: float) -> None:
+        self.probability = probability
+
+    def tossed(self, seeds: Ints, positions: Ints) -> Flags:
+        mixed = seeds.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64)
+        for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):  # as splitmix64 does
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(multiplier)
+        shares = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+        return shares < self.probability
+
+
 @dataclass(slots=True)
 class CopyUnderWay:
     id: int
@@ -162,14 +184,19 @@ class SimulatedExecutor:
     """An Executor that computes nothing and takes the time that `times` says. Its clock is the loop's.
 
     The host's time before a pass goes by in forward(); the wait for the device in result(). Each row draws ORDINARY
-    tokens, and END where the trace says that its answer ends.
+    tokens, and END where the trace says that its answer ends. Draft tokens are accepted by `coin`.
     """
 
-    def __init__(self, times: Times, clock: VirtualClock, rows: int) -> None:
+    def __init__(self, times: Times, clock: VirtualClock, rows: int, coin: Coin | None = None) -> None:
         self.times = times
         self.clock = clock
+        self._coin = coin or Coin(0.0)
         self._ends: Ints = np.zeros(rows, dtype=np.int64)  # row → position of its last token
+        self._seeds: Ints = np.zeros(rows, dtype=np.int64)
+        self._ones: Ints = np.ones(rows, dtype=np.int64)
         self._free_s = 0.0  # when the device has done all passes
+        self.peers: dict[str, SimulatedExecutor] = {}  # of engines whose outboxes it reads, by address
+        self.written_s: dict[int, float] = {}  # host block → when its newest content is there
         self._copier_free_s = 0.0
         self._copies: list[CopyUnderWay] = []
         self._passes: deque[tuple[float, StepResult]] = deque()  # (when it is done, what will have come of it)
@@ -180,34 +207,58 @@ class SimulatedExecutor:
             self.clock.advance(self.times.host_s(size))
         begun_s = max(self.clock.now_s(), self._free_s)
         for start in plan.starting:
-            self._ends[start.row] = start.ends_at
+            self._ends[start.row], self._seeds[start.row] = start.ends_at, start.seed
         for order in plan.copies:
             took_s = self.times.copy_s(order.direction, len(order.source))
-            self._copier_free_s = max(self._copier_free_s, begun_s) + took_s
+            self._copier_free_s = max(self._copier_free_s, begun_s, self._there_s(order)) + took_s
             self._copies.append(CopyUnderWay(order.id, self._copier_free_s, took_s))
+            if order.direction == "out":
+                self.written_s.update(dict.fromkeys(order.target, self._copier_free_s))
         busy_s = self.times.device_s(size) if size is not None else 0.0
         self._free_s = begun_s + busy_s
         if size is None:  # nothing to compute: it waits for its copies
             self._free_s = max([begun_s, *(copy.done_s for copy in self._copies)])
-        self._passes.append((self._free_s, self._result_of(plan, busy_s, 0 if size is None else size.padded)))
+        self._passes.append((self._free_s, self._result_of(plan, busy_s, size)))
 
-    def _result_of(self, plan: StepPlan, busy_s: float, padded: int) -> StepResult:
-        drawing = np.flatnonzero(plan.draws)
-        rows, generations, ends = plan.rows, plan.generations, plan.starts + plan.counts
-        if len(drawing) < len(rows):
-            rows, generations, ends = rows[drawing], generations[drawing], ends[drawing]
-        tokens = np.where(self._ends[rows] == ends, END, ORDINARY)
-        done = self._done() if self._copies else ()
+    def _there_s(self, order: BlockCopy) -> float:
+        """When its sources are there: another engine may still be writing them to its outbox."""
+        written_s = self.peers[order.peer].written_s if order.peer else {}
+        return max((written_s.get(source, 0.0) for source in order.source), default=0.0) if written_s else 0.0
+
+    def _result_of(self, plan: StepPlan, busy_s: float, size: PassSize | None) -> StepResult:
+        rows, generations, draws, ends = plan.rows, plan.generations, plan.draws, plan.starts + plan.counts
+        drawing = None if size is not None and size.draws == len(rows) else draws.nonzero()[0]
+        if drawing is not None and len(drawing) < len(rows):
+            rows, generations, draws, ends = rows[drawing], generations[drawing], draws[drawing], ends[drawing]
+        last = self._ends.take(rows)
+        if size is None or size.draws == len(rows):
+            accepted, tokens = self._ones[: len(rows)], (last == ends).astype(np.int64)
+        else:
+            accepted, tokens = self._verify(rows, draws, ends, last)
         return StepResult(
             plan.step,
             rows,
             generations,
-            np.ones(len(rows), dtype=np.int64),
+            accepted,
             tokens,
-            copies_done=done,
-            padded=padded,
+            copies_done=self._done() if self._copies else (),
+            padded=0 if size is None else size.padded,
             busy_s=busy_s,
         )
+
+    def _verify(self, rows: Ints, draws: Ints, ends: Ints, last: Ints) -> tuple[Ints, Ints]:
+        """How many tokens each row yields, and all of them: a draft is wrong where the coin or the answer's end says
+        so. Row by row, the token of line i stands at position `ends` - `draws` + 1 + i."""
+        first = np.cumsum(draws) - draws
+        row_of = np.repeat(np.arange(len(rows)), draws)
+        position = np.arange(len(row_of)) - first[row_of] + (ends - draws + 1)[row_of]
+        over = position >= last[row_of]  # no draft is right where the answer ends, and what follows is dropped
+        right = self._coin.tossed(self._seeds[rows][row_of], position) & ~over
+        wrong = np.cumsum(~right) - ~right  # before this line, over all rows
+        kept = (wrong == wrong[first][row_of]).nonzero()[0]
+        accepted = np.bincount(row_of[kept], minlength=len(rows))
+        # the last line of a row has no draft to be right; whatever the coin says, nothing follows it
+        return accepted.astype(np.int64), (position[kept] == last[row_of[kept]]).astype(np.int64)
 
     def _done(self) -> tuple[tuple[int, float], ...]:
         """Copies that are done when the newest pass is."""

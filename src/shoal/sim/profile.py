@@ -182,8 +182,17 @@ def read_values(values: Any, where: str) -> Profile:
     pick(dict.fromkeys(QUALITIES), profile.quality, f"quality of {where}")
     if profile.card.kind not in ("cpu", "cuda"):
         raise BadConfig(f"the profile {where} is of a card of kind {profile.card.kind!r}; known: cpu, cuda")
-    if profile.depth < 1 or profile.kv_tokens < 1:
-        raise BadConfig(f"the profile {where}: depth and kv_tokens must be at least 1")
+    shape = profile.model
+    least = {
+        "depth": profile.depth,
+        "kv_tokens": profile.kv_tokens,
+        "model, max_model_len": shape.max_model_len,
+        "model, vocab_size": shape.vocab_size,
+        "model, kv_token_bytes": shape.kv_token_bytes,
+    }
+    for name, value in least.items():
+        if value < 1:
+            raise BadConfig(f"the profile {where}: {name} must be at least 1, not {value}")
     return profile
 
 

@@ -19,13 +19,15 @@ from shoal.workload.traces import TraceRequest
 
 ORDINARY, END = 0, 1  # the tokens of simulated answers
 END_IDS = frozenset({END})
+NAME_BYTES = 16  # of a block's name
+NUMBERS = [number.to_bytes(4, "little") for number in range(4096)]  # made once, of the first blocks of a request
 
 
 class SimulatedRequest(Request):
     """One request of a trace. Its answer has the trace's length, which the scheduler does not know."""
 
     _names: list[bytes]
-    __slots__ = ("_block_size", "_names", "_number", "_prefix", "_prefix_block")
+    __slots__ = ("_block_size", "_names", "_number", "_one", "_prefix", "_prefix_block")
 
     def __init__(
         self,
@@ -38,15 +40,31 @@ class SimulatedRequest(Request):
         tenant: str = "",
     ) -> None:
         super().__init__(
-            str(number), [], params, stop_ids=END_IDS, ends_after=one.output, tier=tier, tenant=tenant, salt=tenant
+            str(number),
+            [],
+            params,
+            seed=number,
+            stop_ids=END_IDS,
+            ends_after=one.output,
+            tier=tier,
+            tenant=tenant,
+            salt=tenant,
         )
         self.prompt_len = one.prompt
         # one byte for each token: they have a number, and no ids that anything looks at
         self.tokens = cast("list[int]", bytearray(one.prompt))
         self.allow(params.max_tokens or 0)
-        self._number = number
+        self._number, self._one = number, one
         self._block_size = block_size
         self._prefix, self._prefix_block = (one.prefix, one.prefix_block) if shared else ((), 0.0)
+
+    def continued(self, waited_s: float) -> "SimulatedRequest":
+        """The same request with its tokens so far, to go on on another engine; it has waited since its arrival."""
+        shared = bool(self._prefix)
+        new = SimulatedRequest(self._number, self._one, self.params, self._block_size, shared, self.tier, self.tenant)
+        new.tokens = cast("list[int]", bytearray(len(self.tokens)))
+        new.began, new.waited_s, new.names = True, waited_s, self.names
+        return new
 
     def ids(self, start: int, end: int) -> list[int]:
         return []
@@ -58,7 +76,9 @@ class SimulatedRequest(Request):
             most = (self.prompt_len + self.ends_after) // self._block_size
             shared = self._shared_names(most)
             own = b"own\0" + self._number.to_bytes(8, "little")
-            self._names = shared + [own + number.to_bytes(4, "little") for number in range(len(shared), most)]
+            named = [own + number for number in NUMBERS[len(shared) : most]]
+            rest = range(max(len(shared), len(NUMBERS)), most)
+            self._names = shared + named + [own + number.to_bytes(4, "little") for number in rest]
         return self._names
 
     @names.setter

@@ -12,7 +12,6 @@ Owns the order of events. Knows no policies and no costs; what it observes is ha
 """
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -28,7 +27,7 @@ from shoal.errors import BadConfig, ShoalError
 from shoal.routing.router import Router
 from shoal.routing.work import Work
 from shoal.sched.scheduler import Scheduler
-from shoal.sim.cost import SimulatedExecutor, Times
+from shoal.sim.cost import Coin, SimulatedExecutor, Times
 from shoal.sim.front import FrontTimes, SimulatedFronts
 from shoal.workload.traces import TraceRequest
 
@@ -51,7 +50,9 @@ class RunObserver(Protocol):
         """What it reports about requests has reached their clients."""
 
 
-def virtual_loop(scheduler: Scheduler, times: Times, depth: int, check: bool = False) -> EngineLoop:
+def virtual_loop(
+    scheduler: Scheduler, times: Times, depth: int, check: bool = False, coin: Coin | None = None
+) -> EngineLoop:
     """An engine that computes nothing, on a clock of its own.
 
     >>> from shoal.config.engine import EngineConfig
@@ -63,8 +64,11 @@ def virtual_loop(scheduler: Scheduler, times: Times, depth: int, check: bool = F
     0.0
     """
     clock = VirtualClock()
-    executor = SimulatedExecutor(times, clock, scheduler.limits.rows)
+    executor = SimulatedExecutor(times, clock, scheduler.limits.rows, coin)
     return EngineLoop(scheduler, executor, clock, depth, check)
+
+
+Deliver = Callable[[float], None]  # what a message does to its engine; takes the time
 
 
 @dataclass
@@ -72,7 +76,7 @@ class VirtualEngine:
     """One engine, and what is on its way to it."""
 
     loop: EngineLoop
-    inbox: deque[tuple[float, int, Request]] = field(default_factory=deque)  # (when it is there, its number, itself)
+    inbox: list[tuple[float, int, Deliver]] = field(default_factory=list)  # a heap: (when it is there, order, what)
     reporter: Reporter | None = None  # None: no router needs reports
     submissions: int = 0
 
@@ -159,6 +163,7 @@ class VirtualServer:
         make_request: MakeRequest,
         fronts: SimulatedFronts | None = None,
         routing: str = "prefix",
+        roles: Sequence[str] = (),
     ) -> None:
         self.engines = [VirtualEngine(loop) for loop in loops]
         self.observer = observer
@@ -168,12 +173,13 @@ class VirtualServer:
         self._make_request = make_request
         self._numbers = count()
         self._news: list[tuple[float, int, int, Message]] = []  # a heap: (when, in which order, engine, what)
-        self._told = count()
+        self._order = count()  # of news and messages
+        self._refused_s: list[float] = []  # when requests were refused, of which the arrivals do not know yet
         if len(loops) > 1:
             self.router = Router(routing)
             for number, engine in enumerate(self.engines):
                 scheduler = engine.loop.scheduler
-                self.router.joined(number, scheduler.kv.block_size)
+                self.router.joined(number, scheduler.kv.block_size, roles[number] if roles else "")
                 engine.reporter = Reporter(scheduler)
                 engine.reporter.watch(FRONT)
 
@@ -202,7 +208,12 @@ class VirtualServer:
         self.observer.arrived(number, one, at_s)
         request = self._make_request(number, one)
         there_s = self.fronts.submitted_s(at_s, one.prompt)
-        self.engines[self._place(number, request)].inbox.append((there_s, number, request))
+        engine = self._place(number, request)
+        self.to_engine(engine, there_s, lambda now_s: self._submit(self.engines[engine], number, request, now_s))
+
+    def to_engine(self, engine: int, at_s: float, what: Deliver) -> None:
+        """A message to an engine, which is there at this time."""
+        heapq.heappush(self.engines[engine].inbox, (at_s, next(self._order), what))
 
     def _place(self, number: int, request: Request) -> int:
         if self.router is None:
@@ -219,32 +230,46 @@ class VirtualServer:
         loop, inbox = engine.loop, engine.inbox
         loop.clock.wait_until(at_s)
         while inbox and inbox[0][0] <= at_s:
-            _, index, request = inbox.popleft()
-            self._submit(engine, index, request, at_s, arrivals)
-        loop.scheduler.more_coming = bool(inbox) or arrivals.left
+            heapq.heappop(inbox)[2](at_s)
+        while self._refused_s:
+            arrivals.ended(self._refused_s.pop())
+        loop.scheduler.more_coming = bool(inbox) or arrivals.left or self._more_coming()
         news_s = self._news[0][0] if self._news else None
         known = [one for one in (inbox[0][0] if inbox else None, arrivals.next_s(), news_s) if one is not None]
         events = loop.step(min(known, default=None))
         self.observer.passed(events, loop.scheduler)
-        if events.owners or events.finished or events.rejected:
-            self._send(events.committed_s, number, events)
+        self._passed(number, events)
         if engine.reporter is not None:
             engine.reporter.note(events)
             self._report(engine, engine.reporter, number, loop.clock.now_s())
 
-    def _submit(
-        self, engine: VirtualEngine, number: int, request: Request, at_s: float, arrivals: ArrivalSource
-    ) -> None:
+    def _more_coming(self) -> bool:
+        """Whether other engines may send requests."""
+        return False
+
+    def _passed(self, number: int, events: PassEvents) -> None:
+        """An engine has committed a pass: its front will be told."""
+        if events.owners or events.finished or events.rejected:
+            self._send(events.committed_s, number, events)
+
+    def _submit(self, engine: VirtualEngine, number: int, request: Request, at_s: float) -> None:
         engine.submissions += 1
         if engine.reporter is not None:
             engine.reporter.note_submission()
         try:
-            engine.loop.scheduler.submit(request, at_s)
+            self._enter(engine, number, request, at_s)
         except ShoalError as error:
             self.observer.refused(number, type(error).__name__)
-            arrivals.ended(at_s)
-            if self.router is not None:
-                self.router.ended(number)
+            self._refused_s.append(at_s)
+            self._lost(number, at_s)
+
+    def _lost(self, number: int, at_s: float) -> None:
+        """It was refused, and is on no engine."""
+        if self.router is not None:
+            self.router.ended(number)
+
+    def _enter(self, engine: VirtualEngine, number: int, request: Request, at_s: float) -> None:
+        engine.loop.scheduler.submit(request, at_s)
 
     def _report(self, engine: VirtualEngine, reporter: Reporter, number: int, now_s: float) -> None:
         """Send what there is to report, at most every REPORT_S; an idle engine does so as soon as that has passed."""
@@ -254,32 +279,34 @@ class VirtualServer:
             self._send(now_s + REPORT_S, number, None)
 
     def _send(self, at_s: float, engine: int, what: Message) -> None:
-        heapq.heappush(self._news, (at_s, next(self._told), engine, what))
+        heapq.heappush(self._news, (at_s, next(self._order), engine, what))
 
     def _tell(self, arrivals: ArrivalSource) -> None:
         """Take the earliest news."""
         at_s, _, number, what = heapq.heappop(self._news)
         engine = self.engines[number]
         if isinstance(what, PassEvents):
-            self._deliver(what, at_s, arrivals)
+            self._deliver(number, what, at_s, arrivals)
         elif isinstance(what, EngineReport):
             assert self.router is not None
             self.router.report(number, what)
         elif engine.reporter is not None and engine.loop.idle and engine.reporter.pending:
             self._report(engine, engine.reporter, number, max(at_s, engine.loop.clock.now_s()))
 
-    def _deliver(self, events: PassEvents, at_s: float, arrivals: ArrivalSource) -> None:
+    def _deliver(self, number: int, events: PassEvents, at_s: float, arrivals: ArrivalSource) -> None:
         there_s = self.fronts.delivered_s(at_s, len(events.owners))
         self.now_s = max(self.now_s, there_s)
         self.observer.delivered(events, there_s)
         if self.router is not None:
-            self._note_progress(self.router, events)
+            self._note_tokens(events)
+            for end in events.finished:
+                self.router.ended(int(end.id))
         for _ in events.finished:
             arrivals.ended(there_s)
 
-    def _note_progress(self, router: Router, events: PassEvents) -> None:
-        for id, index in zip(events.owners, events.indexes, strict=True):
-            if not index:
-                router.began(int(id))
-        for end in events.finished:
-            router.ended(int(end.id))
+    def _note_tokens(self, events: PassEvents) -> None:
+        """Tell the router of first tokens."""
+        if self.router is not None:
+            for id, index in zip(events.owners, events.indexes, strict=True):
+                if not index:
+                    self.router.began(int(id))

@@ -20,6 +20,28 @@ def _positive(name: str, value: float) -> None:
         raise BadConfig(f"{name} must be a number above 0, not {value}")
 
 
+def cv_of(arrivals: str) -> float | None:
+    """The coefficient of variation of the gaps that `--arrivals` names; None: the trace's own times.
+
+    >>> cv_of("poisson"), cv_of("gamma:3"), cv_of("replay")
+    (1.0, 3.0, None)
+    """
+    kind, _, number = arrivals.partition(":")
+    if arrivals == "replay":
+        return None
+    if arrivals == "poisson":
+        return 1.0
+    try:
+        cv = float(number) if kind == "gamma" else math.nan
+    except ValueError:
+        cv = math.nan
+    if not 0 < cv < math.inf:
+        raise BadConfig(
+            f"arrivals must be poisson, replay or gamma:CV, with a CV above 0 such as gamma:3; not {arrivals}"
+        )
+    return cv
+
+
 def replay(requests: list[TraceRequest], time_scale: float = 1.0) -> list[TraceRequest]:
     """The trace's own times; a scale of 0.5 makes requests arrive twice as fast."""
     _positive("time scale", time_scale)
