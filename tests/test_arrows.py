@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"kernels", "core"},
     "runner": {"models", "kernels", "files", "machine", "core"},
     "workload": {"core"},
-    "bench": {"engine", "disagg", "sched", "workload", "models", "kernels", "config", "machine", "core"},
+    "bench": {"engine", "disagg", "sched", "workload", "models", "kernels", "config", "machine", "obs", "core"},
     "build": {
         *("config", "core", "kv", "sched", "spec", "engine", "files", "text", "kernels", "machine", "models"),
         *("disagg", "runner", "workload", "build_draft", "build_ranks", "build_types"),

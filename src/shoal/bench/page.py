@@ -25,7 +25,8 @@ CAPTIONS = {
     "timeline": (
         "The batch over time",
         "Each lane is a request, left to right: a thin line while it waits, orange while its prompt is computed, blue "
-        "while it decodes; hatched grey is padding. The dot marks its first token's arrival at the client.",
+        "while it decodes; hatched grey is padding. The dot marks its first token's arrival at the client. To watch it "
+        "move, up to four presets side by side: shoal live live.jsonl, the file beside this report.",
     ),
     "throughput": (
         "Throughput against latency",

@@ -16,9 +16,11 @@ from shoal.cli.calibrate import add_calibrate
 from shoal.cli.chat import add_chat
 from shoal.cli.common import Command
 from shoal.cli.compare import add_compare
+from shoal.cli.demo import add_demo
 from shoal.cli.doctor import add_doctor
 from shoal.cli.generate import add_generate
 from shoal.cli.key import add_key
+from shoal.cli.live import add_live
 from shoal.cli.parser import CommandParser
 from shoal.cli.plan import add_plan
 from shoal.cli.restart import add_restart
@@ -83,6 +85,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan(commands)
     add_tune(commands)
     add_key(commands)
+    add_live(commands)
+    add_demo(commands)
     add_top(commands)
     add_restart(commands)
     add_doctor(commands)

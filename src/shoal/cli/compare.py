@@ -135,8 +135,13 @@ def run_compare(args: argparse.Namespace) -> int:
         from shoal.bench.report import compare_table
 
         print(compare_table(rows))
-        print(f"\nreport: {folder / 'report.html'}")
+        print(f"\nreport: {folder / 'report.html'}\nwatch:  shoal live {folder / 'live.jsonl'}")
     return 0
+
+
+def at_middle_rate(runs: list[Any], plan: "ComparePlan") -> list[Any]:
+    """One run of each preset, for the recording."""
+    return [run for run in runs if run.rate == plan.rates[len(plan.rates) // 2]]
 
 
 def make_folder(folder: Path) -> None:
@@ -345,10 +350,12 @@ def write_report(
     tried: list[dict[str, Any]],
     runs: list[Any],
 ) -> None:
+    from shoal.bench.live_recording import write_recording
     from shoal.bench.page import write_html, write_markdown
     from shoal.bench.plots import draw_all
 
     (folder / "results.json").write_text(json.dumps({"meta": meta, "runs": rows, "tried": tried}, indent=1) + "\n")
     images = draw_all(runs, plan.promise, folder)
     write_html(folder / "report.html", meta, rows, {name: path.read_text() for name, path in images.items()})
+    write_recording(folder / "live.jsonl", at_middle_rate(runs, plan), plan.promise, model=meta["model"])
     write_markdown(folder / "report.md", meta, rows, {name: path.with_suffix(".png") for name, path in images.items()})

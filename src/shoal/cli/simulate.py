@@ -126,7 +126,7 @@ def simulate(args: argparse.Namespace, profile: "Profile") -> int:
     print(f"simulated: {profile.in_words()}")
     print(compare_table(rows))
     if args.requests <= DETAILED:
-        print(f"\nreport: {Path(args.out) / 'report.html'}")
+        print(f"\nreport: {Path(args.out) / 'report.html'}\nwatch:  shoal live {Path(args.out) / 'live.jsonl'}")
     return 0
 
 

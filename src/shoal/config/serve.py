@@ -173,6 +173,11 @@ class ServeConfig(Options):
     response_store_age: float = option(
         30 * 86400.0, "seconds after which a stored response is removed", parse=float, group="server"
     )
+    record: str | None = option(
+        None,
+        "file for a recording of all passes, without text, for shoal live; grows by some MB a minute",
+        group="server",
+    )
     otlp_endpoint: str | None = option(
         None,
         "URL of an OpenTelemetry collector; sends a span per request (needs the extra [otel])",
@@ -208,6 +213,8 @@ class ServeConfig(Options):
                 f"a healthy process may be silent for that long"
             )
         self._check_response_store()
+        if self.record is not None:
+            self._check_folder("record", self.record)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise BadConfig("https needs both --ssl-certfile and --ssl-keyfile")
         for name in ("ssl_certfile", "ssl_keyfile"):
@@ -253,9 +260,13 @@ class ServeConfig(Options):
         if self.response_store is not None:
             if not self.response_store_size:
                 raise BadConfig("response_store names a file, but response_store_size is 0; leave one of them out")
-            folder = Path(self.response_store).absolute().parent
-            if not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise BadConfig(f"response_store cannot be created in {folder}; name a file in a folder to write to")
+            self._check_folder("response_store", self.response_store)
+
+    @staticmethod
+    def _check_folder(name: str, path: str) -> None:
+        folder = Path(path).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+            raise BadConfig(f"{name} cannot be created in {folder}; name a file in a folder to write to")
 
     def _only_with_a_cluster(self, name: str) -> None:
         if self.cluster is None:

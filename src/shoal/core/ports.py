@@ -127,9 +127,9 @@ class EngineClient(Protocol):
         """A stop string was found in output token number `outputs` (from 1): the sample ends there, as "stop"."""
 
     async def ask(self, what: str, engine: int | None = None) -> Any:
-        """'metrics': an engine's metrics as Prometheus text; 'state' and 'load': its tables and its load, as
-        dictionaries; 'passes': its latest passes and requests; 'reset_prefix_cache': forget the cached blocks that no
-        request holds, and how many these were.
+        """'metrics': an engine's metrics as Prometheus text; 'state', 'live' and 'load': its tables, what the live page
+        shows of them, and its load, as dictionaries; 'passes': its latest passes and requests; 'reset_prefix_cache':
+        forget the cached blocks that no request holds, and how many these were.
 
         `engine`: its number; None: any one.
 

@@ -20,6 +20,7 @@ import zmq.asyncio
 
 from shoal.core.clock import Clock, WallClock
 from shoal.core.job import Ending, EngineInfo, Job, Refusal, Sink
+from shoal.core.live import LiveSink, NoLive
 from shoal.core.report import EngineStatus
 from shoal.core.request import Reason
 from shoal.core.turns import TurnTaker
@@ -60,6 +61,7 @@ class ZmqClient:
         self.clock = clock or WallClock()
         self.router = router or Router()
         self._watch = router is not None
+        self.live: LiveSink = NoLive()  # set where passes are kept, before start()
         self._links: dict[int, EngineLink] = {}  # by number
         self.handoffs = FrontHandoffs(self._links, self.router)
         self._given_up = False  # no engine will come back
@@ -287,6 +289,9 @@ class ZmqClient:
         self.handoffs.lost(link.number)
         self._take_from(link, died=True)
         self.router.joined(link.number, link.info.block_size, link.info.role)
+        self.live.up(link.number, link.info.epoch)
+        if self.live.on:
+            link.send(wire.Follow())
         self._leave([one for one in self._links.values() if one.is_leaving])
         await self._place_waiting(pause)
 
@@ -295,6 +300,7 @@ class ZmqClient:
         suspects = self._suspects(link)
         link.gone()
         self.router.left(link.number)
+        self.live.down(link.number)
         self.handoffs.lost(link.number)
         count = self._take_from(link, died=True)
         for live in suspects:
@@ -352,6 +358,9 @@ class ZmqClient:
             for other in self._links.values():
                 if other is not link and other.info is not None:
                     other.send(news)
+
+    def followed(self, link: EngineLink, message: wire.Passes) -> None:
+        self.live.batch(link.number, message.epoch, message.batch)
 
     # ---- without an engine ----------------------------------------------------------------------------------------
 

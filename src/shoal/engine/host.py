@@ -22,12 +22,14 @@ from shoal.core.ports import MakeGrammar
 from shoal.core.request import Reason, Request
 from shoal.engine import view, wire
 from shoal.engine.blackbox import Suspected
+from shoal.engine.block_map import live_view
 from shoal.engine.elsewhere import ServiceElsewhere
 from shoal.engine.host_grammars import Compiling, HostGrammars
 from shoal.engine.host_handoffs import EarlyJob, HostHandoffs
 from shoal.engine.listen import Inbox
 from shoal.engine.load import LoadMeter
 from shoal.engine.loop import EngineLoop
+from shoal.engine.pass_feed import FEED_S, PassFeed
 from shoal.engine.reporter import REPORT_S, Reporter
 from shoal.errors import BadGrammar, EngineError, RequestFailed, ShoalError
 
@@ -94,8 +96,10 @@ class Host:
         self.observers = observers
         self.reporter = Reporter(loop.scheduler)
         self.meter = LoadMeter(loop.scheduler, self.reporter)
+        self.feed = PassFeed(loop.scheduler)
         self.answers = {
             "state": lambda: json.dumps(self.state()).encode(),
+            "live": lambda: json.dumps(live_view(loop.scheduler, loop.clock.now_s())).encode(),
             "load": lambda: json.dumps(self.meter.load()).encode(),
             "reset_prefix_cache": lambda: json.dumps({"forgotten": loop.scheduler.kv.forget_all()}).encode(),
             **(answers or {}),
@@ -117,6 +121,7 @@ class Host:
         self._readers: dict[type[wire.Message], Callable[[bytes, Any], None]] = {
             wire.Hello: self._hello,
             wire.Watch: lambda front, message: self.reporter.watch(front),
+            wire.Follow: lambda front, message: self.feed.follow(front),
             wire.Elsewhere: self._served_elsewhere,
             wire.Ping: lambda front, message: None,
             wire.Submit: self._submit,
@@ -168,6 +173,7 @@ class Host:
         for front, blocks in self.handoffs.blocks():
             self._news(front).blocks.append(blocks)
         self.reporter.note(events)
+        self.feed.take(events)
         self.meter.take(events)
         self._report()
         self._send_news()
@@ -178,10 +184,14 @@ class Host:
         """How long it may do nothing while no message comes."""
         if self.grammars:
             return 0.01
-        return REPORT_S if self.reporter.pending or self._drain_until_s is not None else IDLE_S
+        soon = self.reporter.pending or self._drain_until_s is not None
+        return REPORT_S if soon else FEED_S if self.feed.pending else IDLE_S
 
     def _report(self) -> None:
-        """Tell the fronts that choose among several engines."""
+        """Tell the fronts that follow, and those that choose among several engines."""
+        for front, batch in self.feed.due(self.loop.clock.now_s()).items():
+            if not self._send(front, wire.Passes(self.info.epoch, batch)):
+                self.feed.missed(front)
         if self.reporter.watchers:
             counts = {front: state.submissions for front, state in self.fronts.items()}
             for front, report in self.reporter.reports(counts, self.loop.clock.now_s()).items():
@@ -234,6 +244,7 @@ class Host:
         del self.fronts[front]
         self._outbox.pop(front, None)
         self.reporter.forget(front)
+        self.feed.forget(front)
 
     def _hello(self, front: bytes, message: wire.Hello) -> None:
         """A front that sends Hello has no jobs here: it is new, or takes this engine for a new one."""

@@ -62,6 +62,8 @@ class LinkOwner(Protocol):
 
     def reported(self, link: "EngineLink", message: wire.Report) -> None: ...
 
+    def followed(self, link: "EngineLink", message: wire.Passes) -> None: ...
+
 
 @dataclass
 class Question:
@@ -205,6 +207,9 @@ class EngineLink:
         elif isinstance(message, wire.Report):
             if self._is_of_now(message.epoch):
                 self._owner.reported(self, message)
+        elif isinstance(message, wire.Passes):
+            if self._is_of_now(message.epoch):
+                self._owner.followed(self, message)
         elif isinstance(message, wire.Leaving):
             if self.info is not None:
                 self.is_leaving = True

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from shoal.core.job import Ending, EngineInfo, Job, Refusal
+from shoal.core.live import LiveBatch
 from shoal.core.params import MAX_SAMPLES, SamplingParams
 from shoal.core.report import EngineReport
 from shoal.core.request import Logprobs
@@ -40,6 +41,10 @@ class Hello(Message):
 
 class Watch(Message):
     """The front chooses among several engines, so it wants Reports; the first one is a snapshot."""
+
+
+class Follow(Message):
+    """The front keeps the engine's passes for the live page, so it wants LiveBatches."""
 
 
 class Ping(Message):
@@ -88,7 +93,7 @@ class FinishAt(Message):
 
 
 class Ask(Message):
-    """A question, by its name: metrics, state, load, passes or reset_prefix_cache, which changes something, too."""
+    """A question, by its name: metrics, state, live, load, passes, or reset_prefix_cache, which is also a change."""
 
     number: int
     what: str
@@ -112,7 +117,7 @@ class Arriving(Message):
     slots: list[int]  # their places in the outbox
 
 
-FrontMessage: TypeAlias = Hello | Watch | Ping | Submit | Abort | FinishAt | Ask | Elsewhere | Arriving
+FrontMessage: TypeAlias = Hello | Watch | Follow | Ping | Submit | Abort | FinishAt | Ask | Elsewhere | Arriving
 
 
 # ---- from the engine to a front
@@ -170,11 +175,18 @@ class Report(Message):
     report: EngineReport
 
 
+class Passes(Message):
+    """What the engine did lately, for fronts that follow; at most ten a second."""
+
+    epoch: int
+    batch: LiveBatch
+
+
 class Leaving(Message):
     """The engine is about to end: fronts should move their jobs to another one, if there is one."""
 
 
-EngineMessage: TypeAlias = Ready | Pass | Reply | Report | Leaving
+EngineMessage: TypeAlias = Ready | Pass | Reply | Report | Passes | Leaving
 
 
 # ---- packing

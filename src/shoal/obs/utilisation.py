@@ -26,15 +26,27 @@ class Utilisation:
     def learn(self, rates: DeviceRates) -> None:
         self.rates = rates
 
+    def _of(self, events: PassEvents) -> tuple[float, float]:
+        """FLOP and bytes of one pass."""
+        computed = events.computed_tokens + events.padded_tokens
+        # padding attends as far as what it pads
+        flop = self.work.flop(computed, events.lines, events.pairs * computed / events.computed_tokens)
+        return flop, self.work.moved_bytes(1, events.kv_reads + computed)
+
+    def of_pass(self, events: PassEvents) -> tuple[float | None, float | None]:
+        """MFU and MBU of one pass; None: not known."""
+        if self.rates is None or not events.scheduled_ids or events.busy_s <= 0:
+            return None, None
+        flop, moved = self._of(events)
+        return flop / events.busy_s / self.rates.flop_s, moved / events.busy_s / self.rates.bytes_s
+
     def take(self, events: PassEvents) -> None:
         if not events.scheduled_ids:
             return
         computed = events.computed_tokens + events.padded_tokens
         rejected = sum(events.proposed.values()) - sum(events.accepted.values())
         useful = max(0, events.computed_tokens - events.recomputed_tokens - rejected) / computed
-        # padding attends as far as what it pads
-        flop = self.work.flop(computed, events.lines, events.pairs * computed / events.computed_tokens)
-        moved = self.work.moved_bytes(1, events.kv_reads + computed)
+        flop, moved = self._of(events)
         self.flop += flop
         self.useful_flop += flop * useful
         self.moved_bytes += moved

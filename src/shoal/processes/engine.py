@@ -178,6 +178,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         make_grammar=made[0].make if made else None,
         suspects=suspects,
     )
+    host.feed.shares = use.of_pass
     about = describe(built)
     host.answers["state"] = lambda: json.dumps({**host.state(), "utilisation": use.state()}).encode()
     host.answers["passes"] = lambda: json.dumps({**about, **seen_by(host, use), **recent.state()}).encode()

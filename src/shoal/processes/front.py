@@ -38,6 +38,7 @@ from shoal.processes.hooks import LOOP_FACTORY, hook
 from shoal.routing.router import Router
 from shoal.server.app import Front
 from shoal.server.front_metrics import SocketFronts
+from shoal.server.live_routes import record
 from shoal.server.protocol import make_server
 from shoal.server.response_store import NoStore, ResponseStore, SqliteStore
 from shoal.server.settings import ServerSettings
@@ -103,13 +104,14 @@ async def run(config: Mapping[str, Any]) -> None:
         limiter,
         store := open_store(config, serve),
     )
+    client.live = front.live.ring  # nothing was awaited since start(): no engine is known yet
     if config.get("supervised"):
         front.restart_engines = restart_engines
     front.other_fronts = others = SocketFronts(Path(config["folder"]), lasting_name(config), front.tell)
     gc.collect()
     gc.freeze()  # what exists now stays: going through it again and again would hold up the event loop
     gc.set_threshold(*GC_THRESHOLDS)
-    async with others.open(), template_worker(front), followed_members(client, config):
+    async with others.open(), template_worker(front), followed_members(client, config), recording(front, config, serve):
         await answer(front, serve, config, client)
     await client.close()
     await limiter.close()
@@ -130,6 +132,21 @@ async def template_worker(front: Front) -> AsyncIterator[None]:
         yield
     finally:
         await worker.close()
+
+
+@asynccontextmanager
+async def recording(front: Front, config: Mapping[str, Any], serve: ServeConfig) -> AsyncIterator[None]:
+    """Write the passes to a file, if one is named; the first front does."""
+    name, _, life = str(config["name"]).partition(".")
+    if serve.record is None or name != "front-0":
+        yield
+        return
+    task = asyncio.create_task(record(front.live, Path(serve.record), life != "0"), name="recording")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 @asynccontextmanager

@@ -40,6 +40,8 @@ from shoal.server.hosts import Hosts
 from shoal.server.info_routes import InfoRoutes
 from shoal.server.jobs import Call, CollectSink
 from shoal.server.limits import KeyGate
+from shoal.server.live import LiveHub, LiveRing
+from shoal.server.live_routes import LiveRoutes
 from shoal.server.logprobs import TokenNames
 from shoal.server.ollama_routes import OllamaRoutes
 from shoal.server.prepare import GrammarChecker, Preparer
@@ -144,6 +146,7 @@ class Front:
         self.answer_memory = AnswerMemory(settings.max_answer_logprobs)
         self.hosts = Hosts(settings.host, settings.allowed_hosts)
         self.body_memory = BodyMemory(settings.max_body_memory_bytes)
+        self.live = LiveHub(LiveRing(), client, lambda: {"model": settings.model, "version": settings.version})
         self.draining = False
         self.active = 0
         self.calls: set[Call] = set()
@@ -165,7 +168,7 @@ class Front:
 
     def _routes(self) -> Router:
         info, debug, ollama, server = InfoRoutes(self), Debug(self), OllamaRoutes(self), ServerRoutes(self)
-        responses = ResponseRoutes(self, self.responses)
+        responses, live = ResponseRoutes(self, self.responses), LiveRoutes(self, self.live, info.page)
         paths: list[tuple[str, str, dict[str, Any]]] = [
             *(
                 (one.path, one.path, {"POST": partial(self._generate, dialect=one), "errors": one.error})
@@ -194,6 +197,8 @@ class Front:
             *((path, path, {"POST": info.detokenize}) for path in ("/detokenize", "/v1/detokenize")),
             ("/version", "/version", {"GET": info.version}),
             ("/metrics", "/metrics", {"GET": info.metrics}),
+            ("/live", "/live", {"GET": live.page, "offers": BASIC}),
+            ("/live/events", "/live/events", {"GET": live.events, "offers": BASIC}),
             ("/debug/requests", "/debug/requests", {"GET": debug.requests}),
             ("/debug/passes", "/debug/passes", {"GET": debug.passes}),
             ("/admin/restart", "/admin/restart", {"POST": debug.restart}),
@@ -207,7 +212,9 @@ class Front:
             ("/openapi.json", "/openapi.json", {"GET": info.openapi, "offers": BASIC}),
         ]
         page = {"GET": info.page, "offers": BASIC}  # the only way for a browser to send a key
-        paths += [(path, "/static" if path.startswith("/static/") else path, page) for path in info.pages]
+        paths += [
+            (path, "/static" if path.startswith("/static/") else path, page) for path in info.pages if path != "/live"
+        ]
         ollama_prefix = "/api/"  # its users send JSON undeclared: the examples in its docs do
         routes = [
             Route(path, Endpoint(self, name, any_kind=path.startswith(ollama_prefix), **how))

@@ -10,6 +10,7 @@ from shoal.core.ports import EngineClient
 from shoal.server.dialects.base import Dialect
 from shoal.server.front_metrics import FrontCounters, OtherFronts
 from shoal.server.limits import KeyGate
+from shoal.server.live import LiveHub
 from shoal.server.prepare import Preparer
 from shoal.server.settings import ServerSettings
 
@@ -25,6 +26,7 @@ class FrontView(Protocol):
     other_fronts: OtherFronts
     draining: bool
     active: int
+    live: LiveHub
     restart_engines: Callable[[], None] | None
 
     @property

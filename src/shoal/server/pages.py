@@ -16,7 +16,7 @@ KINDS = {
     "ico": b"image/x-icon",
     "woff2": b"font/woff2",
 }
-PAGES = {"/": "index.html", "/docs": "docs.html"}
+PAGES = {"/": "index.html", "/docs": "docs.html", "/live": "live.html"}
 # Pages run only scripts of this server and connect only to it.
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

@@ -1,0 +1,145 @@
+"""Screenshots and the animation of the live page, taken with Chromium from a real run of `shoal demo`.
+
+    .venv/bin/python -m benchmarks.live_pictures docs/img [MODEL]
+
+Writes live.png, live-dark.png, live-phone.png, live-story.png and live.gif; with --panes FILE (a recording of shoal
+compare or simulate) live-panes.png instead.
+"""
+
+import argparse
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+from PIL import Image
+
+from shoal.cli.live import joined, make_handler
+from tests.server.chromium import Browser, Tab
+
+SIZE = (1440, 900)
+FRAMES, FRAME_S, SHOWN_MS, WIDTH, COLOURS = 64, 0.4, 160, 960, 48
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--panes", metavar="FILE", help="a recording with several runs")
+    parser.add_argument("--names", metavar="NAMES", help="which of them")
+    parser.add_argument("--crash-at", type=float, default=34.0, help="second of the crash (default: 34)")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as profile:
+        browser = Browser(Path(profile))
+        try:
+            take_panes(browser, args) if args.panes else take_demo(browser, args)
+        finally:
+            browser.close()
+
+
+def take_demo(browser: Browser, args: argparse.Namespace) -> None:
+    command = [sys.executable, "-m", "shoal", "demo", *([args.model] if args.model else []), "--no-open"]
+    command += ["--seconds", "600", "--crash-at", str(args.crash_at)]
+    demo = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
+    assert demo.stdout is not None
+    assert demo.stdin is not None
+    try:
+        found = re.search(r"(http\S+)", demo.stdout.readline())
+        assert found is not None, "the demo did not start"
+        begun_s = time.monotonic()
+        tab = browser.open()
+        tab.look(width=SIZE[0], height=SIZE[1], dark=False)
+        tab.go(found[1])
+        wait(begun_s + args.crash_at - 6)
+        tab.shot(args.folder / "live.png")
+        frames = film(tab)
+        write_gif(frames, args.folder / "live.gif")
+        pick_giant(tab)
+        tab.shot(args.folder / "live-story.png")
+        tab.run("document.getElementById('story-close').click()")
+        tab.look(dark=True)
+        time.sleep(1.0)
+        tab.shot(args.folder / "live-dark.png")
+        tab.look(width=390, height=844, dark=False)
+        time.sleep(1.0)
+        tab.shot(args.folder / "live-phone.png")
+        assert tab.complaints() == []
+        demo.stdin.write("q\n")
+        demo.stdin.flush()
+        print(demo.stdout.read())
+    finally:
+        demo.terminate()
+        demo.wait(60)
+
+
+def wait(until_s: float) -> None:
+    time.sleep(max(0.0, until_s - time.monotonic()))
+
+
+def film(tab: Tab) -> list[Image.Image]:
+    """Frames of the seconds around the crash."""
+    frames, begun_s = [], time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(FRAMES):
+            wait(begun_s + number * FRAME_S)
+            path = Path(folder) / "frame.png"
+            tab.shot(path)
+            image = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
+            frames.append(image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS))
+    return frames
+
+
+def write_gif(frames: list[Image.Image], path: Path) -> None:
+    """One palette for all frames, so that what stands still stays the same and takes no room."""
+    sheet = Image.new("RGB", (WIDTH, frames[0].height * 3))
+    for row, frame in enumerate((frames[0], frames[len(frames) // 2], frames[-1])):
+        sheet.paste(frame, (0, row * frame.height))
+    palette = sheet.quantize(COLOURS)
+    drawn = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=SHOWN_MS, loop=0, optimize=True)
+    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+
+
+def pick_giant(tab: Tab) -> None:
+    """Click the lane of the giant prompt, if it is in sight, or of the request that is oldest."""
+    x, y = tab.run(
+        """(() => {
+          const pane = shoalLive.panes()[0], {layout, scale} = pane.drawn, box = pane.lanes.getBoundingClientRect();
+          const seen = [...pane.model.lanes.values()].filter((lane) => lane.end > scale.from + 1);
+          const lane = seen.find((one) => one.tenant === "giant") ?? seen[0], part = lane.parts.at(-1);
+          const band = layout.bands.find((one) => one.engine.number === part.engine);
+          const t = (Math.max(part.a, scale.from) + Math.min(part.b, shoalLive.view.edge)) / 2;
+          return [box.left + scale.x(t), box.top + band.y + (band.slots.indexOf(part.slot) + 0.5) * layout.step];
+        })()"""
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        tab.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    time.sleep(0.8)
+
+
+def take_panes(browser: Browser, args: argparse.Namespace) -> None:
+    text = "\n".join(joined([args.panes], args.names.split(",") if args.names else None))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(text.encode()))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    tab = browser.open()
+    tab.look(width=1600, height=800, dark=False)
+    tab.go(f"http://127.0.0.1:{server.server_address[1]}/live#replay")
+    tab.wait("shoalLive.panes().length > 0")
+    tab.run(
+        "(() => { const one = document.getElementById('scrub'); one.value = '320';"
+        " one.dispatchEvent(new Event('input')); })()"
+    )
+    time.sleep(1.0)
+    tab.shot(args.folder / "live-panes.png")
+    server.shutdown()
+
+
+if __name__ == "__main__":
+    main()
