@@ -1,6 +1,6 @@
 """What predicts the gain of continuous over static batching? On the simulator: the engine's scheduler, virtual time.
 
-    python -m benchmarks.gain [--profile llama-8b-h200] [--quick] [--out docs/reports/gain]
+    python -m benchmarks.gain [--profile llama-8b-h200] [--parts saturated,equal_latency,orca] [--out docs/reports/gain]
 
 Two questions, for output lengths of several means and coefficients of variation (cv), and batches of several sizes:
 
@@ -15,11 +15,13 @@ GPT-3 175B on 16 A100, prompts of 32–512 and outputs of 1–128 tokens, at twi
 
 import argparse
 import json
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from shoal.bench.record import Promise
 from shoal.bench.tally import RunTally
 from shoal.config.engine import EngineConfig
 from shoal.core.events import PassEvents
+from shoal.core.names import pick
 from shoal.engine.loop import EngineLoop
 from shoal.sim.cost import DeviceTimes
 from shoal.sim.engines import simulated_loop
@@ -190,21 +193,28 @@ def orca_point(requests: int) -> dict[str, float]:
 # ---- the report
 
 
-def measure(profile: Profile, quick: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def saturated_rows(profile: Profile, quick: bool) -> Iterator[dict[str, Any]]:
     means, cvs, sizes = ((100,), (0.0, 1.0), (8,)) if quick else ((100, 2000), (0.0, 0.5, 1.0, 2.0), (8, 32, 128))
-    for mean in means:
-        for slots in sizes:
-            for cv in cvs:
-                case = Case(mean, cv, slots)
-                speeds = saturated(profile, case, 4 if quick else 6)
-                gain = speeds["continuous"] / speeds["static"]
-                yield "saturated", {**asdict(case), **speeds, "gain": gain, "predicted": case.predicted()}
-    cases = [Case(100, cv, slots) for slots in sizes for cv in cvs if cv != 0.5]
-    for case in cases + ([] if quick else [Case(1000, 1.0, 8)]):
-        requests = case.requests(40 if quick else max(60, 12_000 // case.mean) * max(1, case.slots // 64))
-        for row in equal_latency(profile, (case.slots,), requests, LIMITS[:1] if quick else LIMITS):
-            yield "equal_latency", {**asdict(case), **row}
-    yield "orca", orca_point(40 if quick else 160)
+    for mean, slots, cv in product(means, sizes, cvs):
+        case = Case(mean, cv, slots)
+        speeds = saturated(profile, case, 4 if quick else 6)
+        gain = speeds["continuous"] / speeds["static"]
+        yield {**asdict(case), **speeds, "gain": gain, "predicted": case.predicted()}
+
+
+def latency_rows(profile: Profile, quick: bool) -> Iterator[dict[str, Any]]:
+    sizes, cvs = ((8,), (1.0,)) if quick else ((8, 32), (0.0, 1.0, 2.0))
+    for slots, cv in product(sizes, cvs):
+        case = Case(100, cv, slots)
+        for row in equal_latency(profile, (slots,), case.requests(40 if quick else 120), LIMITS):
+            yield {**asdict(case), **row}
+
+
+def orca_rows(profile: Profile, quick: bool) -> Iterator[dict[str, Any]]:
+    yield orca_point(40 if quick else 160)
+
+
+PARTS = {"saturated": saturated_rows, "equal_latency": latency_rows, "orca": orca_rows}
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
@@ -219,6 +229,8 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         cell = f"{one['gain']:.1f}{TIMES} ({one['predicted']:.1f})"
         rows.setdefault((one["mean"], one["slots"]), []).append(cell)
     lines += [f"| {mean:,} tokens, {slots} | " + " | ".join(cells) + " |" for (mean, slots), cells in rows.items()]
+    if "equal_latency" not in found or "orca" not in found:
+        return "\n".join(lines)
     limits = sorted({one["limit"] for one in found["equal_latency"]})
     lines += [
         "",
@@ -259,11 +271,13 @@ def draw(found: dict[str, list[dict[str, Any]]], folder: Path, about: str) -> No
         left.plot(cvs, [one["predicted"] for one in rows], color=plot_style.SOFT, linewidth=0.8, linestyle=":")
         for cv, line in ((0.0, ":"), (1.0, "-")):
             apart = [
-                one for one in found["equal_latency"] if one["slots"] == size and one["cv"] == cv and one["mean"] == 100
+                one
+                for one in found.get("equal_latency", ())
+                if one["slots"] == size and one["cv"] == cv and one["mean"] == 100
             ]
             style = {**looks[name].as_line(), "linestyle": line}
             right.plot([one["limit"] for one in apart], [one["gain"] for one in apart], **style)
-    orca = found["orca"][0]
+    orca = found.get("orca", [{"limit": math.nan, "gain": math.nan}])[0]
     right.plot([orca["limit"]], [orca["gain"]], "*", markersize=13, color=plot_style.TEXT)
     right.annotate("Orca's setting", (orca["limit"], orca["gain"]), (8, 0), textcoords="offset points", fontsize=9)
     plot_style.label(left, "coefficient of variation of the output length", "times the tokens per second",
@@ -272,6 +286,9 @@ def draw(found: dict[str, list[dict[str, Any]]], folder: Path, about: str) -> No
                      "at equal latency, mean 100 tokens (dotted: cv 0, solid: cv 1)")  # fmt: skip
     for axes in (left, right):
         plot_style.log_axis(axes, "y")
+    if "equal_latency" not in found:
+        right.set_axis_off()
+        right.set_title("", loc="left")
     plot_style.legend(figure, *left.get_legend_handles_labels())
     plot_style.save(figure, folder, "gain")
 
@@ -280,16 +297,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="llama-8b-h200", metavar="NAME|FILE")
     parser.add_argument("--quick", action="store_true", help="few cases, to see that it runs")
+    parser.add_argument("--parts", default=",".join(PARTS), help="run these, and keep the others of an earlier run")
     parser.add_argument("--out", default="docs/reports/gain", metavar="DIR")
     args = parser.parse_args()
-    profile = read_profile(args.profile)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for kind, row in measure(profile, args.quick):
-        found.setdefault(kind, []).append(row)
-        print(kind, {name: round(value, 4) for name, value in row.items()}, flush=True)
-    folder = Path(args.out)
+    profile, folder = read_profile(args.profile), Path(args.out)
+    file = folder / "gain.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for part in args.parts.split(","):
+        found[part] = []
+        for row in pick(PARTS, part, "part")(profile, args.quick):
+            found[part].append(row)
+            print(part, {name: round(value, 4) for name, value in row.items()}, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "gain.json").write_text(json.dumps({"profile": profile.in_words(), **found}, indent=1) + "\n")
+    file.write_text(json.dumps({**found, "profile": profile.in_words()}, indent=1) + "\n")
     draw(found, folder, f"simulated: {profile.in_words()}")
     print(table(found))
 
