@@ -53,7 +53,7 @@ def test_a_folder_for_temporary_files_that_is_too_long_for_sockets(tmp_path: Pat
 def test_a_hang_timeout_that_would_kill_healthy_processes(tmp_path: Path, tiny_model: Path) -> None:
     code, said = refused(tmp_path, tiny_model, "--hang-timeout", "1")
     assert code == 2
-    assert "hang_timeout must be 0 (never) or at least 5 seconds, not 1" in said
+    assert "--hang-timeout must be 0 (never) or at least 5 seconds, not 1" in said
 
 
 def test_a_key_of_a_tier_that_there_is_not(tmp_path: Path, tiny_model: Path) -> None:
