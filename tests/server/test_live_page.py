@@ -194,11 +194,11 @@ def test_light_and_dark(browser: Browser, busy: LiveServer) -> None:
     with opened(browser, busy.url, dark=True) as tab:
         tab.wait(f"{MODEL}.engine(0).decoding.size === 8")
         paper = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
-        assert tab.run(paper) < 60
+        tab.wait(f"{paper} < 60")
         tab.click("#theme")
-        assert tab.run(paper) > 200
+        tab.wait(f"{paper} > 200")
         tab.go(busy.url)
-        assert tab.run(paper) > 200, "the choice is kept"
+        tab.wait(f"{paper} > 200")  # the choice is kept
 
 
 def test_two_watchers_see_the_same(browser: Browser, busy: LiveServer) -> None:

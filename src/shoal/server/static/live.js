@@ -21,13 +21,7 @@ let lastFrame = 0, lastPanels = 0, playedAt = null;
 // ---- panes
 
 function makePane(name, keepAll) {
-  const element = document.createElement("article");
-  element.className = "pane";
-  element.innerHTML = `<h2 hidden><span></span> <span class="note"></span></h2>
-    <canvas class="lanes" role="img" tabindex="0" aria-label="The batch: one lane per request, newest at the right"></canvas>
-    <div class="empty" hidden><strong>No request in sight</strong>
-      <p>Each request will be a lane here: its prompt in orange, its tokens in blue. Send one:</p><code></code></div>
-    <canvas class="strip" role="img" aria-label="Passes: tokens against the budget, and how long each took"></canvas>`;
+  const element = $("pane").content.cloneNode(true).firstElementChild;
   const pane = {
     name, model: new LiveModel(keepAll, name), element, lanes: element.querySelector(".lanes"),
     strip: element.querySelector(".strip"), empty: element.querySelector(".empty"), left: 12, drawn: null, lines: [], at: 0,
