@@ -1,14 +1,13 @@
 """The spare process: when it is started, taken and given up. Real processes of a small program."""
 
 import os
-import select
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shoal.engine.spare import CALM_S, PATIENCE_S, RETRY_S, NoSpare, Spare
+from shoal.engine.spare import CALM_S, RETRY_S, NoSpare, Spare
 
 PROGRAM = """
 import os, sys
@@ -51,28 +50,9 @@ def test_it_is_taken_once_and_reads_its_config_then(spare: Spare) -> None:
     assert taken.process.stdin is not None
     with taken.process.stdin as pipe:
         pipe.write(f"{taken.its_pipe} hello".encode())
-    assert os.read(taken.pipe, 100) == f"['spare', '{taken.its_pipe}'] {taken.its_pipe} hello".encode()
+    assert os.read(taken.pipe, 100) == f"['spare'] {taken.its_pipe} hello".encode()
     assert taken.process.wait() == 0
     os.close(taken.pipe)
-
-
-def test_it_is_settled_when_it_has_loaded_or_is_waited_for_in_vain(spare: Spare, tmp_path: Path) -> None:
-    assert NoSpare().settled(0.0)
-    assert not spare.settled(0.0), "it will be started"
-    spare.tend(True, 0.0)
-    assert not spare.settled(1.0)
-    assert spare.settled(1.0 + PATIENCE_S)
-    spare.end()
-    (tmp_path / "patient.py").write_text("import os, sys\nos.write(int(sys.argv[2]), b'loaded\\n')\n" + PROGRAM)
-    spare.tend(True, 2.0)
-    assert spare.launched is not None
-    assert select.select([spare.launched.pipe], [], [], 60)[0]
-    assert spare.settled(2.0)
-    assert spare.settled(2.0), "it said so once"
-    spare.launched.process.kill()
-    spare.launched.process.wait()
-    spare.tend(True, 3.0)
-    assert spare.settled(3.0), "the next one is not started soon"
 
 
 def test_one_that_ended_is_not_taken_and_replaced_after_a_while(spare: Spare) -> None:

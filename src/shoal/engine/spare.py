@@ -6,7 +6,6 @@ have just moved to other engines. Owns that one process. Does not know configs, 
 
 import logging
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,9 +13,6 @@ from dataclasses import dataclass
 
 CALM_S = 1.0  # all engines have been ready for so long before a spare process is started
 RETRY_S = 60.0  # after one that ended by itself
-PATIENCE_S = 60.0  # for one to load; then what it should make easier is done without it
-
-LOADED = b"loaded\n"  # what it says then
 
 log = logging.getLogger("shoal.engine.supervise")
 
@@ -30,10 +26,8 @@ class Launched:
     its_pipe: int  # the number of the other end, in that process
 
 
-def launch(module: str, fds: Sequence[int] = (), spare: bool = False) -> Launched:
-    """spare: it says on its pipe when it has loaded."""
+def launch(module: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) -> Launched:
     read, write = os.pipe()
-    arguments = ["spare", str(write)] if spare else []
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -57,10 +51,6 @@ class NoSpare:
     def tend(self, calm: bool, now_s: float) -> None:
         pass
 
-    def settled(self, now_s: float) -> bool:
-        """Whether the next engine starts as soon as it can."""
-        return True
-
     def take(self, module: str) -> Launched | None:
         return None
 
@@ -75,8 +65,6 @@ class Spare(NoSpare):
         self.module = module
         self.launched: Launched | None = None
         self._not_before_s = 0.0
-        self._launched_s = 0.0
-        self._loaded = False
 
     @property
     def due_s(self) -> float:  # type: ignore[override]
@@ -93,24 +81,10 @@ class Spare(NoSpare):
             self._not_before_s = max(self._not_before_s, now_s + CALM_S)
         elif self.launched is None and now_s >= self._not_before_s:
             try:
-                self.launched = launch(self.module, spare=True)
-                self._launched_s, self._loaded = now_s, False
+                self.launched = launch(self.module, arguments=["spare"])
             except OSError as error:  # no memory, or too many processes
                 log.warning("cannot start a spare engine process: %s", error)
                 self._not_before_s = now_s + RETRY_S
-
-    def settled(self, now_s: float) -> bool:
-        if self.launched is None:
-            return self._not_before_s - now_s > CALM_S  # there will be none for a while
-        return self._hear() or now_s - self._launched_s > PATIENCE_S
-
-    def _hear(self) -> bool:
-        """Whether it has loaded. Reads what it says of that, which is not for the engine's supervisor."""
-        assert self.launched is not None
-        if not self._loaded and select.select([self.launched.pipe], [], [], 0)[0]:
-            os.read(self.launched.pipe, len(LOADED))  # nothing, if it has ended
-            self._loaded = True
-        return self._loaded
 
     def take(self, module: str) -> Launched | None:
         """The spare process if it runs this program. None: start another one."""

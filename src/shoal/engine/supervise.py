@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from shoal.core.clock import Clock, WallClock
-from shoal.engine.spare import LOADED, NoSpare, launch
+from shoal.engine.spare import NoSpare, launch
 from shoal.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -165,8 +165,6 @@ class Supervisor:
         self._restarting = None
         if not self._to_restart or not all(one.ready or one.given_up for one in self.engines):
             return
-        if not self._spare.settled(now_s):
-            return  # loaded while all engines run, it takes nothing from streams that have just moved
         child = self._restarting = self._to_restart.popleft()
         if child.process is None:
             return  # given up meanwhile
@@ -310,7 +308,7 @@ class Supervisor:
     def _longest_sleep_s(self) -> float:
         now_s = self.clock.now_s()
         starts = [c.start_at_s - now_s for c in self.children if c.process is None and not c.given_up]
-        watched = any(child.watched for child in self.children) or self._restarting is not None or self._to_restart
+        watched = any(child.watched for child in self.children) or self._restarting is not None
         return max(0.0, min([*starts, self._spare.due_s - now_s, LOOK_S if watched else 60.0]))
 
     def _sleep(self, most_s: float) -> None:
@@ -331,8 +329,6 @@ class Supervisor:
             return
         if data:
             child.heard_s = self.clock.now_s()
-            if data == LOADED:
-                return  # it was a spare process that was taken before it had loaded
             child.ready = child.was_ready = True
             child.up = child.up or b"up" in data
         else:

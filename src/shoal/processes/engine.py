@@ -25,7 +25,6 @@ from shoal.engine.blackbox import Suspected
 from shoal.engine.host import Host, InboxClock
 from shoal.engine.listen import Inbox, Listening, listening_of
 from shoal.engine.refusal import say_refused
-from shoal.engine.spare import LOADED
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, name_process, say_ready
 from shoal.errors import EngineLost, ShoalError
 from shoal.machine.shares import VISIBLE, MachineShare
@@ -36,21 +35,20 @@ from shoal.obs.utilisation import Utilisation
 from shoal.processes.hooks import EXECUTOR_WRAPPER, hook
 from shoal.text.grammar import Grammars, warming
 
-SPARE_NICENESS = 10  # of 19; with it a thread gets about a tenth of what a busy one without it gets
+SPARE_NICENESS = 5  # of 19; with it a thread gets about a third of what a busy one without it gets
 
 log = logging.getLogger("shoal.processes.engine")
 
 
 def main(run: Callable[[Mapping[str, Any]], None], name: str = "shoal-engine") -> int:
-    """Read the config, run the program, return its exit code. With the arguments `spare FD` the config may come much
-    later; what takes long to load is loaded before it, and FD is told."""
+    """Read the config, run the program, return its exit code. With the argument `spare` the config may come much later,
+    and what takes long to load is loaded before it."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):  # the supervisor handles the first two
         signal.signal(number, signal.SIG_IGN)
-    if sys.argv[1:2] == ["spare"]:
+    if sys.argv[1:] == ["spare"]:
         name_process("shoal-spare")
         load_behind_others()
-        os.write(int(sys.argv[2]), LOADED)
     config = json.load(sys.stdin)
     name_process(name)
     set_up_logs(config["log_level"], config["log_format"])
