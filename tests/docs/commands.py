@@ -166,9 +166,9 @@ class Checkout:
         text = "\n".join(one.text for one in before if not one.not_run and one.server == block.server)
         text = text.replace(":8000", f":{self.port}")
         runner = (
-            "import ast, asyncio, inspect, sys\n"
+            "import ast, asyncio, inspect, sys, types\n"
             "code = compile(sys.stdin.read(), 'block', 'exec', flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)\n"
-            "made = eval(code, {'__name__': '__main__'})\n"
+            "made = types.FunctionType(code, {'__name__': '__main__'})()\n"
             "if inspect.iscoroutine(made): asyncio.run(made)\n"
         )
         done = subprocess.run(
