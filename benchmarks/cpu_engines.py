@@ -34,13 +34,15 @@ Task = dict[str, Any]
 def shoal(task: Task) -> Run:
     from shoal import LLM, SamplingParams
 
-    small = task["variant"] == "int8"
+    kind, _, level = task["variant"].partition("-")  # such as int8, or float32-avx512
+    small = kind == "int8"
     llm = LLM(
         task["model"],
         load_format="dummy" if task["dummy"] else "auto",
-        dtype="auto" if small else task["variant"],
+        dtype="auto" if small else kind,
         quantization="int8" if small else "none",
         device="cpu",  # also where there is a GPU
+        cpu_kernels=level or "auto",
         threads=task["threads"],
         max_num_seqs=SLOTS,
         max_num_batched_tokens=PASS_TOKENS,

@@ -42,7 +42,7 @@ from shoal.workload.lengths import Lengths, random_prompts
 SHAPES = ((1, 1), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5), (256, 1), (256, 2))
 PROFILED = ((1, 1), (1, 5), (8, 1), (8, 5))
 CONTEXT, REPLAYS, DRAFTS = 300, 30, 4
-RUNS = ((1, 512, 3), (8, 256, 3), (32, 256, 2), (256, 128, 2))  # requests, output tokens, rounds
+RUNS = ((1, 512, 6), (8, 256, 3), (32, 256, 2), (256, 128, 2))  # requests, output tokens, rounds
 ShapeFor = Callable[[int, int, int], skinny.Shape | None]
 
 
@@ -193,20 +193,22 @@ def time_engine() -> None:
             for rows, output, rounds in RUNS:
                 lengths = [Lengths(128, output)] * rows
                 prompts = random_prompts(lengths, loaded.spec.vocab_size)
-                rates = []
+                rates, tokens = [], []
                 for number in range(rounds + 1):
                     watch = Watch(rows)
                     run = run_throughput(
-                        built.loop, lengths, prompts, False, f"{rows}/{number} ", watch.see, speculate=speculate
-                    )
+                        built.loop, lengths, prompts, False, f"{rows}/{number} ", watch.see, speculate=speculate,
+                        first_seed=number * rows,  # other coins in every round
+                    )  # fmt: skip
                     if number:  # the first is a warm-up
                         rates.append(run.output_tok_s)
-                rate = statistics.median(rates)
+                        tokens.append(statistics.mean(watch.tokens))
+                rate = len(rates) / sum(1 / one for one in rates)  # over all rounds together
                 ratio = rate / best.setdefault(rows, rate)
                 busy, took = statistics.median(watch.busy_s) * 1000, statistics.median(watch.took_s) * 1000
-                tokens = statistics.mean(watch.tokens)
+                each = statistics.mean(tokens)
                 table.append(
-                    f"{rows:>5} {speculate:>14} {rate:>10,.1f} {ratio:6.2f} {tokens:10.2f} {busy:8.2f} {took:8.2f}"
+                    f"{rows:>5} {speculate:>14} {rate:>10,.1f} {ratio:6.2f} {each:10.2f} {busy:8.2f} {took:8.2f}"
                 )
                 print(table[-1], flush=True)
             built.loop.close()

@@ -111,6 +111,7 @@ class NoOps(Nothing):
 class NoModel(Nothing):
     ops = NoOps()
     shard = WHOLE
+    dtype = torch.bfloat16
     spec = SimpleNamespace(heads=32, kv_heads=8, head_dim=128, hidden_size=HIDDEN, vocab_size=VOCAB)
 
     def forward(self, ids: torch.Tensor, *_: object) -> torch.Tensor:

@@ -60,8 +60,10 @@ def run_throughput(
     after_pass: Callable[[PassEvents], None] = lambda events: None,
     params: SamplingParams | None = None,
     speculate: str = "off",
+    first_seed: int = 0,
 ) -> Throughput:
-    """Submit everything, step until idle, count. `params`: sampling parameters other than lengths; default: greedy."""
+    """Submit everything, step until idle, count. `params`: sampling parameters other than lengths; default: greedy.
+    `first_seed`: of the first request; the others count on."""
     outputs = sum(one.output for one in lengths)
     passes = computed = recomputed = preemptions = scheduled = drafted = accepted = 0
     peak = 0.0
@@ -69,7 +71,7 @@ def run_throughput(
     begun = time.perf_counter()
     for number, (one, prompt) in enumerate(zip(lengths, prompts, strict=True)):
         own = replace(params or SamplingParams(temperature=0.0), max_tokens=one.output, ignore_eos=True).resolved({})
-        loop.submit(Request(f"{name}{number}", prompt, own, seed=number))
+        loop.submit(Request(f"{name}{number}", prompt, own, seed=first_seed + number))
     with tqdm(total=outputs, unit="tok", disable=not progress) as bar:
         while not loop.idle:
             events = loop.step()

@@ -24,6 +24,9 @@ from shoal.sched.steptime import LONGEST_S, StepModel
 FADE = 0.04  # what the newest pass counts in the mean of its size, at least
 FOLLOW = 0.2  # how much of a change of pace is followed with one pass
 WILD = 1.5  # a pass that took more times what was expected than this counts as so many times that
+FIRST_WILD = 4.0  # … of a size without drafts that is hardly known
+SEEN = 3  # passes after which a size counts as measured; the first is what was expected
+STALE = 64  # passes after which it must be measured again
 TRUSTED = 25  # passes that one size counts for, at most
 FORGET = 1024  # passes
 SMOOTH = 0.005  # by which share a size may change before the curve is made again
@@ -71,24 +74,25 @@ class DecodeTimes:
     def known(self) -> bool:
         return bool(self._sizes)
 
-    def learn(self, positions: int, kv_read: int, seconds: float) -> None:
-        """A pass without prompts took so long."""
+    def learn(self, positions: int, kv_read: int, seconds: float, drafts: bool = False) -> None:
+        """A pass without prompts took so long; drafts: it had some."""
         if not 0 < seconds < LONGEST_S or positions < 1:
             return
         net = max(seconds - self._read_s(kv_read), 0.2 * seconds)
         if not self._sizes:  # so that the first size takes 1, or what it took when it was rehearsed
             self._pace *= net / self._net(positions) if self._rehearsed else net / self._pace
         expected = self._net(positions) if self._sizes else net
-        net = min(net, WILD * expected)
         self._passes += 1
         size = self._sizes.get(size_of(positions))
-        if size is None:  # half of its first measurement is what was expected
+        guessed = not drafts and (size is None or size.passes < SEEN)
+        net = min(net, (FIRST_WILD if guessed else WILD) * expected)
+        if size is None:  # what was expected counts in its first measurements, and soon no more
             size = self._sizes[size_of(positions)] = Size(positions, expected / self._pace)
             size.passes = 1 if self._passes > 1 else 0
         else:  # the pace is told by sizes that are well known
             self._pace *= (net / expected) ** (FOLLOW * min(1.0, size.passes / TRUSTED))
         size.passes += 1
-        share = max(1 / size.passes, FADE)
+        share = max(2 / (size.passes + 1), FADE)
         size.positions += share * (positions - size.positions)
         size.seconds += share * (net / self._pace - size.seconds)
         size.seen = self._passes
@@ -97,6 +101,13 @@ class DecodeTimes:
         if self._passes % FORGET == 0:
             self._sizes = {key: one for key, one in self._sizes.items() if self._passes - one.seen < FORGET}
             self._curve = None
+
+    def measured(self, positions: int) -> bool:
+        """Whether passes of about this size were seen, not long ago, and not only guessed from others."""
+        size = self._sizes.get(size_of(positions))
+        if size_of(positions) in self._rehearsed:
+            return True
+        return size is not None and size.passes >= SEEN and self._passes - size.seen < STALE
 
     def rehearse(self, positions: int, seconds: float) -> None:
         """A pass of so many positions that read no KV took so long."""
