@@ -6,8 +6,9 @@ A real `shoal serve` of the model in float32; what follows -- goes to it. First 
 same streams run again and again, always as many at once, while the oldest engine is killed by SIGKILL, as often as
 asked and whenever another one is up (--up); with --restart, a rolling restart follows. One engine must have room for
 all streams, or they wait for each other. Prints how many answers differ from the undisturbed ones (none may), and the
-longest gaps between two events of a stream: in the undisturbed run, and around each kill. Exit code 1 if an answer
-differs or fails. Needs no packages beyond the server's.
+longest gaps between two events of a stream: in the undisturbed run, and around each kill. Beside each stands the
+longest time for which the system left a thread of an engine that wanted to compute without a CPU, which is no matter of
+engines (Linux only). Exit code 1 if an answer differs or fails. Needs no packages beyond the server's.
 """
 
 import argparse
@@ -17,8 +18,10 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +32,35 @@ from restart_under_load import HEADERS, chunks
 from shoal.bench.sse import Events
 
 AROUND_S = 3.0  # a gap that begins within this time after a kill belongs to it
+
+
+class CpuWaits:
+    """How long threads of the engines wait for a CPU, as Linux counts it."""
+
+    EVERY_S = 0.05
+
+    def __init__(self, fire: "Fire") -> None:
+        self._fire = fire
+        self._before: dict[str, int] = {}
+        self.waits: list[tuple[float, float]] = []  # (when it ended, how long)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._fire.over:
+            for pid in self._fire.engines():
+                with suppress(OSError):
+                    self._read(f"/proc/{pid}/task")
+            time.sleep(self.EVERY_S)
+
+    def _read(self, folder: str) -> None:
+        for thread in os.listdir(folder):
+            with open(f"{folder}/{thread}/schedstat") as file:  # ns computed, ns waited (told when it is over), turns
+                waited = int(file.read().split()[1])
+            self.waits.append((time.monotonic(), (waited - self._before.get(thread, waited)) / 1e9))
+            self._before[thread] = waited
+
+    def longest(self, first_s: float, last_s: float) -> float:
+        return max((wait for at_s, wait in self.waits if first_s <= at_s <= last_s + wait), default=0.0)
 
 
 @dataclass
@@ -75,6 +107,7 @@ class Fire:
                 found.append(await self.ask(body))
             return found
 
+        self.cpu_waits = CpuWaits(self)
         running = [asyncio.create_task(again(body)) for body in self.bodies]
         try:
             for _ in range(kills):
@@ -178,7 +211,9 @@ def figures(fire: Fire, quiet: list[Answer], found: list[list[Answer]]) -> dict[
         "tokens": sum(len(one.tokens) for one in answers),
         "longest_gap_undisturbed_s": max((gap for _, gap in gaps_of(quiet)), default=0.0),
         "longest_gap_around_kills_s": [longest(at_s, at_s + AROUND_S) for at_s in fire.kills],
+        "without_a_cpu_around_kills_s": [fire.cpu_waits.longest(at_s, at_s + AROUND_S) for at_s in fire.kills],
         "longest_gap_in_the_restart_s": longest(*fire.restart) if fire.restart else None,
+        "without_a_cpu_in_the_restart_s": fire.cpu_waits.longest(*fire.restart) if fire.restart else None,
         "restart_s": fire.restart[1] - fire.restart[0] if fire.restart else None,
     }
 

@@ -67,7 +67,7 @@ ARROWS: dict[str, set[str]] = {
         "obs",
     },
     "processes.front": {
-        *("processes", "config", "keys", "core", "engine", "files", "routing", "text", "obs", "server"),
+        *("processes", "config", "keys", "core", "engine", "files", "routing", "text", "obs", "server", "machine"),
     },
     "processes.rank": {"build_follower", "config", "engine", "obs", "runner"},
     "processes": set(),

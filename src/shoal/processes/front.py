@@ -31,6 +31,7 @@ from shoal.keys.api_key import no_keys
 from shoal.keys.file import KeyBook
 from shoal.keys.ledger_client import LedgerClient
 from shoal.keys.limits import KeyLimits, TenantLimits
+from shoal.machine.malloc import give_memory_back
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
@@ -56,6 +57,7 @@ log = logging.getLogger("shoal.processes.front")
 def main() -> int:
     die_with_parent()
     name_process("shoal-front")
+    give_memory_back()
     for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor handles both
         signal.signal(number, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)

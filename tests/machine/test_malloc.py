@@ -1,0 +1,42 @@
+"""Memory that was freed goes back to the system, in a process that asked for it."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys, threading
+from shoal.machine.malloc import give_memory_back
+
+def resident_mb():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 1e6
+
+if sys.argv[1] == "on":
+    assert give_memory_back()
+kept = []
+
+def use():
+    bytearray(b"x") * 8_000_000  # freed at once: from then on glibc keeps blocks of this size
+    large = [bytearray(b"y") * 4_000_000 for _ in range(8)]
+    kept.append(bytearray(b"z") * 100_000)  # behind them
+    large.clear()
+
+before = resident_mb()
+for _ in range(6):
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+print(resident_mb() - before)
+"""
+
+
+def grown_mb(way: str) -> float:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, way], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="settings of glibc")
+def test_large_blocks_of_all_threads_go_back() -> None:
+    assert grown_mb("on") < 8
