@@ -94,6 +94,7 @@ class Fire:
         self.over = False
         self.kills: list[float] = []
         self.restart: tuple[float, float] | None = None
+        self.cpu_waits: CpuWaits | None = None
 
     async def once(self) -> list[Answer]:
         return list(await asyncio.gather(*map(self.ask, self.bodies)))
@@ -202,6 +203,8 @@ def figures(fire: Fire, quiet: list[Answer], found: list[list[Answer]]) -> dict[
     def longest(first_s: float, last_s: float) -> float:
         return max((gap for begun, gap in gaps if first_s - gap <= begun <= last_s), default=0.0)
 
+    waits = fire.cpu_waits
+
     return {
         "streams": len(found),
         "answers": len(answers),
@@ -211,9 +214,9 @@ def figures(fire: Fire, quiet: list[Answer], found: list[list[Answer]]) -> dict[
         "tokens": sum(len(one.tokens) for one in answers),
         "longest_gap_undisturbed_s": max((gap for _, gap in gaps_of(quiet)), default=0.0),
         "longest_gap_around_kills_s": [longest(at_s, at_s + AROUND_S) for at_s in fire.kills],
-        "without_a_cpu_around_kills_s": [fire.cpu_waits.longest(at_s, at_s + AROUND_S) for at_s in fire.kills],
+        "without_a_cpu_around_kills_s": [waits.longest(at_s, at_s + AROUND_S) for at_s in fire.kills if waits],
         "longest_gap_in_the_restart_s": longest(*fire.restart) if fire.restart else None,
-        "without_a_cpu_in_the_restart_s": fire.cpu_waits.longest(*fire.restart) if fire.restart else None,
+        "without_a_cpu_in_the_restart_s": waits.longest(*fire.restart) if fire.restart and waits else None,
         "restart_s": fire.restart[1] - fire.restart[0] if fire.restart else None,
     }
 

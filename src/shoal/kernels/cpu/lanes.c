@@ -355,7 +355,7 @@ static void lane_piece(void *work, long n) {
   long column = n % across * t->width, end = column + t->width < t->columns ? column + t->width : t->columns;
   long row = chunk * t->height, rows = t->rows - row < t->height ? t->rows - row : t->height;
   for (; column < end; column += t->unit) {
-    long next = column + t->unit, later = next < end ? n : piece_after(n, t->threads, t->pieces);
+    long next = column + t->unit, later = next < end ? n : piece_after(n, t->pieces);
     if (next >= end) next = later < 0 ? -1 : later % across * t->width;
     lane_unit(t, row, rows, column, end - column < t->unit ? end - column : t->unit, next);
   }

@@ -52,13 +52,33 @@ static int64_t now_ns(void) {
 /* whether there is a piece that this worker may take */
 INLINE int may_take(uint64_t open, long worker) { return (open & PIECES_MASK) && worker < (long)(open >> 32); }
 
-/* The piece that this thread is likely to take after piece n of a call, to prefetch its memory; -1: none is left. The
- * others take pieces meanwhile, so ask late. */
-INLINE long piece_after(long n, int threads, long count) {
-  uint64_t open = atomic_load_explicit(&pool.open, memory_order_relaxed);
-  long next = count - (long)(open & PIECES_MASK); /* of another call, if this one computes alone: not much is lost */
-  next = threads > 1 && next > n ? next : n + 1;
-  return next < count ? next : -1;
+/* What this thread does in the call under way. */
+static __thread struct {
+  int shares;         /* it takes pieces of the pool's call; else it computes all of a call by itself */
+  long worker;        /* the caller is -1 */
+  long ahead;         /* the piece that it has taken already, to compute next; -1: none */
+  void (*leave)(void); /* done once, when no piece is left to it */
+} mine = {.ahead = -1};
+
+/* the next piece, which nobody else computes then; -1: none is left */
+static long taken_piece(void) {
+  uint64_t open = atomic_load(&pool.open);
+  while (may_take(open, mine.worker))
+    if (atomic_compare_exchange_weak(&pool.open, &open, open - 1)) return pool.count - (long)(open & PIECES_MASK);
+  return -1;
+}
+
+/* The piece that this thread computes after piece n of a call, to prefetch its memory; -1: none is left. It is taken by
+ * this, so ask late: a thread that is stopped then holds up two pieces. */
+static long piece_after(long n, long count) {
+  if (!mine.shares) return n + 1 < count ? n + 1 : -1;
+  if (mine.ahead < 0) mine.ahead = taken_piece();
+  return mine.ahead;
+}
+
+static void leave_call(void) {
+  if (mine.leave) mine.leave();
+  mine.leave = NULL;
 }
 
 static void finish_pieces(long count) {
@@ -71,13 +91,13 @@ static void finish_pieces(long count) {
 /* computes pieces until none is left to take; the caller is worker -1 */
 static void take_pieces(long worker) {
   long done = 0; /* until they are reported the call cannot end, so all are pieces of one call */
-  uint64_t open = atomic_load(&pool.open);
-  while (may_take(open, worker)) {
-    if (!atomic_compare_exchange_weak(&pool.open, &open, open - 1)) continue;
-    pool.piece(pool.work, pool.count - (long)(open & PIECES_MASK));
-    done++;
-    open = atomic_load(&pool.open);
+  mine.shares = 1, mine.worker = worker;
+  for (long n; (n = mine.ahead >= 0 ? mine.ahead : taken_piece()) >= 0; done++) {
+    mine.ahead = -1;
+    pool.piece(pool.work, n);
   }
+  leave_call();
+  mine.shares = 0;
   if (done) finish_pieces(done);
 }
 
@@ -168,6 +188,7 @@ static void share(int threads, long count, Piece *piece, void *work) {
   int alone = threads < 2 || count < 2 || count > PIECES_MASK || atomic_exchange(&pool.busy, 1);
   if (alone) {
     for (long n = 0; n < count; n++) piece(work, n);
+    leave_call();
     return;
   }
   uint64_t workers = threads - 1;

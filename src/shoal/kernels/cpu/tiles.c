@@ -527,7 +527,7 @@ static void tile_task(const TilePieces *p, long n, char *scratch) {
     Fetch fetch = {.pace = (int)((TILE_ROWS + blocks - 1) / blocks)};
     long soon = panel + step;
     if (soon >= end) {
-      long next = piece_after(n, p->threads, p->count);
+      long next = piece_after(n, p->count);
       if (next < 0) fetch.pace = 0;
       else soon = tile_task_of(p, next).panel;
     }
@@ -558,6 +558,13 @@ static void tile_shape(TiledLinear *t, TileShape *shape) {
   }
 }
 
+static __thread const TileShape *begun_tiles; /* of the call under way, in this thread */
+
+static void end_tiles(void) {
+  begun_tiles = NULL;
+  tiles_end();
+}
+
 static void tile_piece(void *work, long n) {
   TilePieces *p = work;
   char *scratch = scratch_for(SCRATCH_PANELS, p->scratch);
@@ -565,9 +572,11 @@ static void tile_piece(void *work, long n) {
     p->failed = 1;
     return;
   }
-  tiles_begin(p->shape);
+  if (begun_tiles != p->shape) { /* once for all pieces: it takes as long as some products */
+    tiles_begin(p->shape);
+    begun_tiles = p->shape, mine.leave = end_tiles;
+  }
   tile_task(p, n, scratch);
-  tiles_end();
 }
 
 static void ready_rows(const void *work, long first, long count) {
