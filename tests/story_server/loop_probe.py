@@ -9,6 +9,7 @@ garbage collector, and where the loop's thread was every few milliseconds.
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import resource
@@ -27,6 +28,7 @@ VARIABLE = "_TEST_LOOP_LOG"
 NOTED_S = 0.01
 LOOK_S = 0.01  # how often the watcher looks where the loop's thread is
 FRAMES = 4  # innermost ones that it notes
+COLLECTED = 20  # looks between two collections
 
 
 class Watcher:
@@ -39,8 +41,12 @@ class Watcher:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        while True:
+        for look in itertools.count(1):
             time.sleep(LOOK_S)
+            if (
+                look % COLLECTED == 0
+            ):  # from Python 3.12 on, the frames that are looked at leave cycles, with bodies in them
+                gc.collect()
             frame = sys._current_frames().get(self._loop_thread)
             if self.running and frame is not None:
                 stack = traceback.extract_stack(frame)[-FRAMES:]
