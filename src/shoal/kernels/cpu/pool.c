@@ -60,7 +60,7 @@ static __thread struct {
   void (*leave)(void); /* done once, when no piece is left to it */
 } mine = {.ahead = -1};
 
-/* the next piece, which nobody else computes then; -1: none is left */
+/* the next piece, which no other thread computes then; -1: none is left */
 static long taken_piece(void) {
   uint64_t open = atomic_load(&pool.open);
   while (may_take(open, mine.worker))
