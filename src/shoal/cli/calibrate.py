@@ -1,10 +1,11 @@
 """shoal calibrate: measures how long this machine takes for a model, and writes a profile for shoal simulate."""
 
 import argparse
+import logging
 import shlex
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,16 @@ from shoal.cli.common import add_model, check_writable, new_command
 from shoal.cli.compare import load_once
 from shoal.cli.top import ask_server
 from shoal.config.engine import EngineConfig, add_flags
-from shoal.errors import BadConfig, EngineError
+from shoal.errors import BadConfig, EngineError, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.build import Built, Loaded
+    from shoal.build import Loaded
     from shoal.engine.loop import EngineLoop
     from shoal.sim.calibrate import Calibration
     from shoal.sim.front import FrontTimes
     from shoal.sim.profile import Profile
 
+log = logging.getLogger(__name__)
 SWAPPED_TOKENS = 1024  # KV cache of the stage in which memory is short
 
 
@@ -58,22 +60,33 @@ def run_calibrate(args: argparse.Namespace) -> int:
         return calibrate_server(args)
     loaded = load_once(args)
     watch = NoiseWatch()
-    calibration, built = measure_passes(args, loaded)
+    calibration, engine = measure_passes(args, loaded)
     noise = watch.noise()
-    profile = calibrated(args, loaded, built, calibration)
+    profile = calibrated(args, loaded, engine, calibration)
     if noise is not None and noise.disturbs and not args.provisional:
         profile = replace(profile, quality="provisional", note=noise.remark())
     return finish(args, profile, len(calibration.passes))
 
 
-def calibrated(args: argparse.Namespace, loaded: "Loaded", built: "Built", calibration: "Calibration") -> "Profile":
+@dataclass(frozen=True)
+class AsConfigured:
+    """What an engine with the user's options is like. The engine itself is gone: its KV memory is needed."""
+
+    config: EngineConfig
+    depth: int
+    kv_tokens: int
+
+
+def calibrated(
+    args: argparse.Namespace, loaded: "Loaded", engine: AsConfigured, calibration: "Calibration"
+) -> "Profile":
     """The profile of what was measured, and of the fronts, which are measured now unless they are left out."""
     from shoal.sim.fit import fit_costs
 
     fit = fit_costs(calibration.passes, calibration.copies)
     front = None if args.no_front else measure_front(args, loaded)
     return replace(
-        make_profile(args, loaded, built, front),
+        make_profile(args, loaded, engine, front),
         error=fit.held_back["p90"],
         device=fit.costs.device,
         host=fit.costs.host,
@@ -116,8 +129,8 @@ def without_key(words: list[str]) -> list[str]:
     return kept
 
 
-def measure_passes(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Calibration, Built]":
-    """All stages on engines over the one loaded model; also an engine as the user configured it, closed."""
+def measure_passes(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Calibration, AsConfigured]":
+    """All stages on engines over the one loaded model; also what an engine is like as the user configured it."""
     from tqdm import tqdm
 
     from shoal.build import assemble
@@ -128,6 +141,9 @@ def measure_passes(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Calibra
     config = EngineConfig.from_args(args)
     usual = assemble(loaded, config)
     usual.loop.close()
+    engine = AsConfigured(usual.config, usual.loop.depth, usual.kv_blocks * usual.config.block_size)
+    limits = usual.limits
+    del usual  # and with it its KV memory, which the next engine needs
     flags = {name: value for name, value in asdict(config).items() if name in vars(args) and value is not None}
     short = -(-SWAPPED_TOKENS // config.block_size) * bytes_per_block(
         loaded.spec, config.block_size, kv_dtype(config, loaded.dtype)
@@ -137,7 +153,6 @@ def measure_passes(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Calibra
         memory = {"kv_memory": short} if settings.get("when_short") == "swap" else {}
         return assemble(loaded, EngineConfig.from_mapping({**flags, **settings, **memory, "model": None})).loop
 
-    limits = usual.limits
     calibration = Calibration(make, loaded.spec.vocab_size)
     planned = [*stages(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)]
     planned.append(swap_stage(min(limits.max_num_seqs, 16), SWAPPED_TOKENS))
@@ -145,11 +160,20 @@ def measure_passes(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Calibra
         for stage in bar:
             bar.set_description(stage.name)
             calibration.run(stage, args.seconds / len(planned))
-    return calibration, usual
+    return calibration, engine
 
 
-def measure_front(args: argparse.Namespace, loaded: "Loaded") -> "FrontTimes":
-    """A real front with a paced engine: one stream, then many. And the model's tokenizer."""
+def measure_front(args: argparse.Namespace, loaded: "Loaded") -> "FrontTimes | None":
+    """A real front with a paced engine: one stream, then many. And the model's tokenizer. None, with a warning, if that
+    is not possible here: what was measured before is not to be lost."""
+    try:
+        return front_times(loaded)
+    except ShoalError as error:
+        log.warning("the front was not measured, and counts as 0: %s", error)
+        return None
+
+
+def front_times(loaded: "Loaded") -> "FrontTimes":
     from shoal.cli.frontend import measure
     from shoal.sim.front import FrontTimes
 
@@ -178,7 +202,9 @@ def tokenizing_s(loaded: "Loaded") -> float:
     return (time.perf_counter() - begun_s) / max(tokens, 1)
 
 
-def make_profile(args: argparse.Namespace, loaded: "Loaded", built: "Built", front: "FrontTimes | None") -> "Profile":
+def make_profile(
+    args: argparse.Namespace, loaded: "Loaded", engine: AsConfigured, front: "FrontTimes | None"
+) -> "Profile":
     """Everything but the costs of passes."""
     from shoal.bench.doctor import gpu_name
     from shoal.bench.floor import measure
@@ -190,9 +216,9 @@ def make_profile(args: argparse.Namespace, loaded: "Loaded", built: "Built", fro
     from shoal.sim.front import FrontTimes
     from shoal.sim.profile import Card, ModelShape, Profile
 
-    spec, size = loaded.spec, built.config.block_size
+    spec, size = loaded.spec, engine.config.block_size
     machine = measure(loaded.dtype, loaded.device, spec.parameters * loaded.dtype.itemsize)
-    kv_bytes = bytes_per_block(spec, size, kv_dtype(built.config, loaded.dtype)) // size
+    kv_bytes = bytes_per_block(spec, size, kv_dtype(engine.config, loaded.dtype)) // size
     shape = ModelShape(
         loaded.files.name,
         spec.parameters,
@@ -221,8 +247,8 @@ def make_profile(args: argparse.Namespace, loaded: "Loaded", built: "Built", fro
         model=shape,
         card=card,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        depth=built.loop.depth,
-        kv_tokens=built.kv_blocks * size,
+        depth=engine.depth,
+        kv_tokens=engine.kv_tokens,
         device=DeviceTimes(points, points),
         front=front or FrontTimes(),
         note=args.provisional or "",

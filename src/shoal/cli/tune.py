@@ -124,8 +124,8 @@ def profile_for(args: argparse.Namespace, loaded: "Loaded | None") -> "Profile":
         return profile
     assert loaded is not None
     args.no_front, args.name, args.provisional = True, "tuned", None
-    calibration, built = measure_passes(args, loaded)
-    return calibrated(args, loaded, built, calibration)
+    calibration, engine = measure_passes(args, loaded)
+    return calibrated(args, loaded, engine, calibration)
 
 
 def plan_of(args: argparse.Namespace, profile: "Profile", loaded: "Loaded | None") -> "ComparePlan":
