@@ -70,7 +70,7 @@ static long taken_piece(void) {
 
 /* The piece that this thread computes after piece n of a call, to prefetch its memory; -1: none is left. It is taken by
  * this, so ask late: a thread that is stopped then holds up two pieces. */
-static long piece_after(long n, long count) {
+INLINE long piece_after(long n, long count) {
   if (!mine.shares) return n + 1 < count ? n + 1 : -1;
   if (mine.ahead < 0) mine.ahead = taken_piece();
   return mine.ahead;
