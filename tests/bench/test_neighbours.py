@@ -79,7 +79,8 @@ def test_neighbours_end_with_the_block_also_when_it_fails() -> None:
 def test_neighbours_end_when_the_benchmark_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import time, neighbours\n"
+        "import signal, time, neighbours\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a program in the background may ignore it
         "neighbours.end_on_sigterm()\n"
         "with neighbours.Neighbours(1).running(), neighbours.Neighbours(1, 20).running():\n"
         "    print('running', flush=True)\n"
