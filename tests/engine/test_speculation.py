@@ -86,7 +86,7 @@ def drive(scheduler: Scheduler, depth: int, kind: type[Watchful] = Slow, bad: di
 def test_every_request_gets_its_tokens(preset: str, speculate: str, depth: int) -> None:
     run = drive(scheduler_of(preset, speculate), depth)
     for name in speculate.split("+"):  # a draft model is asked where the others find nothing
-        assert run.accepted[name] > (4 if name != "draft" or speculate == "draft" else 0), "nothing was verified"
+        assert run.accepted[name] > (10 if name != "draft" or speculate == "draft" else 0), "nothing was verified"
     if scheduler_of(preset, speculate).policies.memory.__class__.__name__ == "OnDemand":
         assert run.preemptions > 0
 

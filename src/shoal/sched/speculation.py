@@ -156,8 +156,6 @@ class Speculation:
         self, batch: PassBuilder, costs: "PassCosts", room: int, expected: Mapping[Request, Row]
     ) -> Mapping[Request, Draft]:
         """Ask for drafts, and take the best of them."""
-        if costs.known and not costs.prompts and not self.times.measured(costs.rows):
-            return {}  # whether drafts pay depends on what this pass takes without them
         asked = self._asked(batch, costs, room, expected)
         drafts = self.drafter.propose(asked) if asked else {}
         computed = self._compute(batch, costs, room, drafts) if self.models.names else {}
@@ -401,7 +399,10 @@ class PassCosts:
         return self.rate(tokens, gained) > 1 + MARGIN
 
     def can_pay(self, most: int, room: int) -> bool:
-        """Whether drafts can pay at all, if every token of them is accepted; `most` of one row."""
+        """Whether drafts can pay at all, if every token of them is accepted; `most` of one row. That depends on what
+        the pass takes without them, so it is no until that was measured."""
+        if self.known and not self.prompts and not self._of.times.measured(self.rows):
+            return False
         return any(self.pays(tokens, tokens) for tokens in (1, 4, 2 * self.rows, most * self.rows) if tokens <= room)
 
 
