@@ -1,14 +1,14 @@
 """Memory that a process gives back to the system when it is done with it.
 
 glibc keeps what was freed: in a heap of 64 MB for each of many threads, and, once a large block was freed, in those
-heaps for all blocks up to 32 MB. A front that has read some large bodies would keep their memory for good; with huge
-pages, a machine with many cores would make it twice as much. Owns these settings of the C library. Knows no requests.
+heaps for all blocks up to 32 MB. A front that has read some large bodies would keep their memory for good. Owns these
+settings of the C library. Knows no requests.
 """
 
 import ctypes
 import sys
 
-M_MMAP_THRESHOLD, M_ARENA_MAX, PR_SET_THP_DISABLE = -3, -8, 41
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 LARGE = 1 << 20  # bytes; blocks from here on are taken from the system, and go back to it, each by itself
 HEAPS = 2
 
@@ -17,9 +17,7 @@ def give_memory_back() -> bool:
     """From now on. False: this system cannot be told."""
     if sys.platform != "linux":
         return False
-    library = ctypes.CDLL(None)
-    library.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # of an old kernel: refused, which does no harm
-    mallopt = getattr(library, "mallopt", None)  # not in every C library
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every C library
     if mallopt is None:
         return False
     return bool(mallopt(M_ARENA_MAX, HEAPS) and mallopt(M_MMAP_THRESHOLD, LARGE))
