@@ -37,7 +37,7 @@ AROUND_S = 3.0  # a gap that begins within this time after a kill belongs to it
 class CpuWaits:
     """How long threads of the engines wait for a CPU, as Linux counts it."""
 
-    EVERY_S = 0.05
+    EVERY_S = 0.25  # a wait is counted when it is over, so a long one is seen whole; to look takes CPU time itself
 
     def __init__(self, fire: "Fire") -> None:
         self._fire = fire

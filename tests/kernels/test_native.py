@@ -371,6 +371,8 @@ def test_flags_follow_the_cpu() -> None:
     everything = frozenset({*compiled.NEEDS["avx512"], "avx512_bf16"})
     assert compiled.usable_levels(everything)[0] == "avx512"
     assert "-mavx512bf16" in compiled.flags_for("avx512", everything)
+    assert "-mavx512bf16" not in compiled.flags_for("avx512", everything | {compiled.INTEL})
+    assert "-mavx512bf16" in compiled.flags_for("amx", tiles | {compiled.INTEL})
     assert compiled.flags_for("neon", frozenset({"asimd", "asimddp"})) == ("-march=armv8.2-a+dotprod",)
     assert compiled.flags_for("neon", frozenset({"asimd"})) == ("-march=armv8-a",)
     assert compiled.flags_for("portable", everything) == ()

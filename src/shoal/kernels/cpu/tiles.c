@@ -572,7 +572,7 @@ static void tile_piece(void *work, long n) {
     p->failed = 1;
     return;
   }
-  if (begun_tiles != p->shape) { /* once for all pieces: it takes as long as some products */
+  if (begun_tiles != p->shape) { /* once for all pieces of a call */
     tiles_begin(p->shape);
     begun_tiles = p->shape, mine.leave = end_tiles;
   }
