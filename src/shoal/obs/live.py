@@ -7,7 +7,7 @@ no clock: times are arguments, and lines count seconds from `began_s`.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,8 +107,10 @@ class LiveSummary:
             lane = self._lanes.get(live.id)
             if lane is None:
                 lane = self._open(live, engine)
-            else:
+            elif live.resumed or live.id in self._moving:
                 self._move(lane, live, engine, max(live.at_s, at_s))
+            else:  # it has moved on already: the engine where it began tells its story after the next one
+                lane.got_first = False
             known.by_number[live.number] = lane
             self._promises.setdefault(live.tier, (live.ttft_s, live.itl_s))
 
@@ -132,6 +134,14 @@ class LiveSummary:
         lane.engine, lane.again = engine, True
 
     # ---- passes -----------------------------------------------------------------------------------------------------
+
+    def batch(
+        self, engine: int, epoch: int, came: Iterable[LiveRequest], passes: Sequence[LivePass], sent_s: float
+    ) -> None:
+        """What an engine sent at once. The requests came before the passes that compute them."""
+        self.came(engine, epoch, came, passes[0].begun_s if passes else sent_s)
+        for one in passes:
+            self.passed(engine, epoch, one)
 
     def passed(self, engine: int, epoch: int, one: LivePass) -> None:
         known = self._of(engine, epoch)
@@ -293,8 +303,12 @@ class LiveSummary:
         """The queue and the block map of an engine, as it answered."""
         numbers = {id: lane.number for id, lane in self._lanes.items()}
         queue = [[numbers[id], why, slack] for id, why, slack in answer["queue"] if id in numbers]
-        blocks = {**answer["blocks"], "owners": [numbers.get(id, 0) for id in answer["blocks"]["owners"]]}
-        self._views[str(engine)] = {**answer, "queue": queue, "blocks": blocks}
+        maps = {
+            name: {**answer[name], "owners": [numbers.get(id, 0) for id in answer[name]["owners"]]}
+            for name in ("blocks", "host_blocks")
+            if name in answer
+        }
+        self._views[str(engine)] = {**answer, "queue": queue, **maps}
 
     # ---- lines ------------------------------------------------------------------------------------------------------
 
