@@ -78,9 +78,9 @@ def in_cells(state: Any, owner: Any, ids: list[str]) -> dict[str, Any]:
 
 
 def states(pool: BlockPool) -> "np.ndarray[Any, np.dtype[np.int8]]":
-    references = np.array(pool.references, dtype=np.int32)
+    references = np.frombuffer(pool.references, dtype=np.int32)
     found = np.where(references > 1, SHARED, np.where(references == 1, HELD, FREE)).astype(np.int8)
-    cached = np.array(pool.published, dtype=bool) & (references == 0)
+    cached = np.frombuffer(pool.published, dtype=bool) & (references == 0)
     found[cached] = CACHED
     return found
 

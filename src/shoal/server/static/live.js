@@ -18,7 +18,7 @@ let panes = [];
 let told = 0;  // the pane whose figures are shown
 let paused = false, dirty = true, stale = true, offset = null, colours = palette();
 let picked = null, hovered = null;  // {pane, lane}
-let lastFrame = 0, lastPanels = 0, lastOverview = 0, playedAt = null;
+let lastFrame = 0, lastPanels = 0, lastOverview = 0, playedAt = null, frames = 0;
 
 // ---- panes
 
@@ -480,6 +480,7 @@ function frame(now) {
   dirty = false;
   stale = true;
   lastFrame = now;
+  frames += 1;
   for (const pane of panes) {
     pane.drawn = drawLanes(pane.lanes, pane.model, view, colours, shows, picked?.lane, hovered?.lane);
     pane.drawnStrip = drawStrip(pane.strip, pane.model, view, pane.drawn.layout.left, colours);
@@ -554,6 +555,6 @@ addEventListener("keydown", keys);
 addEventListener("resize", () => { dirty = true; });
 document.addEventListener("visibilitychange", () => { dirty = true; });
 // for tests: what is known and what is shown
-globalThis.shoalLive = {panes: () => panes, view, filter, picked: () => picked, laneUnder};
+globalThis.shoalLive = {panes: () => panes, view, filter, picked: () => picked, laneUnder, frames: () => frames};
 if (replaying) replay(); else connect();
 requestAnimationFrame(frame);
