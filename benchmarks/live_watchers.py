@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -215,6 +216,7 @@ def main() -> None:
     if args.watch:
         asyncio.run(watch_all(args.watch))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends, too
     found = measure(args, more)
     for name in ("without", "with"):
         print(f"{name:<8} median {Run(**found[name]).in_words()}")
