@@ -118,6 +118,7 @@ class Scheduler:
         request.arrived_s = now_s - request.waited_s
         tables.between.arrived.append(request.id)
         tables.between.arrived_s.append(request.arrived_s)
+        tables.between.requests.append(request)
         if request.timeout_s is not None:
             request.deadline_s = request.arrived_s + request.timeout_s
         if request.outputs:  # its prompt's logprobs were sent before its first token
