@@ -131,8 +131,8 @@ def test_an_answer_that_is_not_streamed_is_never_best_in_gaps(drawn: Drawn) -> N
 
 
 def test_no_row_is_best_when_most_are_equal() -> None:
-    rows = [{"label": "x", "rate": 1.0, "finished": 1, "padding_share": value} for value in (0.0, 0.0, 0.0, 0.4)]
-    assert page.best(rows, next(column for column in page.COLUMNS if column.key == "padding_share")) == set()
+    rows = [{"label": "x", "rate": 1.0, "finished": 1, "wasted_share": value} for value in (0.0, 0.0, 0.0, 0.4)]
+    assert page.best(rows, next(column for column in page.COLUMNS if column.key == "wasted_share")) == set()
 
 
 @pytest.mark.parametrize(

@@ -21,33 +21,36 @@ from shoal.bench.page_style import CSS, SCRIPT
 Row = Mapping[str, Any]  # {"preset", "label", "rate", **summarise(run)}
 MISSING = "—"
 
+COLOURED = "At most three lines are coloured: shoal, the fastest with groups and the fastest of the others."
 # name of the plot → (heading, how to read it)
 CAPTIONS = {
     "timeline": (
         "The batch over time",
         "Each lane is a request, left to right: a thin line while it waits, orange while its prompt is computed, blue "
-        "while it decodes; hatched grey is padding. The dot marks its first token's arrival at the client. Other "
-        "presets, and longer: shoal live live.jsonl, the file beside this report.",
+        "while it decodes; what is hatched was computed for nothing: grey is padding, red came after its end or was a "
+        "rejected draft. The dot marks its first token's arrival at the client. Other presets, and longer: shoal live "
+        "live.jsonl, the file beside this report.",
     ),
     "throughput": (
         "Throughput against latency",
         "Each line is a preset, each point a rate. As the rate grows, a good system moves right and stays low, a bad "
-        "one turns upwards. The last panel counts only requests that met the promise.",
+        "one turns upwards. The last panel counts only requests that met the promise. " + COLOURED,
     ),
     "latency": (
         "First token and gaps",
         "Left: the share of requests whose first token arrived within a time. Right: the share of gaps longer than a "
-        "time; a low right end means that no stream stalled.",
+        "time; a low right end means that no stream stalled. " + COLOURED,
     ),
     "tokens": (
         "Positions computed",
         "The requests are the same for all presets, so blue is about equally long, shorter where a prefix cache saved "
-        "a part. Everything to its right was recomputed or is padding.",
+        "a part. To its right is what was recomputed, what was computed in vain (the row of a request that had ended, "
+        "a rejected draft token) and padding.",
     ),
     "waiting": (
         "Head-of-line waiting",
         "Above: how long each request waited before its first pass. Below: the length of the queue. In a sawtooth, a "
-        "group admits no request until it has finished.",
+        "group admits no request until it has finished. " + COLOURED,
     ),
     "work": (
         "Work per pass",
@@ -105,7 +108,7 @@ COLUMNS = (
     Column("TTFT p99 s", "ttft_s.p99", number(2), "low", "time to first token, 99th percentile, seconds"),
     Column("gap p99 ms", "gap_s.p99", number(1, 1e3), "low", "between two tokens, 99th percentile"),
     Column("ms/token p50", "normalised_s.p50", number(1, 1e3), "low", "end to end per output token, median"),
-    Column("padding", "padding_share", share, "low", "share of computed positions that are padding"),
+    Column("wasted", "wasted_share", share, "low", "share of positions that were padding, recomputed or in vain"),
 )
 
 
@@ -202,9 +205,9 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         parts.append(
             f"The promise was met most often, for {good:.0%} of requests, by {those(rows, 'goodput_share', good)}."
         )
-    waste = max(row["padding_share"] for row in rows)
+    waste = max(row["wasted_share"] for row in rows)
     if waste:
-        parts.append(f"Most padding: {waste:.0%} of all positions computed by {those(rows, 'padding_share', waste)}.")
+        parts.append(f"Most waste: {waste:.0%} of all positions computed by {those(rows, 'wasted_share', waste)}.")
     return parts
 
 

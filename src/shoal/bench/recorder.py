@@ -80,4 +80,6 @@ class RunRecorder:
             kv_reads=events.kv_reads,
             pairs=events.pairs,
             lines=events.lines,
+            vain=events.vain_tokens,
+            late=tuple(int(id) for id in events.late_ids),
         )

@@ -88,6 +88,7 @@ class PassEvents:
     proposed: dict[str, int] = field(default_factory=dict)  # draft tokens that were verified, by drafter
     accepted: dict[str, int] = field(default_factory=dict)  # … and of those, accepted
     row_tokens: list[int] = field(default_factory=list)  # how many tokens each row with draft tokens yielded
+    late_ids: list[str] = field(default_factory=list)  # requests that had ended already: their rows were in vain
     saved_s: float = 0.0  # how much longer its tokens would have taken without drafts, by the model of passes
     padded_tokens: int = 0  # padding, as counted where it was computed
     blocks_out: int = 0  # KV blocks that have arrived in host memory
@@ -108,6 +109,15 @@ class PassEvents:
     blocks_held: int = 0
     blocks_cached: int = 0
     blocks_total: int = 0
+
+    @property
+    def vain_tokens(self) -> int:
+        """Positions that no answer needed: rows of requests that had ended, and draft tokens that were rejected."""
+        rejected = sum(self.proposed.values()) - sum(self.accepted.values())
+        late = set(self.late_ids)
+        rows = zip(self.scheduled_ids, self.scheduled_counts, strict=True) if late else ()
+        positions = rejected + sum(count for id, count in rows if id in late)
+        return max(0, min(positions, self.computed_tokens - self.recomputed_tokens))
 
     @property
     def told(self) -> bool:

@@ -164,6 +164,10 @@ class Scheduler:
         self.expire(now_s)
         return self.planner.plan(now_s)
 
+    def meanwhile(self) -> None:
+        """To be called before the oldest pass in flight is waited for: what need not be done while no pass computes."""
+        self.policies.drafts.meanwhile()
+
     def commit(self, result: StepResult, now_s: float) -> PassEvents:
         """Take what came of the oldest pass in flight, and return its record."""
         return self.committer.commit(result, now_s)
