@@ -30,8 +30,9 @@ from shoal.cli.live import joined, make_handler
 from tests.server.chromium import Browser, Tab
 
 SIZE = (1440, 900)
-FRAMES, FRAME_S, SHOWN_MS, WIDTH, BEFORE_S = 64, 0.4, 160, 960, 6.0
-COLOURS, CLEAR, BITS = 192, 255, 6  # of the animation; the colour that leaves a pixel as it was; of a colour's parts
+FRAMES, FRAME_S, SHOWN_MS, WIDTH, BEFORE_S = 56, 0.4, 160, 960, 6.0
+MOST_BYTES = 1_950_000
+COLOURS, CLEAR, BITS = (160, 96, 64, 48), 255, 6  # to try; what leaves a pixel as it was; of a colour's parts
 
 Colours = np.ndarray[Any, np.dtype[np.int32]]  # one in each row
 
@@ -120,12 +121,11 @@ def film(tab: Tab, begin_s: float) -> list[Image.Image]:
     frames = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(FRAMES):
-            tab.run(f"shoalLive.scrub({begin_s + number * FRAME_S})")
+            drawn = tab.run(f"(shoalLive.scrub({begin_s + number * FRAME_S}), shoalLive.frames())")
             if not number:  # what a viewer of the animation sees
                 tab.run("document.getElementById('state').dataset.is = 'live'")
                 tab.run("document.getElementById('state').textContent = 'playing'")
                 tab.run("document.getElementById('pause').textContent = 'Pause'")
-            drawn = tab.run("shoalLive.frames()")
             tab.wait(f"shoalLive.frames() > {drawn}")
             time.sleep(0.35)  # the panels follow
             path = Path(folder) / "frame.png"
@@ -144,27 +144,33 @@ def replaying(lines: list[str]) -> Iterator[str]:
 
 
 def write_gif(frames: list[Image.Image], path: Path) -> None:
-    """One palette for all frames: the page's own colours, and the most frequent blends of them. What stands still is
-    transparent in the next frame and takes no room. No dithering: flat areas stay flat."""
+    """One palette for all frames: the page's own colours, and the most frequent blends of them, as many as there is
+    room for. What stands still is transparent in the next frame and takes none. No dithering: flat areas stay flat."""
     pixels = np.stack([np.asarray(frame) for frame in frames])
     levels = np.arange(2**BITS) * 255 // (2**BITS - 1)
     cells = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(-1, 3)
     places = (pixels.astype(np.int32) * (2**BITS - 1) + 127) // 255
     places = (places[..., 0] << 2 * BITS) | (places[..., 1] << BITS) | places[..., 2]
-    palette = choose_palette(page_colours(), cells, np.bincount(places.ravel(), minlength=len(cells)))
-    drawn = nearest(palette, cells)[places]
-    still = drawn[1:] == drawn[:-1]
-    drawn[1:][still] = CLEAR
+    counts = np.bincount(places.ravel(), minlength=len(cells))
+    for colours in COLOURS:
+        palette = choose_palette(page_colours(), cells, counts, colours)
+        drawn = nearest(palette, cells)[places]
+        still = drawn[1:] == drawn[:-1]
+        drawn[1:][still] = CLEAR
+        save_frames(drawn, palette, path)
+        if path.stat().st_size < MOST_BYTES:
+            break
+    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, {colours} colours")
+
+
+def save_frames(drawn: "np.ndarray[Any, np.dtype[np.uint8]]", palette: Colours, path: Path) -> None:
     images = []
     for one in drawn:
         image = Image.fromarray(one)
         image.putpalette([*palette.ravel().tolist(), *[0] * (768 - palette.size)])
         images.append(image)
-    images[0].save(
-        path, save_all=True, append_images=images[1:], duration=SHOWN_MS, loop=0, disposal=1, transparency=CLEAR,
-        optimize=False,
-    )  # fmt: skip
-    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+    how: dict[str, Any] = {"duration": SHOWN_MS, "loop": 0, "disposal": 1, "transparency": CLEAR, "optimize": False}
+    images[0].save(path, save_all=True, append_images=images[1:], **how)
 
 
 def page_colours() -> Colours:
@@ -176,14 +182,14 @@ def page_colours() -> Colours:
     return np.array([ImageColor.getrgb(one) for one in found], dtype=np.int32)
 
 
-def choose_palette(fixed: Colours, cells: Colours, counts: "np.ndarray[Any, np.dtype[np.int64]]") -> Colours:
+def choose_palette(fixed: Colours, cells: Colours, counts: "np.ndarray[Any, np.dtype[np.int64]]", most: int) -> Colours:
     """The fixed colours, and again and again the one that is worst served by those chosen so far, by how often it is
     seen and how far off it is."""
     seen = np.flatnonzero(counts)
     colours, weights = cells[seen], np.sqrt(counts[seen])
     chosen = list(fixed)
     off = ((colours[:, None, :] - fixed[None]) ** 2).sum(axis=2).min(axis=1)
-    while len(chosen) < COLOURS and off.any():
+    while len(chosen) < most and off.any():
         worst = int((off * weights).argmax())
         chosen.append(colours[worst])
         off = np.minimum(off, ((colours - colours[worst]) ** 2).sum(axis=1))
