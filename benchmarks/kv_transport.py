@@ -1,9 +1,9 @@
 """How fast KV blocks go from one engine to another: python benchmarks/kv_transport.py [--blocks N]
 
 A second process fills an outbox, as a prefill engine does; this one copies its blocks into a KV cache, as a decode
-engine does, over shared memory and over TCP on this machine. Beside each figure: its share of what one thread's plain
-copy of the same bytes reaches in the same run, in turns with it. The best of all rounds counts: a busy machine makes
-the others longer, and long ones more so.
+engine does: over shared memory, over TCP on this machine, and over TCP with CURVE, as between machines. Beside each
+figure: its share of what one thread's plain copy of the same bytes reaches in the same run, in turns with it. The best
+of all rounds counts: a busy machine makes the others longer, and long ones more so.
 """
 
 import argparse
@@ -13,12 +13,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.core.plan import BlockCopy
 from shoal.disagg.transport import PeerOutboxes, SharedOutbox, TcpOutbox
+from shoal.engine.curve_outbox import CurveOutbox, open_nearest
 from shoal.models.spec import spec_from_config
 from shoal.runner.kvstore import KVStore, bytes_per_block
 
@@ -29,15 +31,22 @@ CONFIG = {  # SmolLM2-135M
     "hidden_act": "silu",
 }  # fmt: skip
 BLOCK_SIZE = 16
+KINDS = ("shm", "tcp", "curve")
 
 
 def name(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
+def make(kind: str, folder: Path, blocks: int, size: int) -> Any:
+    if kind == "shm":
+        return SharedOutbox(folder, blocks, size)
+    return TcpOutbox(blocks, size) if kind == "tcp" else CurveOutbox("127.0.0.1", blocks, size)
+
+
 def serve(kind: str, folder: Path, blocks: int, size: int) -> None:
     """The other process: an outbox full of blocks."""
-    outbox = SharedOutbox(folder, blocks, size) if kind == "shm" else TcpOutbox("127.0.0.1", blocks, size)
+    outbox = make(kind, folder, blocks, size)
     for block in range(blocks):
         outbox.memory[block] = block % 251
         outbox.label(block, name(block))
@@ -102,13 +111,13 @@ def main() -> None:
     torch.set_num_threads(1)
     spec = spec_from_config(CONFIG)
     size = bytes_per_block(spec, BLOCK_SIZE, torch.bfloat16)
-    store = KVStore(spec, args.blocks, BLOCK_SIZE, torch.bfloat16, "cpu", peers=PeerOutboxes())
+    store = KVStore(spec, args.blocks, BLOCK_SIZE, torch.bfloat16, "cpu", peers=PeerOutboxes({"curve": open_nearest}))
     whole = args.blocks * size / 2**20
     print(f"{args.blocks} blocks of {size / 2**10:.0f} KiB, {whole:.0f} MiB together; best of {args.rounds} transfers")
-    for kind in ("shm", "tcp"):
+    for kind in KINDS:
         found = measure(kind, store, args.blocks, size, args.rounds)
         print(
-            f"{kind:4}  {found['gb_s']:5.2f} GB/s   plain copy {found['memcpy_gb_s']:5.2f} GB/s   "
+            f"{kind:5}  {found['gb_s']:5.2f} GB/s   plain copy {found['memcpy_gb_s']:5.2f} GB/s   "
             f"{found['share']:.0%} of it   {found['ms_per_1k_tokens']:.1f} ms per 1,000 tokens"
         )
         print(json.dumps({"transport": kind, **found}))
