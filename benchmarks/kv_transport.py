@@ -3,11 +3,13 @@
 A second process fills an outbox, as a prefill engine does; this one copies its blocks into a KV cache, as a decode
 engine does: over shared memory, over TCP on this machine, and over TCP with CURVE, as between machines. Beside each
 figure: its share of what one thread's plain copy of the same bytes reaches in the same run, in turns with it. The best
-of all rounds counts: a busy machine makes the others longer, and long ones more so.
+of all rounds counts: a busy machine makes the others longer, and long ones more so. The time that a core is busy for a
+gigabyte, on either side, depends less on what else runs there.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -51,7 +53,14 @@ def serve(kind: str, folder: Path, blocks: int, size: int) -> None:
         outbox.memory[block] = block % 251
         outbox.label(block, name(block))
     print(outbox.address, flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:  # each line is a question
+        print(cpu_s(), flush=True)
+
+
+def cpu_s() -> float:
+    """Of all threads of this process, so far."""
+    now = os.times()
+    return now.user + now.system
 
 
 def copy_s(store: KVStore, source: torch.Tensor) -> float:
@@ -76,10 +85,21 @@ def measure(kind: str, store: KVStore, blocks: int, size: int, rounds: int) -> d
         assert other.stdout is not None
         assert other.stdin is not None
         address = other.stdout.readline().strip()
+
+        def sender_cpu_s() -> float:
+            print(file=other.stdin, flush=True)
+            return float(other.stdout.readline())  # type: ignore[union-attr]
+
         source = torch.from_numpy(np.ones(blocks * size, dtype=np.uint8)).view(store.data.dtype)
         fetch_s(store, address, blocks)  # maps pages, opens the connection
         copy_s(store, source)
-        times = [(fetch_s(store, address, blocks), copy_s(store, source)) for _ in range(rounds)]
+        times, plain, reader_s, before_s = [], [], 0.0, sender_cpu_s()
+        for _ in range(rounds):
+            begun_s = cpu_s()
+            times.append(fetch_s(store, address, blocks))
+            reader_s += cpu_s() - begun_s
+            plain.append(copy_s(store, source))
+        sender_s = sender_cpu_s() - before_s
         right = all(
             bool((store.data[:, :, block].contiguous().view(torch.uint8) == block % 251).all())
             for block in (0, blocks - 1)
@@ -88,13 +108,14 @@ def measure(kind: str, store: KVStore, blocks: int, size: int, rounds: int) -> d
         assert right, "other bytes came than were sent"
         other.stdin.close()
         other.wait()
-    taken, plain = (min(column) for column in zip(*times, strict=True))
-    whole = blocks * size
+    taken, whole = min(times), blocks * size
     return {
         "gb_s": whole / taken / 1e9,
-        "memcpy_gb_s": whole / plain / 1e9,
-        "share": plain / taken,
+        "memcpy_gb_s": whole / min(plain) / 1e9,
+        "share": min(plain) / taken,
         "ms_per_1k_tokens": taken / (blocks * BLOCK_SIZE) * 1e6,
+        "sender_cpu_s_per_gb": sender_s / (rounds * whole / 1e9),
+        "reader_cpu_s_per_gb": reader_s / (rounds * whole / 1e9),
     }
 
 
@@ -118,7 +139,8 @@ def main() -> None:
         found = measure(kind, store, args.blocks, size, args.rounds)
         print(
             f"{kind:5}  {found['gb_s']:5.2f} GB/s   plain copy {found['memcpy_gb_s']:5.2f} GB/s   "
-            f"{found['share']:.0%} of it   {found['ms_per_1k_tokens']:.1f} ms per 1,000 tokens"
+            f"{found['share']:.0%} of it   {found['ms_per_1k_tokens']:.1f} ms per 1,000 tokens   "
+            f"busy {found['sender_cpu_s_per_gb']:.2f} + {found['reader_cpu_s_per_gb']:.2f} s per GB"
         )
         print(json.dumps({"transport": kind, **found}))
     store.close()
