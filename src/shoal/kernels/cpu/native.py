@@ -51,7 +51,8 @@ class NativeOps(CpuOps):
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def prepare(self, weight: Weight) -> Weight:
-        """Tiled in place, if this library reads such weights in tiles and they are whole ones."""
+        """In huge pages; and tiled there, if this library reads such weights in tiles and they are whole ones."""
+        weight = super().prepare(weight)
         if isinstance(weight, Int8Weight) and isinstance(weight.stored, DenseWeight):
             return replace(weight, stored=self._tiled(weight.stored))
         return self._tiled(weight) if isinstance(weight, DenseWeight) else weight
