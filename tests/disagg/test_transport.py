@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from shoal.core.plan import BlockCopy
 from shoal.disagg import transport
 from shoal.disagg.transport import PeerOutboxes, SharedOutbox, TcpOutbox
-from shoal.engine.curve_outbox import CurveOutbox, open_nearest
+from shoal.engine.curve_outbox import CurveOutbox, CurvePeer, open_nearest
 from shoal.errors import TransferFailed
 from shoal.models.spec import spec_from_config
 from shoal.runner.copier import Copier
@@ -137,6 +138,33 @@ def test_an_engine_that_is_gone_is_noticed_at_once(outbox: Any, peers: PeerOutbo
     assert failures
     with pytest.raises(TransferFailed):
         read(peers, outbox.address, [0], [name(1)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outboxes_of_engines_that_are_gone_are_let_go(kind: str, tmp_path: Path, peers: PeerOutboxes) -> None:
+    (tmp_path / "next").mkdir()
+    for folder in (tmp_path, tmp_path / "next"):
+        outbox = make(kind, folder)
+        fill(outbox, 0, 1)
+        assert read(peers, outbox.address, [0], [name(1)])
+        assert list(peers._peers) == [outbox.address]
+        outbox.close()
+        wait_until(lambda: has_ended(peers))
+
+
+def has_ended(peers: PeerOutboxes) -> bool:
+    """Looks at a copy of what the connection of the one peer says, so that it is still there for the next look."""
+    (peer,) = peers._peers.values()
+    if isinstance(peer, CurvePeer):
+        return all(one.monitor.poll(0) for one in peer._connections)
+    return peer.has_ended()
+
+
+def wait_until(came: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not came():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def test_a_reader_that_closes_waits_no_more(outbox: Any, peers: PeerOutboxes) -> None:

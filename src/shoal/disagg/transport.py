@@ -191,6 +191,9 @@ class Peer(Protocol):
 
     def read(self, blocks: Sequence[int], names: Sequence[bytes], take: Take, closing: Event) -> None: ...
 
+    def has_ended(self) -> bool:
+        """Whether the other engine is gone, or the way to it."""
+
     def close(self) -> None: ...
 
 
@@ -209,12 +212,15 @@ class SharedPeer:
             self.confirm(block, name)
 
     def wait(self, block: int, name: bytes, closing: Event) -> None:
-        if not wait_for(self.segment, block, name, lambda: closing.is_set() or has_ended(self._socket)):
+        if not wait_for(self.segment, block, name, lambda: closing.is_set() or self.has_ended()):
             raise TransferFailed("a block was announced and did not come")
 
     def confirm(self, block: int, name: bytes) -> None:
         if not self.segment.holds(block, name):
             raise TransferFailed("a block was overwritten while it was read")
+
+    def has_ended(self) -> bool:
+        return has_ended(self._socket)
 
     def close(self) -> None:
         self._socket.close()
@@ -251,6 +257,9 @@ class TcpPeer:
                 raise TransferFailed("a block was overwritten while it was sent")
             take(number, self._buffer)
 
+    def has_ended(self) -> bool:
+        return has_ended(self._socket)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
@@ -284,6 +293,7 @@ class PeerOutboxes:
     def _open(self, peer: str) -> Peer:
         """A machine that is gone refuses nothing, so each try takes its whole time, and other blocks wait behind it: it
         is tried once in a while."""
+        self._drop_ended()
         begun_s = time.monotonic()
         self._silent = {one: until_s for one, until_s in self._silent.items() if until_s > begun_s}
         if peer in self._silent:
@@ -296,6 +306,13 @@ class PeerOutboxes:
             if now_s - begun_s > CONNECT_S / 2:
                 self._silent[peer] = now_s + AGAIN_S
             raise
+
+    def _drop_ended(self) -> None:
+        """An engine that is started again has another outbox; nothing more is read from the one that it had."""
+        for address, peer in list(self._peers.items()):
+            if peer.has_ended():
+                del self._peers[address]
+                peer.close()
 
     def close(self) -> None:
         self._closing.set()
@@ -329,7 +346,7 @@ def enter(path: str) -> tuple[socket.socket, dict[str, Any], int]:
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side is gone; it sends nothing after its welcome."""
+    """Whether the other side is gone; it sends nothing that it is not asked for."""
     return bool(select.select([connection], [], [], 0)[0])
 
 

@@ -247,13 +247,13 @@ class CurvePeer:
             self._context.destroy(linger=0)
             raise
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         return any(one.has_ended() for one in self._connections)
 
     def read(self, blocks: Sequence[int], names: Sequence[bytes], take: Take, closing: Event) -> None:
         asked = [_ASKED.pack(block, name) for block, name in zip(blocks, names, strict=True)]
         with self._lock:
-            if self._has_ended():  # while nothing was read; the other engine may be there all the same
+            if self.has_ended():  # while nothing was read; the other engine may be there all the same
                 self._context.destroy(linger=0)
                 self._open()
             sent = self._ask(asked, 0, FIRST_BLOCKS)
@@ -275,7 +275,7 @@ class CurvePeer:
         socket = self._connections[number % CONNECTIONS].socket
         until_s = time.monotonic() + transport.WAIT_S + transport.CONNECT_S
         while not socket.poll(TURN_MS):
-            if closing.is_set() or self._has_ended():
+            if closing.is_set() or self.has_ended():
                 raise TransferFailed("the other engine went away")
             if time.monotonic() > until_s:
                 raise TransferFailed(FAILURES[GONE])
