@@ -2,7 +2,10 @@
 machine share memory instead. What all transports do is tested in tests/disagg/test_transport.py."""
 
 import contextlib
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from shoal.engine import curve_outbox
 from shoal.engine.curve import KeyPair
 from shoal.engine.curve_outbox import CurveAddress, CurveOutbox, CurvePeer, network_links, open_nearest
 from shoal.errors import BadConfig, TransferFailed
+from tests.disagg.test_transport import CHILD
 
 BLOCKS, BYTES = 40, 70_000
 
@@ -94,6 +98,12 @@ def test_without_the_right_keys_nothing_comes(outbox: CurveOutbox, peers: PeerOu
     assert read(peers, outbox.address, [1]) == [1]
 
 
+@pytest.mark.parametrize("place", ["nowhere", "127.0.0.1:99999", ""])
+def test_a_place_that_cannot_be_is_a_failed_transfer(peers: PeerOutboxes, place: str) -> None:
+    with pytest.raises(TransferFailed):
+        read(peers, f"curve://{place}/{'1' * 64}/{'2' * 64}", [1])
+
+
 def test_a_connection_in_clear_gets_nothing(outbox: CurveOutbox) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.setsockopt(zmq.LINGER, 0)
@@ -163,6 +173,23 @@ def test_a_connection_that_was_lost_meanwhile_is_made_again(outbox: CurveOutbox,
     assert read(peers, relayed, [2]) == [2]
     assert list(peers._peers.values()) == [peer]
     relay.close()
+
+
+@pytest.mark.slow
+def test_a_machine_that_falls_silent_is_noticed(tmp_path: Path, peers: PeerOutboxes) -> None:
+    """Not by the wait for the block, which would end with another reason."""
+    child = subprocess.Popen([sys.executable, "-c", CHILD, "curve", str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    address = child.stdout.readline().strip()
+    peers.read(address, [2], [b"n" * 32], lambda number, data: None)
+    child.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(TransferFailed, match="went away"):
+            peers.read(address, [3], [b"m" * 32], lambda number, data: None)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
 
 
 def test_engines_of_one_machine_share_the_memory(outbox: CurveOutbox, tmp_path: Path) -> None:

@@ -243,6 +243,9 @@ class CurvePeer:
             until_s = time.monotonic() + transport.CONNECT_S
             for one in self._connections:
                 one.wait(until_s)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise TransferFailed(f"no connection can be made: {error.strerror}") from error
         except BaseException:
             self._context.destroy(linger=0)
             raise
