@@ -297,14 +297,14 @@ def least_s(loaded: "Loaded", plan: "ComparePlan", machine: "Machine") -> float:
 def note_costs(args: argparse.Namespace, loaded: "Loaded", runs: "list[RunRecord]", machine: "Machine") -> None:
     """Give the runs what their utilisation is derived from."""
     from shoal.build_rates import model_work
-    from shoal.build_types import kv_dtype
+    from shoal.build_types import kv_dtype, weight_bytes
     from shoal.runner.kvstore import bytes_per_block
 
     config = EngineConfig.from_args(args)
     kv_bytes = bytes_per_block(loaded.spec, 1, kv_dtype(config, loaded.dtype))
-    weight_bytes = 1 if config.quantization != "none" else loaded.dtype.itemsize
+    size = weight_bytes(config, loaded.dtype)
     for run in runs:
-        run.work, run.rates = model_work(loaded.spec, weight_bytes, kv_bytes), machine.rates
+        run.work, run.rates = model_work(loaded.spec, size, kv_bytes), machine.rates
 
 
 def make_meta(
