@@ -131,7 +131,7 @@ def _q4_k(raw: Tensor) -> BlockWeight:
     low, high, rest = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), dim=-1)
     minima = torch.cat((high & 63, (rest >> 4) | (high >> 2 & 48)), dim=-1)
-    bytes_of = raw[..., 16:].unflatten(-1, (4, 32))
+    bytes_of = raw[..., 16:].reshape(rows, -1, 4, 32)
     integers = torch.stack((bytes_of & 15, bytes_of >> 4), dim=-2).reshape(rows, -1)
     wide = (_halves(raw, 0).float().unsqueeze(-1) * scales).reshape(rows, -1)
     offsets = (_halves(raw, 2).float().unsqueeze(-1) * minima).neg_().reshape(rows, -1)
