@@ -82,6 +82,7 @@ ARROWS: dict[str, set[str]] = {
         "core",
         "engine",
         "machine",
+        "models",
         "obs",
         "runner",
         "sched",

@@ -19,15 +19,7 @@ from tqdm import tqdm
 
 from shoal.build_draft import DRAFT_PASS_TOKENS, NO_DRAFT, DraftMemory, find_draft, load_draft, make_draft
 from shoal.build_ranks import AnyRanks, check_ranks, kv_over_ranks, share_threads, start_ranks
-from shoal.build_types import (
-    as_stored,
-    check_quantization,
-    fitting_fp8,
-    kept_format,
-    kv_dtype,
-    pick_ops,
-    quantize_rest,
-)
+from shoal.build_types import as_stored, check_quantization, fitting_fp8, kept_format, kv_dtype, pick_ops, quantize_rest
 from shoal.config.engine import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.job import EngineInfo

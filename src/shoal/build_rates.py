@@ -77,6 +77,7 @@ def describe(built: Built) -> dict[str, Any]:
             "max_model_len": spec.max_position,
             "weight_bytes": spec.parameters * built.dtype.itemsize,
             "kv_token_bytes": kv_bytes,
+            "hidden_size": spec.hidden_size,
         },
         "device": cpu_name() if built.device == "cpu" else str(torch.cuda.get_device_name()),
         "kind": built.device,

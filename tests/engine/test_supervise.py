@@ -344,3 +344,22 @@ def test_an_engine_that_cannot_start_while_the_fronts_drain_is_given_up(tmp_path
     assert code == 0
     assert "is not started again" in errors
     assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 6
+
+
+def test_streams_of_a_killed_engine_move_before_it_takes_cpu_time_again(tmp_path: Path) -> None:
+    family = Family(tmp_path, engines=["one", "other"])
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    os.kill(family.pid("one"), signal.SIGKILL)
+    wait_for(family, "one 1 ")
+    code, errors = family.end()
+    assert code == 0
+    assert "one was killed by SIGKILL; restarting it in 1.0 s" in errors
+
+
+def test_an_only_engine_is_restarted_at_once(tmp_path: Path) -> None:
+    family = Family(tmp_path)
+    assert [family.line(), family.line()] == ["begin", "ready"]
+    os.kill(family.pid("engine"), signal.SIGKILL)
+    wait_for(family, "engine 1 ")
+    _, errors = family.end()
+    assert "engine was killed by SIGKILL; restarting it in 0.0 s" in errors

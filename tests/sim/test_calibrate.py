@@ -18,7 +18,7 @@ from shoal.sim.calibrate import Calibration, LoadStage, RecordingExecutor, stage
 from shoal.sim.cost import CopyCosts, CostModel, DeviceTimes, HostTimes, PassSize, SimulatedExecutor
 from shoal.sim.engines import check_model, simulated_loop
 from shoal.sim.fit import TimedCopy, TimedPass, errors, fit_copies, fit_costs, nonnegative
-from shoal.sim.profile import CARDS, derive, parse_profile, profile_text, read_profile, shipped
+from shoal.sim.profile import CARDS, derive, parse_profile, profile_text, read_profile, reshape, shipped
 
 TRUE = CostModel(
     DeviceTimes(((1, 0.004), (16, 0.005), (64, 0.009)), ((1, 0.004), (64, 0.009), (512, 0.060)),
@@ -153,11 +153,26 @@ def test_a_derived_profile_is_slower_on_a_slower_card_and_marked() -> None:
     slower = derive(profile, CARDS["l40s"])
     assert slower.quality == "estimated"
     assert slower.error >= 0.25
-    ratio = profile.card.bandwidth_gb_s / slower.card.bandwidth_gb_s
+    assert profile.card.bandwidth_gb_s < CARDS["h200"].bandwidth_gb_s  # measured; and compared is what datasheets say
+    ratio = CARDS["h200"].bandwidth_gb_s / CARDS["l40s"].bandwidth_gb_s
     assert slower.device.decode[0][1] == pytest.approx(profile.device.decode[0][1] * ratio)
     assert slower.kv_tokens < profile.kv_tokens
     with pytest.raises(BadConfig, match="choose a larger card"):
         derive(replace(profile, model=replace(profile.model, weight_bytes=10**11)), CARDS["rtx4090"])
+
+
+def test_a_profile_scaled_to_another_model_is_near_the_one_measured_with_it() -> None:
+    llama, measured = read_profile("llama-8b-h200"), read_profile("qwen3-0.6b-h200")
+    scaled = reshape(llama, measured.model)
+    assert scaled.quality == "estimated"
+    assert scaled.error >= 0.25
+    assert scaled.device.decode[0][1] == pytest.approx(measured.device.decode[0][1], rel=0.25)
+    assert scaled.device.mixed[-1][1] == pytest.approx(measured.device.mixed[-1][1], rel=0.25)
+    assert scaled.kv_tokens == pytest.approx(measured.kv_tokens, rel=0.05)
+    same = reshape(llama, llama.model).device
+    assert same.decode == tuple((at, pytest.approx(seconds)) for at, seconds in llama.device.decode)
+    with pytest.raises(BadConfig, match="choose a larger card"):
+        reshape(llama, replace(llama.model, weight_bytes=10**12))
 
 
 def test_what_a_profile_says_nothing_of_is_refused() -> None:

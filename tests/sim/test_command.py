@@ -59,7 +59,7 @@ def test_compare_simulates_every_preset(capsys: pytest.CaptureFixture[str]) -> N
     found = figures(capsys, "compare", "--simulate", "llama-8b-h200", "--requests", "20", "--rates", "20")
     assert [run["preset"] for run in found["runs"]] == list(SIMULATED)
     assert all(run["finished"] == 20 for run in found["runs"])
-    assert "estimated" in found["meta"]["model"]
+    assert "measured, passes within" in found["meta"]["model"]
 
 
 @pytest.mark.usefixtures("no_report")
@@ -67,6 +67,14 @@ def test_more_engines_serve_more(capsys: pytest.CaptureFixture[str]) -> None:
     args = ("simulate", *PROFILE, "--requests", "40", "--rates", "1000", "--output-scale", "0.2")
     one, three = (figures(capsys, *args, "--replicas", count)["runs"][0] for count in ("1", "3"))
     assert three["seconds"] < 0.7 * one["seconds"]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_profile_is_scaled_to_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("simulate", *PROFILE, "--requests", "10", "--rates", "5", "--output-scale", "0.2")
+    large, small = figures(capsys, *args), figures(capsys, *args, "--shape", "qwen3-0.6b")
+    assert "qwen3-0.6b, bfloat16, on NVIDIA H200 (estimated, passes within 25%)" in small["meta"]["model"]
+    assert small["runs"][0]["e2e_s"]["mean"] < 0.5 * large["runs"][0]["e2e_s"]["mean"]
 
 
 def test_the_tally_agrees_with_the_records() -> None:
@@ -109,6 +117,7 @@ def test_no_torch_is_loaded() -> None:
     [
         (["--profile", "none"], "unknown profile"),
         (["--profile", "llama-8b-h200@none"], "unknown card"),
+        ([*PROFILE, "--shape", "none"], "unknown model shape"),
         ([*PROFILE, "--rates", "-1"], "not negative"),
         ([*PROFILE, "--requests", "0"], "at least 1"),
         ([*PROFILE, "--replicas", "0"], "at least 1"),

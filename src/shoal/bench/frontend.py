@@ -23,6 +23,7 @@ class Choice(msgspec.Struct):
 
     text: str
     finish_reason: str | None = None
+    token_ids: list[int] = []
 
 
 class Event(msgspec.Struct):
@@ -72,7 +73,7 @@ class StreamClient(asyncio.Protocol):
                 self._end("")
                 return
             event = _events.decode(part[at + 6 :])
-            if event.choices and event.choices[0].text:
+            if event.choices and (event.choices[0].text or event.choices[0].token_ids):  # ids: there is no tokenizer
                 self.arrived_s.append(time.monotonic())
                 self.id = event.id
 

@@ -167,20 +167,20 @@ def measure_front(args: argparse.Namespace, loaded: "Loaded") -> "FrontTimes | N
     """A real front with a paced engine: one stream, then many. And the model's tokenizer. None, with a warning, if that
     is not possible here: what was measured before is not to be lost."""
     try:
-        return front_times(loaded)
+        return front_times(args.model, loaded)
     except ShoalError as error:
         log.warning("the front was not measured, and counts as 0: %s", error)
         return None
 
 
-def front_times(loaded: "Loaded") -> "FrontTimes":
+def front_times(model: str | None, loaded: "Loaded") -> "FrontTimes":
     from shoal.cli.frontend import measure
     from shoal.sim.front import FrontTimes
 
     many = 32
     few = argparse.Namespace(streams=1, seconds=1.0, api_workers=1, pin=False)
     crowd = argparse.Namespace(streams=many, seconds=6.0, api_workers=1, pin=False)
-    one, all_of_them = measure(few, 50.0, rounds=10), measure(crowd, 50.0 * many)
+    one, all_of_them = measure(few, 50.0, 10, model), measure(crowd, 50.0 * many, model=model)
     for found in (one, all_of_them):
         if not found.get("tokens"):
             raise EngineError(f"no token came through the front: {found['problems']}; try --no-front")
@@ -230,6 +230,7 @@ def make_profile(
         spec.max_position,
         spec.parameters * loaded.dtype.itemsize,
         kv_bytes,
+        spec.hidden_size,
     )
     name = cpu_name() if loaded.device == "cpu" else gpu_name()
     card = Card(

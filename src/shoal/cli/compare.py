@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.checks import check_early
 from shoal.cli.common import add_model, choose_model, new_command
 from shoal.cli.compare_progress import ProgressLines, count_kept, kept_runs
+from shoal.cli.loads import add_promised_times, add_trace, numbers, read_requests, within_context
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
@@ -67,37 +68,12 @@ def add_compare(commands: Any) -> None:
 
 def add_promise(parser: argparse.ArgumentParser, out: str) -> None:
     group = parser.add_argument_group("report")
-    group.add_argument(
-        "--promise-ttft", type=float, default=2.0, metavar="S", help="promised time to the first token (default: 2)"
-    )
-    group.add_argument(
-        "--promise-gap", type=float, default=0.5, metavar="S", help="promised mean gap between tokens (default: 0.5)"
-    )
+    add_promised_times(group)
     group.add_argument(
         "--price-per-hour", type=float, default=0.10, help="price of this machine, for the cost column (default: 0.1)"
     )
     group.add_argument("--out", default=out, metavar="DIR", help=f"folder for the report (default: {out})")
     group.add_argument("--json", action="store_true", help="print the figures as JSON too")
-
-
-def add_trace(parser: argparse.ArgumentParser, scale: float | None = None, count: int = 32) -> None:
-    """The flags of a workload; `scale`: default of both scales, else those that suit a small model on a CPU."""
-    group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--trace",
-        default="azure-conv",
-        help="a trace file, or azure-conv / azure-code: lengths drawn like those traces'",
-    )
-    group.add_argument("--requests", type=int, default=count, help=f"number of requests (default: {count})")
-    for what, usual in (("prompt", 48), ("output", 24)):
-        shown = f"{scale:g}" if scale else f"1/{usual}"
-        group.add_argument(
-            f"--{what}-scale",
-            type=float,
-            default=scale or 1 / usual,
-            help=f"factor of {what} lengths (default: {shown})",
-        )
-    group.add_argument("--arrivals", default="poisson", help="poisson, replay, or gamma:CV for bursts")
 
 
 def run_compare(args: argparse.Namespace) -> int:
@@ -159,30 +135,6 @@ def load_once(args: argparse.Namespace) -> "Loaded":
     return load(config, progress=sys.stderr.isatty())
 
 
-def read_requests(args: argparse.Namespace) -> "Fitted":
-    """The trace, cut to --requests and scaled."""
-    from shoal.workload.synthetic import TABLES, draw_lengths
-    from shoal.workload.traces import fit, read_trace
-
-    if args.requests < 1:
-        raise BadConfig(f"--requests must be at least 1, not {args.requests}")
-    built_in = args.trace in TABLES
-    requests = draw_lengths(args.trace, args.requests) if built_in else read_trace(args.trace, args.requests)
-    if built_in and args.arrivals == "replay":
-        raise BadConfig(f"{args.trace} has lengths but no arrival times; use --arrivals poisson, or give a trace file")
-    return fit(requests, scale=args.prompt_scale, output_scale=args.output_scale)
-
-
-def numbers(text: str, flag: str) -> tuple[float, ...]:
-    try:
-        found = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise BadConfig(f"{flag} takes numbers separated by commas, such as 1,2,4; not {text!r}") from None
-    if any(not 0 <= value < float("inf") for value in found):
-        raise BadConfig(f"{flag} takes numbers that are not negative; not {text!r}")
-    return found
-
-
 def check_requests(args: argparse.Namespace) -> None:
     """Raise if the trace, the presets or the rates cannot be read; before the model loads."""
     read_requests(args)
@@ -199,12 +151,11 @@ def make_plan(args: argparse.Namespace, loaded: "Loaded") -> "tuple[ComparePlan,
     from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
     from shoal.workload.prompts import make_prompts
-    from shoal.workload.traces import fit
 
     names = preset_names(args)
     context = getattr(args, "max_model_len", None) or loaded.spec.max_position
     fitted = read_requests(args)
-    capped = fit(fitted.requests, max_prompt=context // 2, max_output=context // 2)
+    capped = within_context(fitted, context)
     fitted = replace(fitted, requests=capped.requests, capped_share=capped.capped_share)
     longest = max(one.output for one in fitted.requests)
     plan = ComparePlan(

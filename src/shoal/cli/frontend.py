@@ -44,7 +44,7 @@ def add_frontend(kinds: Any) -> None:
 
 def run_frontend(args: argparse.Namespace) -> int:
     from shoal.bench.cpu_noise import banner, noise_in
-    from shoal.cli.compare import numbers
+    from shoal.cli.loads import numbers
 
     rows = []
     for rate in numbers(args.rates, "--rates"):
@@ -60,15 +60,18 @@ def run_frontend(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace, rate: float, rounds: int = 1) -> dict[str, Any]:
-    """One rate, with new processes. `rounds`: how often all streams are opened and read, one after the other."""
+def measure(args: argparse.Namespace, rate: float, rounds: int = 1, model: str | None = None) -> dict[str, Any]:
+    """One rate, with new processes. `rounds`: how often all streams are opened and read, one after the other. `model`:
+    whose tokenizer the fronts use; None: the default model."""
     from shoal.bench.cpu_noise import NoiseWatch, noise_figures
     from shoal.bench.frontend import figures, run_streams
     from shoal.machine.cpus import allowed_cpus
 
     tokens = max(2, round(rate * args.seconds / args.streams))
     serve = ServeConfig(port=0, api_workers=args.api_workers, log_level="warning")
-    engine = EngineConfig(max_num_seqs=args.streams, max_num_batched_tokens=4 * args.streams, prefix_caching=False)
+    engine = EngineConfig(
+        model=model, max_num_seqs=args.streams, max_num_batched_tokens=4 * args.streams, prefix_caching=False
+    )
     check_socket_paths(tempfile.gettempdir())
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import new_command
-from shoal.cli.compare import add_trace, make_folder
-from shoal.cli.simulate import requests_of_trace
+from shoal.cli.compare import make_folder
+from shoal.cli.loads import add_profile, add_server, add_trace, context_of, open_profile, read_requests, within_context
 from shoal.config.engine import PASS_TOKENS, EngineConfig, add_flags
 from shoal.config.presets import preset_of
 from shoal.errors import BadConfig
@@ -33,13 +33,7 @@ def add_plan(commands: Any) -> None:
         "shoal plan --profile llama-8b-h200 --rate 40 --promise ttft_p99=2,gap_p99=0.1 --price-per-hour 4",
         run_plan,
     )
-    parser.add_argument(
-        "--profile",
-        default="smollm2-135m-cpu",
-        metavar="NAME|FILE",
-        help="a file of shoal calibrate, or one of the package's; NAME@CARD: scaled to another card "
-        "(default: %(default)s)",
-    )
+    add_profile(parser)
     parser.add_argument("--model", "-m", help="refuse a profile of another model")
     add_trace(parser, scale=1.0, count=1000)
     group = parser.add_argument_group("plan")
@@ -66,13 +60,7 @@ def add_plan(commands: Any) -> None:
         metavar="N,N,…",
         help="sizes of a pass (max-num-batched-tokens) to choose from; default: the device's, half and twice of it",
     )
-    group.add_argument(
-        "--routing",
-        default="prefix",
-        choices=("round-robin", "least-load", "prefix"),
-        help="which engine gets a request (default: prefix)",
-    )
-    group.add_argument("--no-front", action="store_true", help="leave out the fronts: requests start in the engine")
+    add_server(group)
     group.add_argument("--out", metavar="DIR", help="folder for plan.json, plan.svg and plan.png; default: none")
     group.add_argument("--json", action="store_true", help="print one JSON object")
     add_flags(parser)
@@ -83,12 +71,11 @@ def run_plan(args: argparse.Namespace) -> int:
 
     from shoal.sim.engines import check_model
     from shoal.sim.planner import FleetPlanner
-    from shoal.sim.profile import read_profile
     from shoal.sim.promises import parse_promises
 
     check_numbers(args)
     promises = parse_promises(args.promise or ["ttft_p99=2,gap_p99=0.2"])
-    profile = read_profile(args.profile)
+    profile = open_profile(args)
     if args.model:
         check_model(profile, Path(args.model).name)
     trace = trace_of(args, profile)
@@ -118,11 +105,9 @@ def check_numbers(args: argparse.Namespace) -> None:
 def trace_of(args: argparse.Namespace, profile: "Profile") -> "list[TraceRequest]":
     """The requests, repeated if there are too few, and cut to the context."""
     from shoal.workload.arrivals import repeated
-    from shoal.workload.traces import fit
 
     args.seed = getattr(args, "seed", None)
-    context = getattr(args, "max_model_len", None) or profile.model.max_model_len
-    trace = fit(requests_of_trace(args).requests, max_prompt=context // 2, max_output=context // 2).requests
+    trace = within_context(read_requests(args), context_of(args, profile)).requests
     return list(repeated(trace, args.requests)) if len(trace) < args.requests else trace
 
 
@@ -136,14 +121,12 @@ def rate_of(args: argparse.Namespace, trace: "list[TraceRequest]") -> float:
 
 def load_of(args: argparse.Namespace, trace: "list[TraceRequest]") -> Any:
     """Rate → requests that arrive so."""
-    from shoal.workload.arrivals import gamma, replay_at_rate
+    from shoal.workload.arrivals import cv_of, gamma, replay_at_rate
 
-    if args.arrivals == "replay":
+    cv = cv_of(args.arrivals)
+    if cv is None:
         return lambda rate: replay_at_rate(trace, rate)
-    name, _, cv = args.arrivals.partition(":")
-    if name not in ("poisson", "gamma") or (name == "gamma" and not cv.replace(".", "", 1).isdigit()):
-        raise BadConfig(f"--arrivals must be poisson, replay or gamma:CV, not {args.arrivals}")
-    return lambda rate: gamma(trace, rate, float(cv or 1), args.seed or 0)
+    return lambda rate: gamma(trace, rate, cv, args.seed or 0)
 
 
 def fleets_of(

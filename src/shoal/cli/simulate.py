@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.common import new_command
-from shoal.cli.compare import add_promise, add_trace, common_meta, kv_tokens_for, make_folder, numbers, write_report
+from shoal.cli.compare import add_promise, common_meta, kv_tokens_for, make_folder, write_report
+from shoal.cli.loads import (
+    add_profile,
+    add_server,
+    add_trace,
+    context_of,
+    numbers,
+    open_profile,
+    read_requests,
+    within_context,
+)
 from shoal.config.engine import SLOTS, EngineConfig, add_flags
 from shoal.config.presets import PRESETS, preset_of
 from shoal.errors import BadConfig
@@ -27,7 +37,6 @@ if TYPE_CHECKING:
 
 DETAILED = 20_000  # requests of a run with plots; longer ones have figures alone, in bounded memory
 SIMULATED = tuple(name for name in PRESETS if PRESETS[name].settings.get("prefill") != "disaggregated")  # on one engine
-DRAWN = 20_000  # lengths drawn from a table; after that many they repeat
 
 
 def add_simulate(commands: Any) -> None:
@@ -38,13 +47,7 @@ def add_simulate(commands: Any) -> None:
         "shoal simulate --profile llama-8b-h200 --trace azure-conv --requests 1000 --rates 10,20,40 --replicas 2",
         run_simulate,
     )
-    parser.add_argument(
-        "--profile",
-        default="smollm2-135m-cpu",
-        metavar="NAME|FILE",
-        help="a file of shoal calibrate, or one of the package's; NAME@CARD: scaled to another card "
-        "(default: %(default)s)",
-    )
+    add_profile(parser)
     add_trace(parser, scale=1.0, count=1000)
     group = parser.add_argument_group("what is simulated")
     group.add_argument(
@@ -63,14 +66,8 @@ def add_simulate(commands: Any) -> None:
             default=1,
             help=f"engines that {what}, with --prefill disaggregated or the preset splitwise (default: 1)",
         )
-    group.add_argument(
-        "--routing",
-        default="prefix",
-        choices=("round-robin", "least-load", "prefix"),
-        help="which engine gets a request (default: prefix)",
-    )
     group.add_argument("--fronts", type=int, default=1, help="fronts of the server (default: 1)")
-    group.add_argument("--no-front", action="store_true", help="leave out the fronts: requests start in the engine")
+    add_server(group)
     group.add_argument("--slots", type=int, help="most requests in one pass; default: the engine's own")
     group.add_argument("--kv-tokens", type=int, help="KV cache size of each engine; default: the profile's")
     group.add_argument("--max-tokens", type=int, help="max_tokens of requests; default: the trace's longest output")
@@ -79,9 +76,7 @@ def add_simulate(commands: Any) -> None:
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    from shoal.sim.profile import read_profile
-
-    return simulate(args, read_profile(args.profile))
+    return simulate(args, open_profile(args))
 
 
 def simulate_compare(args: argparse.Namespace) -> int:
@@ -140,26 +135,10 @@ def check_served(rows: list[dict[str, Any]]) -> None:
             )
 
 
-def requests_of_trace(args: argparse.Namespace) -> "Fitted":
-    """The trace scaled, and cut to --requests; a shorter one is repeated later."""
-    from shoal.workload.synthetic import TABLES, draw_lengths
-    from shoal.workload.traces import fit, read_trace
-
-    if args.requests < 1:
-        raise BadConfig(f"--requests must be at least 1, not {args.requests}")
-    built_in = args.trace in TABLES
-    if built_in and args.arrivals == "replay":
-        raise BadConfig(f"{args.trace} has lengths but no arrival times; use --arrivals poisson, or give a trace file")
-    drawn = min(args.requests, DRAWN)
-    requests = draw_lengths(args.trace, drawn, args.seed or 0) if built_in else read_trace(args.trace, args.requests)
-    return fit(requests, scale=args.prompt_scale, output_scale=args.output_scale)
-
-
 def plan_of(args: argparse.Namespace, profile: "Profile") -> "tuple[ComparePlan, Fitted]":
     from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
     from shoal.workload.arrivals import cv_of, repeated
-    from shoal.workload.traces import fit
 
     cv_of(args.arrivals)  # fails now if it is invalid
     for name in ("promise_ttft", "promise_gap", "price_per_hour"):
@@ -183,9 +162,8 @@ def plan_of(args: argparse.Namespace, profile: "Profile") -> "tuple[ComparePlan,
     names = SIMULATED if args.presets == "all" else tuple(args.presets.split(","))
     for name in names:
         EngineConfig.from_mapping(preset_of(name).settings)  # fails now if it is invalid
-    context = getattr(args, "max_model_len", None) or profile.model.max_model_len
-    fitted = requests_of_trace(args)
-    capped = fit(fitted.requests, max_prompt=context // 2, max_output=context // 2)
+    context, fitted = context_of(args, profile), read_requests(args)
+    capped = within_context(fitted, context)
     trace = capped.requests
     if len(trace) < args.requests <= DETAILED:
         trace = list(repeated(trace, args.requests))

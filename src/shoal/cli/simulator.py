@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from shoal.cli.common import new_command
-from shoal.cli.compare import add_trace
+from shoal.cli.loads import add_profile, add_trace, open_profile
 from shoal.cli.simulate import SIMULATED, add_simulate, engine_maker, plan_of, run_virtually
 from shoal.config.presets import PRESETS
 from shoal.errors import BadConfig
@@ -25,7 +25,7 @@ def add_simulator(kinds: Any) -> None:
         "shoal bench simulator --trace azure_conv_2023.csv.gz --requests 100000 --rate 20",
         run_bench_simulator,
     )
-    parser.add_argument("--profile", default="llama-8b-h200", metavar="NAME|FILE", help="(default: %(default)s)")
+    add_profile(parser, "llama-8b-h200")
     add_trace(parser, scale=1.0, count=LONG)
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second (default: 20)")
     parser.add_argument(
@@ -82,11 +82,10 @@ def peak_mib() -> float:
 def measure(args: argparse.Namespace, preset: str, requests: int) -> dict[str, Any]:
     """One simulated run in bounded memory; the seconds are those of this process's CPU, without reading the trace."""
     from shoal.bench.tally import RunTally
-    from shoal.sim.profile import read_profile
     from shoal.workload.arrivals import repeated, spaced
     from shoal.workload.traces import TraceRequest
 
-    profile = read_profile(args.profile)
+    profile = open_profile(args)
     given = simulate_args(args, preset, requests)
     plan, _ = plan_of(given, profile)
     make = engine_maker(given, profile, plan)

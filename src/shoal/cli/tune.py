@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.calibrate import calibrated, measure_passes
 from shoal.cli.common import add_model, check_writable, new_command
-from shoal.cli.compare import add_trace, load_once, read_requests
+from shoal.cli.compare import load_once
 from shoal.cli.doctor import flags_of
+from shoal.cli.loads import add_promised_times, add_trace, context_of, read_requests, within_context
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.errors import BadConfig
 
@@ -47,12 +48,7 @@ def add_tune(commands: Any) -> None:
         choices=tuple(OBJECTIVES),
         help="; ".join(f"{name}: {what}" for name, what in OBJECTIVES.items()) + " (default: goodput)",
     )
-    group.add_argument(
-        "--promise-ttft", type=float, default=2.0, metavar="S", help="promised time to the first token (default: 2)"
-    )
-    group.add_argument(
-        "--promise-gap", type=float, default=0.5, metavar="S", help="promised mean gap between tokens (default: 0.5)"
-    )
+    add_promised_times(group)
     group.add_argument("--profile", metavar="NAME|FILE", help="of this machine; default: it is calibrated first")
     group.add_argument("--seconds", type=float, default=60.0, help="time for calibrating (default: 60)")
     group.add_argument("--trials", type=int, default=80, help="most simulated runs (default: 80)")
@@ -133,10 +129,8 @@ def plan_of(args: argparse.Namespace, profile: "Profile", loaded: "Loaded | None
     from shoal.bench.compare import ComparePlan
     from shoal.bench.record import Promise
     from shoal.workload.prompts import make_prompts
-    from shoal.workload.traces import fit
 
-    context = getattr(args, "max_model_len", None) or profile.model.max_model_len
-    trace = fit(read_requests(args).requests, max_prompt=context // 2, max_output=context // 2).requests
+    trace = within_context(read_requests(args), context_of(args, profile)).requests
     return ComparePlan(
         presets=("shoal",),
         rates=(0.0 if args.objective == "throughput" else args.rate or -1.0,),

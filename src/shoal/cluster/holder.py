@@ -71,7 +71,7 @@ class EngineHolder:
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             pass_fds=[write],
-            start_new_session=True,
+            process_group=0,
         )
         os.close(write)
         os.set_blocking(read, False)

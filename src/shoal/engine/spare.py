@@ -33,7 +33,9 @@ def launch(module: str, fds: Sequence[int] = (), arguments: Sequence[str] = ()) 
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             pass_fds=[write, *fds],
-            start_new_session=True,  # Ctrl-C reaches the supervisor only
+            # Ctrl-C reaches the supervisor only. Not a session of its own: Linux shares CPUs among sessions first
+            # (autogroups), where priorities of threads mean little and an engine was left without a CPU for seconds.
+            process_group=0,
         )
     except BaseException:
         os.close(read)

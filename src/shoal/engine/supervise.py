@@ -31,6 +31,7 @@ FAULTS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL
 BEAT_S = 1.0
 USERS_MISTAKE = 2  # exit code of a child whose config cannot be served; a restart would not help
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+MOVE_S = 1.0  # for which an engine is not started again, while the others compute what its streams had
 MOST_FAILED_STARTS = 5  # in a row, without having been ready once
 LOOK_S = 1.0  # longest sleep while a child is watched for heartbeats
 PAUSE_S = 1.0  # a sleep that is longer than it should be by this was a pause of this process
@@ -294,11 +295,16 @@ class Supervisor:
         # a failed start computed no pass, so it leaves after_fault as it was; a kill from outside is no fault
         if child.ready:
             child.after_fault = child.hung or code > 0 or -code in FAULTS
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**child.failures) if child.failures else 0.0
+        left, child.leaving = child.leaving, False
+        asked = left and code == 0
+        others = [one for one in self.engines if one is not child]
+        moves = len(others) < len(self.engines) and not asked and any(one.ready for one in others)
+        pause_s = MOVE_S if moves else 0.0
+        if child.failures:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**child.failures)
         child.process, child.ready = None, False
         child.start_at_s = self.clock.now_s() + pause_s
-        left, child.leaving = child.leaving, False
-        if left and code == 0:
+        if asked:
             log.info("%s has ended, as asked, and is started again", child.name)
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -245,7 +245,7 @@ def _start(number: int, program: str, config: Mapping[str, Any], environ: Mappin
             stdin=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
             env={**os.environ, **environ},
-            start_new_session=True,  # Ctrl-C reaches rank 0 only
+            process_group=0,  # Ctrl-C reaches rank 0 only; not a session of its own, see engine/spare.py
         )
         assert process.stdin is not None
         given = {**config, "rank": number, "socket_fd": theirs.fileno(), "dies_with_parent": bound}

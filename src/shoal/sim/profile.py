@@ -41,6 +41,17 @@ class ModelShape:
     max_model_len: int
     weight_bytes: int
     kv_token_bytes: int  # of keys and values of one token, over all layers
+    hidden_size: int = 0  # 0: heads · head_dim
+
+    @property
+    def head_weights(self) -> int:
+        """Of lm_head."""
+        return (self.hidden_size or self.heads * self.head_dim) * self.vocab_size
+
+    @property
+    def linear_weights(self) -> int:
+        """Of all other linear layers, the tables of the vocabulary taken for one."""
+        return max(0, self.parameters - self.head_weights)
 
 
 @dataclass(frozen=True)
@@ -94,9 +105,8 @@ class Profile:
     def work(self) -> ModelWork:
         """What passes compute and move, from the shape: the head is taken for one of the tables of the vocabulary."""
         model = self.model
-        head = model.heads * model.head_dim * model.vocab_size
+        head, linear = model.head_weights, model.linear_weights
         item_bytes = model.weight_bytes / max(model.parameters, 1)
-        linear = max(0, model.parameters - head)
         pair = 4 * model.layers * model.heads * model.head_dim
         return ModelWork(2 * linear, 2 * head, pair, (linear + head) * item_bytes, model.kv_token_bytes)
 
@@ -229,21 +239,17 @@ def read_profile(name: str) -> Profile:
 def derive(profile: Profile, card: Card) -> Profile:
     """The profile on another card: what reads memory scales with bandwidth, what computes with the matrix rate.
 
-    The first point of a table is taken as the weights being read once; what more positions add is arithmetic.
+    The first point of a table is taken as the weights being read once; what more positions add is arithmetic. Datasheet
+    is compared with datasheet: what a card reaches of its own is taken to be the same share on both.
     """
     if card.kind != profile.card.kind:
         raise BadConfig(
             f"a profile of {profile.card.name} says nothing of {card.name}: a {card.kind}; measure it there"
         )
-    slower_memory = profile.card.bandwidth_gb_s / card.bandwidth_gb_s
-    slower_maths = profile.card.tflop_s / card.tflop_s
-    left = card.memory_bytes * 0.9 - profile.model.weight_bytes
-    kv_tokens = int(left // profile.model.kv_token_bytes)
-    if kv_tokens < 1:
-        raise BadConfig(
-            f"{profile.model.name} in {profile.dtype} takes {profile.model.weight_bytes / 1e9:.1f} GB, which leaves no "
-            f"memory for KV on {card.name} ({card.memory_bytes / 1e9:.0f} GB); choose a larger card"
-        )
+    base = next((one for one in CARDS.values() if one.name == profile.card.name), profile.card)
+    slower_memory = base.bandwidth_gb_s / card.bandwidth_gb_s
+    slower_maths = base.tflop_s / card.tflop_s
+    kv_tokens = room_for_kv(profile.model, card, profile.dtype)
 
     def scaled(points: Points) -> Points:
         first = points[0][1]
@@ -267,5 +273,56 @@ def derive(profile: Profile, card: Card) -> Profile:
         kv_tokens=kv_tokens,
         device=device,
         note=f"derived from {profile.card.name} by the datasheets' bandwidth and matrix rate",
+        held_back={},
+    )
+
+
+def room_for_kv(model: ModelShape, card: Card, dtype: str) -> int:
+    """Tokens whose KV fits beside the weights; raises BadConfig if there is no room."""
+    found = int((card.memory_bytes * 0.9 - model.weight_bytes) // model.kv_token_bytes)
+    if found < 1:
+        raise BadConfig(
+            f"{model.name} in {dtype} takes {model.weight_bytes / 1e9:.1f} GB, which leaves no memory for KV on "
+            f"{card.name} ({card.memory_bytes / 1e9:.0f} GB); choose a larger card"
+        )
+    return found
+
+
+def reshape(profile: Profile, model: ModelShape) -> Profile:
+    """The profile of another model on the same card.
+
+    A pass of one position reads the weights once, at the card's bandwidth; what it takes beyond that (launches) goes
+    with the layers. What more positions add is arithmetic, and goes with the weights of the linear layers; reads go
+    with the bytes of a token's KV; pairs with the layers' heads. The host's time stays.
+    """
+    old, times, card = profile.model, profile.device, profile.card
+    deeper, wider = model.layers / old.layers, model.linear_weights / max(old.linear_weights, 1)
+    longer = model.kv_token_bytes / old.kv_token_bytes
+
+    def scaled(points: Points) -> Points:
+        first = points[0][1]
+        read_s = min(first, old.weight_bytes / (card.bandwidth_gb_s * 1e9))
+        least = read_s * model.weight_bytes / old.weight_bytes + (first - read_s) * deeper
+        return tuple((at, least + (seconds - first) * wider) for at, seconds in points)
+
+    device = DeviceTimes(
+        scaled(times.decode),
+        scaled(times.mixed),
+        times.row_s * deeper,
+        times.draw_s * model.head_weights / old.head_weights,
+        times.read_s * longer,
+        times.pair_s * (model.layers * model.heads * model.head_dim) / (old.layers * old.heads * old.head_dim),
+    )
+    copies = profile.copies
+    return replace(
+        profile,
+        name=f"{profile.name} as {model.name}",
+        quality="estimated",
+        error=max(profile.error, ESTIMATED_ERROR),
+        model=model,
+        kv_tokens=room_for_kv(model, card, profile.dtype),
+        device=device,
+        copies=CopyCosts(copies.order_s, copies.out_block_s * longer, copies.in_block_s * longer),
+        note=f"derived from {old.name} by the shapes of the models",
         held_back={},
     )

@@ -52,9 +52,11 @@ class NativeOps(CpuOps):
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def prepare(self, weight: Weight) -> Weight:
-        """Tiled in place, if this library reads such weights in tiles and they are whole ones; blocks in panels."""
+        """In huge pages; there in tiles, if this library reads such weights in tiles and they are whole ones, and blocks
+        in panels."""
         if isinstance(weight, BlockWeight):
-            return in_panels(weight, self.lanes, torch.float16 in self.types)
+            weight = in_panels(weight, self.lanes, torch.float16 in self.types)
+        weight = super().prepare(weight)
         if isinstance(weight, Int8Weight) and isinstance(weight.stored, DenseWeight):
             return replace(weight, stored=self._tiled(weight.stored))
         return self._tiled(weight) if isinstance(weight, DenseWeight) else weight

@@ -27,6 +27,7 @@ from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
 from shoal.kernels import torch_choose
 from shoal.kernels.cpu.compiled import cpu_features
+from shoal.kernels.cpu.huge_pages import HugePages
 from shoal.kernels.draw_table import SamplingState
 from shoal.kernels.ops import Batch
 from shoal.kernels.padded import padded_attention
@@ -71,6 +72,11 @@ class CpuOps(RefOps):
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Batch], dict[int, _Split]] | None = None
+        self._memory = HugePages()
+
+    def prepare(self, weight: Weight) -> Weight:
+        """In huge pages."""
+        return self._memory.moved(weight)
 
     def choose(
         self,
