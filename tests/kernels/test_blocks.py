@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from shoal import kernels
-from shoal.kernels.block_weight import BLOCK, BlockWeight, PanelWeight, in_panels, joined_blocks, packed, quantize_int4
+from shoal.kernels.block_weight import BLOCK, PanelWeight, in_panels, joined_blocks, quantize_int4
 from shoal.kernels.cpu import CpuOps, NativeOps
 from shoal.kernels.ref import RefOps
 from shoal.kernels.weights import Weight
 from shoal.models.layer import run_layers
+from tests.kernels.blocks import a_weight, on_grid
 from tests.kernels.layers import a_layer, in_one_call, with_weights
 from tests.kernels.pretended import older, pretended
 from tests.kernels.ragged import Tables
@@ -23,25 +24,6 @@ NATIVE = [
 ]
 SIZES = [(1, 32), (7, 64), (12, 96), (25, 160), (130, 576), (64, 512)]
 ROWS = (1, 2, 3, 4, 5, 9, 33, 70)
-
-
-def a_weight(
-    outputs: int, inputs: int, bits: int = 4, group: int = BLOCK, dtype: torch.dtype = torch.float16
-) -> BlockWeight:
-    groups = -(-inputs // group)
-    scales = (torch.rand(outputs, groups) + 0.5).to(dtype)
-    if bits == 8:
-        values = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
-        return BlockWeight(values, scales / 100, None, inputs, group, group)
-    offsets = (torch.randn(outputs, groups) * 4 - 8).to(dtype)
-    return BlockWeight(packed(torch.randint(16, (outputs, inputs))), scales, offsets, inputs, group, group)
-
-
-def on_grid(rows: int, inputs: int) -> Tensor:
-    """Inputs that rounding to 8 bits does not change."""
-    x = torch.randint(-127, 128, (rows, inputs)).float()
-    x[:, ::BLOCK] = 127
-    return x / 64
 
 
 def rounded(x: Tensor) -> Tensor:

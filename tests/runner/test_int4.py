@@ -23,7 +23,7 @@ from shoal.runner.int4 import FROM_BLOCKS, AsInt4, int4_source, to_int4
 from shoal.runner.loader import ArrayReader, SafetensorsReader, WeightReader, load_weights
 from shoal.runner.quantized import opened
 from tests.files.ggufs import Q, hf_weights, write
-from tests.kernels.test_blocks import on_grid
+from tests.kernels.blocks import on_grid
 from tests.runner.checkpoints import SPEC, numbers, packed
 
 LAYOUTS = [

@@ -52,8 +52,8 @@ class NativeOps(CpuOps):
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def prepare(self, weight: Weight) -> Weight:
-        """In huge pages; there in tiles, if this library reads such weights in tiles and they are whole ones, and blocks
-        in panels."""
+        """In huge pages; and tiled there, if this library reads such weights in tiles and they are whole ones. Blocks
+        are put into panels."""
         if isinstance(weight, BlockWeight):
             weight = in_panels(weight, self.lanes, torch.float16 in self.types)
         weight = super().prepare(weight)
