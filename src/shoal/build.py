@@ -205,12 +205,12 @@ def assemble(
     host, store = make_store(loaded, config, blocks, links or KVLinks())  # raises if it does not fit
     drafter = make_drafter(config.speculation) if config.speculation.on else None
     worker = None if device == "cuda" else make_worker(loaded.threads)
-    made = None if draft is None else make_draft(draft, config, limits, blocks, dtype, device, worker)
-    model = None if made is None else made.drafter
-    scheduler = make_scheduler(config, limits, blocks, host, drafter, model, spill_cold=store.outbox is None)
     synthetic = config.speculation.synthetic
     rule = CoinToss(synthetic) if synthetic is not None else None
-    runner = Runner(loaded.model, store, limits.rows, limits.max_model_len, device, rule)
+    runner = Runner(loaded.model, store, limits.rows, limits.max_model_len, device, rule, most_drafts(config))
+    made = None if draft is None else make_draft(draft, config, limits, blocks, dtype, device, worker, runner)
+    model = None if made is None else made.drafter
+    scheduler = make_scheduler(config, limits, blocks, host, drafter, model, spill_cold=store.outbox is None)
     # with depth 2 each answer costs one pass too many; on a CPU that is more than planning ahead gains
     depth = config.depth or (2 if device == "cuda" else 1)
     assemble_ranks(loaded, config, store, host, runner)

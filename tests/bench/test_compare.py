@@ -96,6 +96,21 @@ def test_requests_arrive_at_the_traces_times_and_end_at_its_lengths() -> None:
     assert sum(one.useful for one in run.passes) == 5 + 3 + 3 + 8 + 2
 
 
+def test_a_row_planned_before_the_end_was_known_is_counted_as_computed_in_vain() -> None:
+    trace = [TraceRequest(0.0, 5, 4), TraceRequest(0.0, 3, 9)]
+    prompts = [[1] * 5, [2] * 3]
+    one, two = (
+        replay(make_engine({"depth": depth}), trace, prompts, preset="p", label="p", rate=1, max_tokens=50)
+        for depth in (1, 2)
+    )
+    assert sum(each.vain for each in one.passes) == 0
+    assert [each.late for each in two.passes if each.late] == [(0,), (1,)]
+    figures = [summarise(run, Promise(1, 1), 1.0) for run in (one, two)]
+    assert [each["vain_tokens"] for each in figures] == [0, 2]
+    assert figures[1]["wasted_share"] == pytest.approx(2 / (5 + 3 + 3 + 8 + 2))
+    assert figures[1]["useful_work"] == pytest.approx(1 - figures[1]["wasted_share"])
+
+
 def test_a_closed_loop_keeps_its_users() -> None:
     trace = [TraceRequest(0.0, 2, 5)] * 9
     run = replay(make_engine({}), trace, [[1, 2]] * 9, preset="p", label="p", rate=0, max_tokens=9, users=2)

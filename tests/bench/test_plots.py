@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,8 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from shoal.bench import giant_plots, pass_plots, plot_runs, plot_style, plots, timeline_plots
-from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT, Piece, lanes, rectangle_width, spans
+from shoal.bench import (
+    giant_plots,
+    latency_plots,
+    pass_plots,
+    plot_runs,
+    plot_style,
+    plots,
+    policy_plots,
+    timeline_plots,
+)
+from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT, VAIN, Piece, lanes, rectangle_width, spans
+from shoal.bench.policies import Finding
 from shoal.bench.record import PassRecord, RequestRecord, RunRecord
 from tests.bench.conftest import PROMISE, Drawn
 from tests.bench.made import PRESETS, empty_run, failed_run, giant_run, made_run
@@ -119,6 +130,68 @@ def test_matplotlib_is_loaded_only_to_draw() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_at_most_three_lines_are_highlighted_and_all_are_named() -> None:
+    runs = [made_run(preset, rate, count=12) for preset in PRESETS for rate in (2.0, 6.0)]
+    chosen = plot_runs.highlighted(runs)
+    assert chosen[0] == "shoal"
+    assert chosen[1] in ("transformers", "fastertransformer", "classic-dynamic")
+    assert len(chosen) == 3
+    looks = plot_runs.preset_styles(runs)
+    assert [name for name, style in looks.items() if style.strong] == [name for name in PRESETS if name in chosen]
+    assert len({(style.colour, str(style.line)) for style in looks.values()}) == len(PRESETS)
+    for draw in (latency_plots.sweep_plot, latency_plots.latency_plot):
+        figure = draw(runs, PROMISE)
+        strong = {line.get_color() for one in figure.axes for line in one.get_lines()} & set(plot_style.COLOURS)
+        assert len(strong) == 3
+        assert {text.get_text() for text in figure.legends[0].get_texts()} == {run.label for run in runs}
+    few = plot_runs.preset_styles(runs[:6])
+    assert all(style.strong for style in few.values()), "of three lines none is grey"
+
+
+def a_finding(runs: int, scale: float) -> Finding:
+    names = [f"policy {number}" for number in range(runs)]
+    made = {name: made_run("shoal", 4.0, count=12) for name in names}
+    for run in made.values():
+        for request in run.requests:
+            request.token_s = [request.arrived_s + scale * (at - request.arrived_s) for at in request.token_s]
+    kinds = dict.fromkeys(names, ["premium", "batch"] * 6)
+    return Finding("overload", "a load", made, kinds, [], {}, {"ttft": 2.0, "gap": 0.5})
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 40.0])
+def test_policies_are_drawn_as_everything_else_is(scale: float) -> None:
+    figure = policy_plots.finding_plot(a_finding(5, scale))
+    figure.draw_without_rendering()
+    assert len(figure.axes) == 4
+    colours = {line.get_color() for one in figure.axes for line in one.get_lines()}
+    assert len(colours & set(plot_style.COLOURS)) == 3
+    notes = [text.get_text() for one in figure.axes for text in one.texts]
+    assert notes == ["promise: 2 s", "promise: 0.5 s"], "only premium requests have a promise"
+    assert len(figure.legends[0].get_texts()) == 5
+
+
+@pytest.mark.parametrize("name", ["throughput", "latency", "giant", "policies"])
+@pytest.mark.parametrize("stretch", [0.02, 30.0])
+def test_ticks_can_be_read(name: str, stretch: float) -> None:
+    """There are two at least, and none overlaps another."""
+    runs = [made_run(preset, rate, count=10) for preset in ("transformers", "orca", "shoal") for rate in (1.0, 8.0)]
+    for run in runs:
+        for request in run.requests:
+            request.token_s = [request.arrived_s + stretch * (at - request.arrived_s) for at in request.token_s]
+    figure = ALL[name](runs) if name in ALL else policy_plots.finding_plot(a_finding(3, stretch))
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        for axis, which in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+            low, high = sorted(axis.get_view_interval())
+            inside = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+            shown = [tick.label1 for tick in inside if tick.label1.get_visible() and tick.label1.get_text()]
+            ends = sorted((box.x0, box.x1) if which == "x" else (box.y0, box.y1)
+                          for box in (text.get_window_extent() for text in shown))  # fmt: skip
+            assert all(before[1] < after[0] for before, after in pairwise(ends)), f"{name}: {which} ticks overlap"
+            told = axis.get_label_text() and axes.axison and axes.get_lines()
+            assert len(shown) >= 2 or not told, f"{name}: one tick tells no scale"
+
+
 def test_fourteen_presets_can_be_told_apart() -> None:
     looks = plot_style.styles(NAMES)
     assert len({(style.colour, str(style.line)) for style in looks.values()}) == 14
@@ -151,6 +224,30 @@ def test_a_prompt_that_joins_a_rectangle_pads_every_row() -> None:
 def test_lost_positions_are_recomputed() -> None:
     run = a_run([RequestRecord(0, 4, 3)], a_pass(0, 1, (0, 0, 4)), a_pass(2, 3, (0, 0, 4)), a_pass(3, 4, (0, 4, 1)))
     assert [piece.kind for piece in lanes(run, 1)[0].pieces] == [PROMPT, AGAIN, DECODE]
+
+
+def test_what_is_computed_after_the_end_or_rejected_is_in_vain() -> None:
+    late = PassRecord(3, 4, ((0, 4, 1), (1, 4, 1)), 2, 0, 0, 0, 64, 0, 2, 0, 0, 1, vain=1, late=(0,))
+    run = a_run(
+        [RequestRecord(0, 2, 3), RequestRecord(0, 2, 4)],
+        a_pass(0, 1, (0, 0, 2), (1, 0, 2)),
+        a_pass(1, 3, (0, 2, 4), (1, 2, 2)),  # three drafts, of which one is right; one that is right
+        late,
+    )
+    ended, alive = lanes(run, 2)
+    assert ended.pieces == [Piece(PROMPT, 0, 1), Piece(DECODE, 1, 2), Piece(VAIN, 2, 4)]
+    assert alive.pieces == [Piece(PROMPT, 0, 1), Piece(DECODE, 1, 4)]
+
+
+def test_work_in_vain_is_hatched_and_not_blue() -> None:
+    rows = tuple((number, 4, 1) for number in range(4))
+    one = PassRecord(0, 1, rows, 4, 2, 0, 0, 64, 0, 4, 0, 0, 1, vain=3, late=(0, 1, 2))
+    run = a_run([RequestRecord(0, 2, 3)] * 3 + [RequestRecord(0, 2, 9)], one)
+    assert pass_plots.split(one, run.requests) == {DECODE: 1, PROMPT: 0, AGAIN: 0, VAIN: 3, PAD: 2}
+    figure = pass_plots.tokens_plot([run])
+    bars = {bar.get_hatch(): bar.get_width() for bar in figure.axes[0].patches if bar.get_width()}
+    assert bars == {None: 1, plot_style.VAIN_HATCH: 3, plot_style.PADDING_HATCH: 2}
+    assert "50% in vain" in [text.get_text().split(", ")[1] for text in figure.axes[0].texts]
 
 
 def test_a_pass_planned_early_starts_when_the_last_one_ends() -> None:

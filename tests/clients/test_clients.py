@@ -27,6 +27,17 @@ def test_python(server: Server, tmp_path: Path, program: str) -> None:
     run_python(program, PYTHON[program], tmp_path, server.url, "tiny")
 
 
+@pytest.mark.parametrize("package", ["anthropic", "ollama"])
+def test_programs_of_the_api_page(server: Server, tmp_path: Path, package: str) -> None:
+    paths = server.http.get(f"{server.url}/openapi.json").json()["paths"]
+    found = [one["x-codeSamples"][0]["source"] for methods in paths.values() for one in methods.values()]
+    programs = [source for source in found if f"from {package} import" in source]
+    assert len(programs) >= 2
+    for source in programs:
+        (tmp_path / "program.py").write_text(source.replace("http://localhost:8000", server.url))
+        assert run([python_with(package), tmp_path / "program.py"], tmp_path).strip()
+
+
 def test_openai_js(server: Server, tmp_path: Path) -> None:
     run_node("openai_js.mjs", ("openai", "zod"), tmp_path, server.url, "tiny")
 

@@ -90,7 +90,7 @@ def test_a_device_at_its_limit_has_an_mbu_of_1() -> None:
     found = utilisation(run)
     assert found["mbu"] == pytest.approx(1.0)
     assert found["mfu"] == pytest.approx(use.flop / recorder.busy_s / RATES.flop_s)
-    wasted = sum(one.recomputed for one in recorder.passes)
+    wasted = sum(one.recomputed + one.vain for one in recorder.passes)
     computed = sum(one.useful for one in recorder.passes)
     assert wasted > 0
     assert found["useful_work"] == pytest.approx(1 - wasted / computed)
@@ -106,3 +106,11 @@ def test_padding_recomputation_and_rejected_drafts_are_not_useful() -> None:
     use.take(events)
     assert (use.flop, use.useful_flop) == (10, pytest.approx(4))
     assert use.state() == {"useful": 0.4}
+
+
+def test_a_row_of_a_request_that_had_ended_is_not_useful() -> None:
+    use = Utilisation(ModelWork(1, 0, 0, 0, 0))
+    events = PassEvents(0, scheduled_ids=["a", "b"], scheduled_counts=[1, 3], computed_tokens=4, busy_s=1.0)
+    events.late_ids = ["b"]
+    use.take(events)
+    assert (use.flop, use.useful_flop) == (4, pytest.approx(1))

@@ -24,6 +24,8 @@ KEYS = {
     "Escape": ("Escape", 27, ""),
     "Tab": ("Tab", 9, ""),
     "ArrowUp": ("ArrowUp", 38, ""),
+    "ArrowLeft": ("ArrowLeft", 37, ""),
+    "ArrowRight": ("ArrowRight", 39, ""),
     "/": ("Slash", 191, "/"),
     "?": ("Slash", 191, "?"),
     **{letter: (f"Key{letter.upper()}", ord(letter.upper()), "") for letter in "cnrs"},

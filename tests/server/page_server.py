@@ -72,6 +72,7 @@ class FakeServer:
             Mount("/static", StaticFiles(directory=STATIC)),
             Route("/openapi.json", self.openapi),
             Route("/v1/models", self.list_models),
+            Route("/v1/models/{model}", self.one_model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -101,6 +102,10 @@ class FakeServer:
 
     async def list_models(self, request: Request) -> Response:
         return self.barred(request) or JSONResponse({"object": "list", "data": [{"id": one} for one in self.models]})
+
+    async def one_model(self, request: Request) -> Response:
+        answer = {"id": request.path_params["model"], "query": dict(request.query_params)}
+        return self.barred(request) or JSONResponse(answer)
 
     async def chat(self, request: Request) -> Response:
         if barred := self.barred(request):
@@ -182,6 +187,7 @@ SPEC = {
                 "summary": "Answer `messages`.",
                 "description": EVIL,
                 "tags": ["Text"],
+                "x-codeSamples": [{"lang": "Python", "source": 'ask("http://localhost:8000/v1", "it\'s me")'}],
                 "requestBody": {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Chat"}}}},
                 "responses": {
                     "200": {"description": "An answer", "content": {"text/event-stream": {}}},
@@ -194,7 +200,8 @@ SPEC = {
         },
         "/v1/models/{model}": {
             "parameters": [
-                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "example": "a b"}
+                {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}, "example": "a b"},
+                {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}, "description": "Which first."},
             ],
             "get": {"tags": ["Text"], "responses": {"200": {"description": "It"}, "404": {"description": "No such"}}},
         },
@@ -223,6 +230,7 @@ SPEC = {
                         "default": 1.0,
                     },
                     "anything": {"$ref": "#/components/schemas/Value"},
+                    "unused": {"description": "Ignored.", "x-no-effect": True},
                     "within": {"$ref": "#/components/schemas/Chat"},
                 },
             },

@@ -1,17 +1,14 @@
 """What people do on the chat page, in a real browser: markdown, copying, stopping, answering again, editing, several
 chats, settings, reasoning, keys; on a phone, in the dark; and what axe-core, a checker of accessibility, says."""
 
-import gzip
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.server.axe import serious
 from tests.server.chromium import ALT, PATIENCE_S, Browser, Tab
 from tests.server.page_server import MARKDOWN, WORDS, FakeServer, ask, needs_chromium, ready
 
-AXE = Path(__file__).parent / "axe.min.js.gz"  # axe-core 4.14.0, MPL-2.0
 ANSWER = "".join(WORDS)
 pytestmark = needs_chromium
 
@@ -287,17 +284,6 @@ def test_on_a_phone_chats_are_in_a_drawer(browser: Browser, fake: FakeServer) ->
     assert tab.run("document.documentElement.scrollWidth") <= 360
     assert tab.complaints() == []
     tab.close()
-
-
-def serious(tab: Tab) -> list[Any]:
-    """Violations that axe-core calls serious or critical."""
-    tab.run(gzip.decompress(AXE.read_bytes()).decode() + ";1")
-    found = tab.run("axe.run(document, {resultTypes: ['violations']}).then((all) => all.violations)")
-    return [
-        (one["id"], one["help"], [node["html"] for node in one["nodes"]][:3])
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -19,8 +19,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from shoal.core.params import PARAMS, SamplingParams
 from shoal.server.dialects.chat import ChatAnswer, ChatChunk, ChatRequest
 from shoal.server.dialects.completions import CompletionAnswer, CompletionChunk, CompletionRequest
+from shoal.server.field_meanings import REQUESTS, contained, meanings
 from shoal.server.known_fields import IGNORED
 from tests.server.fake_client import FakeClient
 from tests.server.fronts import ask, chat, complete, events, front
@@ -73,6 +75,51 @@ def test_every_reference_leads_somewhere() -> None:
     found = document()
     names = {reference.removeprefix("#/components/schemas/") for reference in references(found)}
     assert names <= set(found["components"]["schemas"])
+
+
+def test_every_field_says_what_it_means_and_what_is_used_without_it() -> None:
+    found = document()
+    schemas = found["components"]["schemas"]
+    for name, schema in schemas.items():
+        for field, value in schema.get("properties", {}).items():
+            assert value["description"].endswith("."), f"{name}.{field}"
+    bodies = {
+        reference.rpartition("/")[2]
+        for path in found["paths"].values()
+        for operation in path.values()
+        for reference in references(operation.get("requestBody", {}))
+    }
+    assert len(bodies) > 10
+    for name in contained(schemas, bodies):
+        must = schemas[name].get("required", ())
+        for field, value in schemas[name].get("properties", {}).items():
+            known = field in must or value.get("default") is not None or value.get("x-no-effect")
+            assert known or " Default: " in value["description"], f"{name}.{field}: {value['description']}"
+    unused = set(meanings(REQUESTS)) & set(IGNORED) - {"metadata", "store", "verbosity"}
+    assert not unused, "these have no effect"
+
+
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "presence_penalty", "n", "min_tokens", "skip_special_tokens"]
+)
+def test_the_default_in_words_is_the_default(field: str) -> None:
+    """… of the sampling parameters, which are declared once with theirs."""
+    param, default = PARAMS[field], getattr(SamplingParams(), field)
+    words = document()["components"]["schemas"]["ChatRequest"]["properties"][field]["description"]
+    if default is None:
+        assert words.endswith(f" Default: the model's own, else {param.neutral:g}.")
+    else:
+        assert words.endswith(f" Default: {str(default).lower() if isinstance(default, bool) else f'{default:g}'}.")
+
+
+def test_every_operation_has_a_program_in_python() -> None:
+    for path, methods in document()["paths"].items():
+        for method, operation in methods.items():
+            (sample,) = operation["x-codeSamples"]
+            assert sample["lang"] == "Python"
+            compile(sample["source"], f"{method} {path}", "exec")
+            assert "http://localhost:8000" in sample["source"]
+            assert "SHOAL_API_KEY" not in sample["source"]
 
 
 def test_every_operation_is_described_and_nothing_else() -> None:

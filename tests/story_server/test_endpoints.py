@@ -366,3 +366,22 @@ def test_a_model_without_a_tokenizer_refuses_text(bare: Server, path: str, body:
     answer = bare.post(path, {"model": "tiny", **body})
     assert answer.status_code == 400
     assert "tokenizer" in assert_error_shape(answer)["message"]
+
+
+# ---- the programs of the API page -----------------------------------------------------------------------------------
+
+
+def test_programs_of_the_api_page_run(tiny: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of clients that are installed here, in one process; tests/clients runs the others."""
+    paths = tiny.http.get(f"{tiny.url}/openapi.json").json()["paths"]
+    stored = tiny.post("/v1/responses", {"input": "Hello", "max_output_tokens": 2}).json()["id"]
+    ran = 0
+    for path, methods in sorted(paths.items(), key=lambda one: "delete" in one[1]):  # it is deleted last
+        for method, operation in sorted(methods.items(), reverse=True):
+            source = operation["x-codeSamples"][0]["source"].replace("http://localhost:8000", tiny.url)
+            if re.search(r"from (anthropic|ollama) import", source) or path.endswith("/cancel"):
+                continue
+            exec(compile(source.replace('"id"', json.dumps(stored)), f"{method} {path}", "exec"), {})
+            assert capsys.readouterr().out.strip(), f"{method} {path} printed nothing"
+            ran += 1
+    assert ran > 25

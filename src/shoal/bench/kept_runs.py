@@ -58,7 +58,10 @@ class KeptRuns(NothingKept):
 def as_run(values: dict[str, Any]) -> RunRecord:
     """The inverse of asdict()."""
     requests = [RequestRecord(**one) for one in values["requests"]]
-    passes = [PassRecord(**{**one, "rows": tuple(map(tuple, one["rows"]))}) for one in values["passes"]]
+    passes = [
+        PassRecord(**{**one, "rows": tuple(map(tuple, one["rows"])), "late": tuple(one["late"])})
+        for one in values["passes"]
+    ]
     noise = None if values["noise"] is None else Noise(**values["noise"])
     parts = {"requests": requests, "passes": passes, "noise": noise, "work": ModelWork(**values["work"])}
     return RunRecord(**{**values, **parts, "rates": None})  # the machine is measured by each start

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shoal.bench.record import PassRecord, RequestRecord, RunRecord
 
-PROMPT, DECODE, AGAIN, PAD = "prompt", "decode", "again", "pad"
+PROMPT, DECODE, AGAIN, VAIN, PAD = "prompt", "decode", "again", "vain", "pad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,22 @@ def rectangle_width(one: PassRecord) -> int:
     return width if one.padded and one.padded >= missing else 0
 
 
+def needed(run: RunRecord) -> list[list[int]]:
+    """For each pass, how many positions of each row its request needed: none of a row that came after its end, and of
+    draft tokens those that were accepted, which shows in where its next row starts."""
+    next_start: dict[int, int] = {}
+    found: list[list[int]] = []
+    for one in reversed(run.passes):
+        found.append([])
+        for number, position, positions in one.rows:
+            request = run.requests[number]
+            until = next_start.get(number, request.prompt + request.output - 1)
+            drafted = position >= request.prompt and position < until < position + positions
+            found[-1].append(0 if number in one.late else until - position if drafted else positions)
+            next_start[number] = position
+    return found[::-1]
+
+
 def lanes(run: RunRecord, count: int, near_s: float = 0.0) -> list[Lane]:
     """Lanes of the first `count` requests to arrive. Pieces of a kind less than near_s apart become one.
 
@@ -64,18 +80,20 @@ def lanes(run: RunRecord, count: int, near_s: float = 0.0) -> list[Lane]:
     last_pass = {number: index for index, one in enumerate(run.passes) for number, _, _ in one.rows}
     computed: dict[int, int] = defaultdict(int)
     ended: list[int] = []
-    for index, (from_s, to_s, one) in enumerate(spans(run.passes)):
+    for index, ((from_s, to_s, one), kept) in enumerate(zip(spans(run.passes), needed(run), strict=True)):
         for number in ended[len(ended) - one.dead_rows :] if one.dead_rows else ():
             if number in shown:
                 shown[number].add(PAD, from_s, to_s, near_s)
         width = rectangle_width(one)
-        for number, position, positions in one.rows:
+        for (number, position, positions), useful in zip(one.rows, kept, strict=True):
             if number in shown:
                 kind = kind_of(run.requests[number], position, computed[number])
                 until_s = from_s + (to_s - from_s) * (positions / width if width else 1)
-                shown[number].add(kind, from_s, until_s, near_s)
+                useful_s = until_s if useful == positions else from_s + (until_s - from_s) * useful / positions
+                shown[number].add(kind, from_s, useful_s, near_s)
+                shown[number].add(VAIN, useful_s, until_s, near_s)
                 shown[number].add(PAD, until_s, to_s, near_s)
-            computed[number] = max(computed[number], position + positions)
+            computed[number] = max(computed[number], position + useful)
         ended += [number for number, _, _ in one.rows if last_pass[number] == index]
     return list(shown.values())
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shoal.bench import plot_style
-from shoal.bench.plot_runs import NOTHING, SINCE, Runs, at_middle, by_preset, evenly, preset_legend, rates_of
+from shoal.bench.plot_runs import (
+    NOTHING,
+    SINCE,
+    Runs,
+    at_middle,
+    by_preset,
+    evenly,
+    preset_legend,
+    preset_styles,
+    rates_of,
+)
 from shoal.bench.record import Promise, RunRecord, summarise
 
 if TYPE_CHECKING:
@@ -22,7 +32,7 @@ def sweep_plot(runs: Runs, promise: Promise) -> "Figure":
     tokens, requests, kept = plot_style.panels(figure, 1, 3)
     requests.sharey(tokens)
     ticks = {rate: tick for tick, rate in enumerate(rates_of(runs))}
-    looks = plot_style.styles(run.preset for run in runs)
+    looks = preset_styles(runs)
     for preset, mine in by_preset(runs).items():
         sums = [summarise(run, promise, 0.0) for run in mine]
         done = [one for one in sums if one["normalised_s"]["p50"] > 0]
@@ -39,7 +49,7 @@ def sweep_plot(runs: Runs, promise: Promise) -> "Figure":
     kept.set_ylim(bottom=0)
     for one in (tokens, requests):
         log_latency(one)
-    preset_legend(figure, runs, marked=True)
+    preset_legend(figure, runs, looks, marked=True)
     return figure
 
 
@@ -60,7 +70,7 @@ def latency_plot(runs: Runs, promise: Promise) -> "Figure":
     rate, mine = at_middle(runs)
     figure = plot_style.new_figure(f"Latency at {rate}: left is an earlier first token, low is fewer long gaps", 5.4)
     first, gaps = plot_style.panels(figure, 1, 2)
-    looks = plot_style.styles(run.preset for run in runs)
+    looks = preset_styles(runs)
     for run in mine:
         ttft = [request.ttft_s for request in run.requests if request.ttft_s is not None]
         cumulative(first, [max(value, 1e-3) for value in ttft], looks[run.preset])
@@ -69,11 +79,11 @@ def latency_plot(runs: Runs, promise: Promise) -> "Figure":
             longer(gaps, [max(value, 0.1) for value in between], looks[run.preset])
     plot_style.label(first, "time to first token (s)", "share of requests (%)", "First token: share served within")
     plot_style.label(gaps, "gap between tokens (ms)", "share of gaps that are longer (%)", gaps_title(mine))
-    for one, limit in ((first, promise.ttft_s), (gaps, promise.gap_s * 1e3)):
-        with_promise(one, limit)
+    with_promise(first, promise.ttft_s, f"promise: {promise.ttft_s:g} s")
+    with_promise(gaps, promise.gap_s * 1e3, f"promise: {promise.gap_s * 1e3:g} ms on average", top=True)
     if gaps.get_lines():
         plot_style.log_axis(gaps, "y")
-    preset_legend(figure, mine)
+    preset_legend(figure, mine, looks)
     return figure
 
 
@@ -87,21 +97,12 @@ def gaps_title(runs: Runs) -> str:
     return "Gaps between tokens" + (f" ({whole} not drawn: answers are not streamed)" if whole else "")
 
 
-def with_promise(axes: "Axes", limit: float) -> None:
+def with_promise(axes: "Axes", limit: float, text: str, top: bool = False) -> None:
     if not axes.get_lines():
         plot_style.note_empty(axes, "no token was streamed")
         return
     plot_style.log_axis(axes, "x")
-    axes.axvline(limit, color=plot_style.SOFT, linewidth=1, linestyle=(0, (2, 3)))
-    axes.annotate(
-        "promise",
-        (limit, 1.0),
-        (4, -9),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        fontsize=8.5,
-        color=plot_style.SOFT,
-    )
+    plot_style.promise_line(axes, limit, text, top)
 
 
 def cumulative(axes: "Axes", values: list[float], style: plot_style.Style) -> None:
@@ -125,7 +126,7 @@ def waiting_plot(runs: Runs) -> "Figure":
     )
     waits, queue = plot_style.panels(figure, 2, 1, sharex=True)
     waits.tick_params(labelbottom=True)
-    looks = plot_style.styles(run.preset for run in runs)
+    looks = preset_styles(runs)
     for run in mine:
         waited = sorted((one.arrived_s, one.waited_s) for one in run.requests if one.waited_s is not None)
         if waited:
@@ -143,5 +144,5 @@ def waiting_plot(runs: Runs) -> "Figure":
             one.set_ylim(bottom=0)
         else:
             plot_style.note_empty(one, NOTHING)
-    preset_legend(figure, mine, marked=True)
+    preset_legend(figure, mine, looks, marked=True)
     return figure

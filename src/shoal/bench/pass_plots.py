@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.bench import plot_style
-from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT, spans
-from shoal.bench.plot_runs import KINDS, NOTHING, SINCE, Runs, at_middle, axis
+from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT, VAIN, spans
+from shoal.bench.plot_runs import KINDS, NOTHING, SINCE, Runs, at_middle, axis, wasted
 from shoal.bench.record import PassRecord, RequestRecord, RunRecord
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Timed = tuple[float, float, PassRecord]
+STACKED = (DECODE, PROMPT, AGAIN, VAIN, PAD)  # from the bottom
 
 
 def kv_plot(runs: Runs) -> "Figure":
@@ -29,7 +30,7 @@ def kv_plot(runs: Runs) -> "Figure":
         kv_panel(one, run)
     most = max((each.kv_held / max(each.kv_total, 1) for run in mine for each in run.passes), default=0.0)
     axes[0].set_ylim(0, min(max(115 * most, 1), 105))
-    used, waste = ("used", plot_style.DECODE_COLOUR, False), ("held and not used", plot_style.WASTE_COLOUR, True)
+    used, waste = ("used", plot_style.DECODE_COLOUR, ""), ("held and not used", *KINDS[PAD][1:])
     plot_style.legend(figure, *plot_style.swatches([used, waste]))
     return figure
 
@@ -45,8 +46,8 @@ def kv_panel(axes: "Axes", run: RunRecord) -> None:
         plot_style.note_empty(axes, NOTHING)
         return
     times, used, held_share = kv_course(run)
-    axes.fill_between(times, used, held_share, **plot_style.area(plot_style.WASTE_COLOUR, True))
-    axes.fill_between(times, used, **plot_style.area(plot_style.DECODE_COLOUR, False))
+    axes.fill_between(times, used, held_share, **plot_style.area(*KINDS[PAD][1:]))
+    axes.fill_between(times, used, **plot_style.area(plot_style.DECODE_COLOUR))
 
 
 def kv_course(run: RunRecord) -> tuple[list[float], list[float], list[float]]:
@@ -74,7 +75,7 @@ def work_plot(runs: Runs) -> "Figure":
         work_panel(one, run)
     most = max((each.useful + each.padded for run in mine for each in run.passes), default=0)
     axes[0].set_ylim(0, 1.15 * most or 1)
-    plot_style.legend(figure, *plot_style.swatches([KINDS[DECODE], KINDS[PROMPT], KINDS[PAD]]))
+    plot_style.legend(figure, *plot_style.swatches(KINDS[kind] for kind in STACKED))
     return figure
 
 
@@ -98,7 +99,7 @@ def work_panel(axes: "Axes", run: RunRecord) -> None:
         return
     longest = max(timed, key=lambda one: one[1] - one[0])
     least_s = run.passes[-1].committed_s / 900
-    stacks: dict[str, list[tuple[float, float, float, float]]] = {DECODE: [], PROMPT: [], PAD: []}
+    stacks: dict[str, list[tuple[float, float, float, float]]] = {kind: [] for kind in STACKED}
     for from_s, to_s, one in largest_of(timed, 500):
         height = 0
         for kind, positions in split(one, run.requests).items():
@@ -129,25 +130,28 @@ def largest_of(timed: list[Timed], most: int) -> list[Timed]:
 
 
 def split(one: PassRecord, requests: Sequence[RequestRecord]) -> dict[str, int]:
-    """The positions of a pass by kind."""
-    prompt = sum(count for number, position, count in one.rows if position < requests[number].prompt)
-    return {DECODE: max(one.useful - prompt, 0), PROMPT: min(prompt, one.useful), PAD: one.padded}
+    """The positions of a pass by kind. What is recomputed is computed as a prompt is."""
+    prompts = sum(count for number, position, count in one.rows if position < requests[number].prompt)
+    prompt = max(min(prompts, one.useful) - one.recomputed, 0)
+    decode = max(one.useful - prompt - one.recomputed - one.vain, 0)
+    return {DECODE: decode, PROMPT: prompt, AGAIN: one.recomputed, VAIN: one.vain, PAD: one.padded}
 
 
 def tokens_plot(runs: Runs) -> "Figure":
-    """Positions by use: needed, recomputed, padding."""
+    """Positions by use: needed, recomputed, computed in vain, padding."""
     rate, mine = at_middle(runs)
     figure = plot_style.new_figure(f"Positions computed for the same requests at {rate}: only blue was needed", 1.0)
     figure.set_figheight(1.5 + 0.36 * max(len(mine), 1))
     (axes,) = plot_style.panels(figure, 1, 1)
     for row, run in enumerate(mine):
-        padded, again = sum(one.padded for one in run.passes), sum(one.recomputed for one in run.passes)
-        useful = sum(one.useful for one in run.passes) - again
-        axes.barh(row, useful, height=0.66, **plot_style.area(plot_style.DECODE_COLOUR, False))
-        axes.barh(row, again, left=useful, height=0.66, **plot_style.area(plot_style.AGAIN_COLOUR, False))
-        axes.barh(row, padded, left=useful + again, height=0.66, **plot_style.area(plot_style.WASTE_COLOUR, True))
-        total = useful + again + padded
-        shares = [f"{part / total:.0%} {what}" for part, what in ((padded, "padding"), (again, "recomputed")) if part]
+        padded, again, vain = wasted(run)
+        used = sum(one.useful for one in run.passes) - again - vain
+        total = 0
+        for part, kind in ((used, DECODE), (again, AGAIN), (vain, VAIN), (padded, PAD)):
+            axes.barh(row, part, left=total, height=0.66, **plot_style.area(*KINDS[kind][1:]))
+            total += part
+        named = ((padded, "padding"), (again, "recomputed"), (vain, "in vain"))
+        shares = [f"{part / total:.0%} {what}" for part, what in named if part]
         remark = ", ".join(shares) if total else NOTHING
         looks: dict[str, Any] = {
             "textcoords": "offset points",
@@ -162,6 +166,6 @@ def tokens_plot(runs: Runs) -> "Figure":
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.grid(axis="y", visible=False)
     plot_style.label(axes, "positions computed", "")
-    used, again_too = ("needed", plot_style.DECODE_COLOUR, False), KINDS[AGAIN]
-    plot_style.legend(figure, *plot_style.swatches([used, again_too, KINDS[PAD]]))
+    needed = ("needed", plot_style.DECODE_COLOUR, "")
+    plot_style.legend(figure, *plot_style.swatches([needed, KINDS[AGAIN], KINDS[VAIN], KINDS[PAD]]))
     return figure

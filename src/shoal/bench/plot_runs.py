@@ -3,13 +3,13 @@
 Owns the choice of the rate, the names of presets in legends and the kinds of computed positions. Draws no data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shoal.bench import plot_style
-from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT
+from shoal.bench.lanes import AGAIN, DECODE, PAD, PROMPT, VAIN
 from shoal.bench.record import RunRecord
 
 if TYPE_CHECKING:
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 Runs = Sequence[RunRecord]
 LANES = 24
 KINDS = {
-    PROMPT: ("prompt", plot_style.PROMPT_COLOUR, False),
-    DECODE: ("output, one token per pass", plot_style.DECODE_COLOUR, False),
-    AGAIN: ("recomputed", plot_style.AGAIN_COLOUR, False),
-    PAD: ("padding and finished rows", plot_style.WASTE_COLOUR, True),
+    PROMPT: ("prompt", plot_style.PROMPT_COLOUR, ""),
+    DECODE: ("output, one token per pass", plot_style.DECODE_COLOUR, ""),
+    AGAIN: ("recomputed", plot_style.AGAIN_COLOUR, ""),
+    VAIN: ("in vain: after its end, or a rejected draft", plot_style.AGAIN_COLOUR, plot_style.VAIN_HATCH),
+    PAD: ("padding and finished rows", plot_style.WASTE_COLOUR, plot_style.PADDING_HATCH),
 }
 NOTHING = "no pass was run"
 SINCE = "seconds since the run began"
@@ -65,6 +66,12 @@ def axis(run: RunRecord, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
+def wasted(run: RunRecord) -> tuple[int, int, int]:
+    """Positions that were padding, recomputed, and computed in vain."""
+    sums = [sum(getattr(one, name) for one in run.passes) for name in ("padded", "recomputed", "vain")]
+    return sums[0], sums[1], sums[2]
+
+
 def line_names(runs: Runs) -> dict[str, str]:
     """Each preset's name in a legend: its label, unless the label differs between rates."""
     names = {}
@@ -74,13 +81,29 @@ def line_names(runs: Runs) -> dict[str, str]:
     return names
 
 
-def preset_legend(figure: "Figure", runs: Runs, marked: bool = False) -> None:
+def highlighted(runs: Runs) -> list[str]:
+    """The presets whose lines have a colour: shoal, the fastest with groups, and the fastest of the others."""
+    _, last = at_highest(runs)
+    speed = {run.preset: sum(len(one.token_s) for one in run.requests) / max(run.seconds, 1e-9) for run in last}
+    fastest = sorted(speed, key=lambda preset: -speed[preset])
+    grouped = {run.preset for run in last if axis(run, "batching") in ("static", "dynamic")}
+    ours, groups = ([preset for preset in fastest if preset in some][:1] for some in ({"shoal"}, grouped))
+    return list(dict.fromkeys([*ours, *groups, *fastest]))[: plot_style.HIGHLIGHTED]
+
+
+def preset_styles(runs: Runs) -> dict[str, plot_style.Style]:
+    """How each preset is drawn, in every plot with a line for each."""
+    return plot_style.styles((run.preset for run in runs), highlighted(runs))
+
+
+def preset_legend(figure: "Figure", runs: Runs, looks: Mapping[str, plot_style.Style], marked: bool = False) -> None:
+    """Highlighted presets first."""
     from matplotlib.lines import Line2D
 
     names = line_names(runs)
-    looks = plot_style.styles(names)
-    handles = [Line2D([], [], **(one.as_points() if marked else one.as_line())) for one in looks.values()]
-    plot_style.legend(figure, handles, list(names.values()))
+    order = sorted(names, key=lambda preset: (not looks[preset].strong, preset != "shoal"))
+    lines = [looks[preset].as_points() if marked else looks[preset].as_line() for preset in order]
+    plot_style.legend(figure, [Line2D([], [], **one) for one in lines], [names[preset] for preset in order])
 
 
 def evenly(count: int, most: int = 400) -> list[int]:

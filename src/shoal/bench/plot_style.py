@@ -20,15 +20,20 @@ if TYPE_CHECKING:
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#404040")
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)))
 MARKERS = "osD^v<>"
+GREYS = ("#8F8F8F", "#6E6E6E", "#B3B3B3")  # of lines that are not highlighted
+GREY_LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (3, 1.5, 1, 1.5, 1, 1.5)))
+HIGHLIGHTED = 3  # most lines of a plot that have a colour, where others are grey
 # Known presets have fixed colours, so that two reports can be compared. Presets with group batching are dashed.
 KNOWN = ("shoal", "vllm", "sglang", "sarathi", "tgi", "orca", "lmdeploy")
 KNOWN_DASHED = ("transformers", "fastertransformer", "classic-dynamic", "trtllm-no-evict", "trtllm-max-utilization")
 
 PROMPT_COLOUR, DECODE_COLOUR, AGAIN_COLOUR, WASTE_COLOUR = "#E69F00", "#0072B2", "#CC3311", "#8C8C8C"
+PADDING_HATCH, VAIN_HATCH = "//////", "xxxxxx"  # hatched is waste, in every plot
 TEXT, SOFT, PALE = "#262626", "#6B6B6B", "#E3E8EE"
 TITLE: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": TEXT}
 WIDE_IN = 12.0
-LONGEST_LABEL = 26
+LONGEST_LABEL = 28
+NARROW = 5.0  # a logarithmic axis spans this factor at least
 
 
 @dataclass(frozen=True)
@@ -38,31 +43,41 @@ class Style:
     colour: str
     line: Any
     marker: str
+    strong: bool = True  # highlighted: thicker, and above the others
 
     def as_line(self) -> dict[str, Any]:
-        return {"color": self.colour, "linestyle": self.line, "linewidth": 1.7}
+        wide, above = (1.9, 3) if self.strong else (1.1, 2.2)
+        return {"color": self.colour, "linestyle": self.line, "linewidth": wide, "zorder": above}
 
     def as_points(self) -> dict[str, Any]:
         return {
             **self.as_line(),
             "marker": self.marker,
-            "markersize": 6,
+            "markersize": 6 if self.strong else 4.5,
             "markeredgecolor": "white",
             "markeredgewidth": 0.5,
         }
 
 
-def styles(names: Iterable[str]) -> dict[str, Style]:
+def styles(names: Iterable[str], highlighted: Iterable[str] = ()) -> dict[str, Style]:
     """A style for each name: the fixed one of a known preset, else the next free one.
+
+    If some of more than three names are highlighted, the others are grey.
 
     >>> styles(["mine", "vllm"])["vllm"].colour
     '#0072B2'
     """
     table = [Style(colour, line, mark) for line in LINES for colour, mark in zip(COLOURS, MARKERS, strict=True)]
     known = dict(zip(KNOWN + KNOWN_DASHED, table, strict=False))
-    wanted = list(dict.fromkeys(names))
+    wanted, strong = list(dict.fromkeys(names)), list(highlighted)
+    if len(wanted) > HIGHLIGHTED and strong:
+        lines = list(zip(GREY_LINES, MARKERS, strict=False))
+        pale = [Style(grey, line, mark, False) for grey in GREYS for line, mark in lines]
+        others = [name for name in wanted if name not in strong]
+        grey = {name: pale[number % len(pale)] for number, name in enumerate(others)}
+        return {name: (grey | styles(strong))[name] for name in wanted}
     free = [style for name, style in known.items() if name not in wanted]
-    spare = table[len(known) :] + free
+    spare = table[len(known) :] + free if any(name in known for name in wanted) else table
     unknown = [name for name in wanted if name not in known]
     return {name: known[name] if name in known else spare[unknown.index(name) % len(spare)] for name in wanted}
 
@@ -132,9 +147,14 @@ def log_axis(axes: "Axes", which: str) -> None:
 
     scale, one = (axes.set_yscale, axes.yaxis) if which == "y" else (axes.set_xscale, axes.xaxis)
     scale("log")
-    low, high = one.get_view_interval()
-    decades = np.log10(max(high, 1e-9) / max(low, 1e-9))
-    one.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2 else (1.0,), numticks=12))
+    low, high = (max(float(end), 1e-9) for end in one.get_view_interval())
+    if high / low < NARROW:  # too few round numbers
+        wider = (NARROW * low / high) ** 0.5
+        low, high = low / wider, high * wider
+        (axes.set_ylim if which == "y" else axes.set_xlim)(low, high)
+    decades = np.log10(high / low)
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 0.9 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
+    one.set_major_locator(LogLocator(subs=subs, numticks=12))
     one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     one.set_minor_formatter(NullFormatter())
 
@@ -143,6 +163,15 @@ def panel_title(axes: "Axes", name: str, remark: str) -> None:
     """Title of a small panel: the name on the left, a remark on the right."""
     axes.set_title(name, fontsize=9.5, fontweight="bold", loc="left", color=TEXT, pad=4)
     axes.set_title(remark, fontsize=8.5, loc="right", color=SOFT, pad=4)
+
+
+def promise_line(axes: "Axes", at: float, text: str, top: bool = False) -> None:
+    """A vertical line at a promised time, with a label on the side that has more room, low where lines rise."""
+    axes.axvline(at, color=SOFT, linewidth=1, linestyle=(0, (2, 3)), zorder=1.5)
+    to_left = axes.transData.transform((at, 0))[0] > axes.transAxes.transform((0.7, 0))[0]
+    side, shift = ("right", -4) if to_left else ("left", 4)
+    looks: dict[str, Any] = {"fontsize": 8.5, "color": SOFT, "ha": side, "textcoords": "offset points"}
+    axes.annotate(text, (at, float(top)), (shift, -11 if top else 5), xycoords=("data", "axes fraction"), **looks)
 
 
 def note_empty(axes: "Axes", text: str) -> None:
@@ -160,19 +189,19 @@ def legend(figure: "Figure", handles: Sequence[Any], names: Sequence[str]) -> No
     )
 
 
-def swatches(kinds: Iterable[tuple[str, str, bool]]) -> tuple[list[Any], list[str]]:
-    """Handles and names for a legend of areas: (name, colour, whether hatched)."""
+def swatches(kinds: Iterable[tuple[str, str, str]]) -> tuple[list[Any], list[str]]:
+    """Handles and names for a legend of areas: (name, colour, hatch)."""
     from matplotlib.patches import Patch
 
     wanted = list(kinds)
-    return [Patch(**area(colour, waste)) for _, colour, waste in wanted], [name for name, _, _ in wanted]
+    return [Patch(**area(colour, hatch)) for _, colour, hatch in wanted], [name for name, _, _ in wanted]
 
 
-def area(colour: str, waste: bool) -> dict[str, Any]:
-    """How an area is filled. Hatched grey is waste, in every plot."""
-    if not waste:
+def area(colour: str, hatch: str = "") -> dict[str, Any]:
+    """How an area is filled: with a colour, or hatched in it."""
+    if not hatch:
         return {"facecolor": colour, "edgecolor": "none", "linewidth": 0}
-    return {"facecolor": "#EDEDED", "edgecolor": WASTE_COLOUR, "hatch": "//////", "linewidth": 0}
+    return {"facecolor": "#EDEDED", "edgecolor": colour, "hatch": hatch, "linewidth": 0}
 
 
 def rectangles(axes: "Axes", where: Sequence[tuple[float, float, float, float]], **looks: Any) -> None:

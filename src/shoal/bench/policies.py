@@ -86,6 +86,7 @@ class Finding:
     rows: list[dict[str, Any]]
     figures: dict[str, float] = field(default_factory=dict)
     promise_s: dict[str, float] = field(default_factory=dict)  # "ttft" and "gap", where there is a promise
+    highlighted: tuple[str, ...] = ()  # the runs whose lines have a colour; none: the first three
 
 
 class Lab:
@@ -218,7 +219,7 @@ class Lab:
             figures[f"{short}_more_than_alone_s"] = p99[name] - p99["alone"]
             figures[f"{short}_more_in_median_passes"] = (p99[name] - p99["alone"]) / took["p50"]
         title = f"one tenant floods at 2x capacity, the other offers 20% ({len(calm)} requests)"
-        return Finding("flood", title, runs, kinds, rows, figures)
+        return Finding("flood", title, runs, kinds, rows, figures, {}, ("fcfs", "fair", "fair, one slot free"))
 
     def bursts(self) -> Finding:
         sizes = self.sizes
@@ -320,7 +321,8 @@ class Lab:
         title = (
             f"prompts of {sizes.long_prompt} tokens among {len(streams)} streams promised {sizes.itl_s:g} s per token"
         )
-        return Finding("budget", title, runs, dict.fromkeys(runs, kinds), rows, {}, {"gap": sizes.itl_s})
+        promised, shown = {"gap": sizes.itl_s}, ("fixed 64", "fixed 512", "by promise")
+        return Finding("budget", title, runs, dict.fromkeys(runs, kinds), rows, {}, promised, shown)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ class PassRecord:
     kv_reads: int = 0  # KV positions read
     pairs: int = 0  # (position, position up to it) pairs that attention computed
     lines: int = 0  # positions that tokens were drawn from
+    vain: int = 0  # part of useful: of rows whose request had ended, and of draft tokens that were rejected
+    late: tuple[int, ...] = ()  # the requests that had ended
 
 
 @dataclass
@@ -83,6 +85,7 @@ class RunRecord:
     noise: Noise | None = None  # what other programs took of the CPUs during the run; None: unknown
     work: ModelWork = NO_WORK  # what the model's passes cost
     rates: DeviceRates | None = None  # of the device; None: not measured
+    live: list[str] = field(default_factory=list)  # lines for the live page, without their pane; none: not recorded
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,11 @@ def keeps(request: RequestRecord, promise: Promise) -> bool:
 
 
 def utilisation(run: RunRecord) -> dict[str, float | None]:
-    """MFU and MBU while the device computed, and the share of work that was computed once for a request."""
+    """MFU and MBU while the device computed, and the share of its work that requests needed."""
     useful = sum(one.useful for one in run.passes)
     computed = useful + sum(one.padded for one in run.passes)
-    recomputed = sum(one.recomputed for one in run.passes)
-    found: dict[str, float | None] = {"mfu": None, "mbu": None, "useful_work": (useful - recomputed) / max(computed, 1)}
+    needless = sum(one.recomputed + one.vain for one in run.passes)
+    found: dict[str, float | None] = {"mfu": None, "mbu": None, "useful_work": (useful - needless) / max(computed, 1)}
     if run.rates is None or run.work == NO_WORK or run.busy_s <= 0:
         return found
     pairs = sum(one.pairs * (one.useful + one.padded) / max(one.useful, 1) for one in run.passes)
@@ -133,7 +136,7 @@ def summarise(run: RunRecord, promise: Promise, price_per_hour: float) -> dict[s
     outputs = sum(len(request.token_s) for request in run.requests)
     useful = sum(one.useful for one in run.passes)
     padded = sum(one.padded for one in run.passes)
-    recomputed = sum(one.recomputed for one in run.passes)
+    recomputed, vain = (sum(getattr(one, name) for one in run.passes) for name in ("recomputed", "vain"))
     e2e = spread([request.e2e_s for request in done if request.e2e_s is not None])
     normalised = [request.e2e_s / len(request.token_s) for request in done if request.e2e_s and request.token_s]
     kept = sum(keeps(request, promise) for request in run.requests)
@@ -148,6 +151,8 @@ def summarise(run: RunRecord, promise: Promise, price_per_hour: float) -> dict[s
         "padded_tokens": padded,
         "padding_share": padded / max(useful + padded, 1),
         "recomputed_tokens": recomputed,
+        "vain_tokens": vain,
+        "wasted_share": (padded + recomputed + vain) / max(useful + padded, 1),
         "preemptions": sum(request.preemptions for request in run.requests),
         "slot_use": sum(one.running for one in run.passes) / max(len(run.passes) * run.slots, 1),
         "budget_use": sum(one.useful + one.padded for one in run.passes) / max(budget, 1),

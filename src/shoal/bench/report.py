@@ -90,6 +90,7 @@ def _remark(row: dict[str, Any]) -> str:
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("output tok/s", "output_tok_s", ",.1f"),
+    ("wasted", "wasted_share", ".0%"),
     ("padding", "padding_share", ".0%"),
     ("KV waste", "kv_waste", ".0%"),
     ("preempt", "preemptions", "d"),
@@ -109,7 +110,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 
 
 # columns of a table that fits a terminal: eight, with the preset and the rate; all figures are in the report
-FIRST = ("output_tok_s", "padding_share", "others", "ttft_s.p99", "gap_s.p99", "goodput_share")
+FIRST = ("output_tok_s", "wasted_share", "others", "ttft_s.p99", "gap_s.p99", "goodput_share")
 HEADINGS = {"ttft_s.p99": "TTFT p99", "gap_s.p99": "gap p99"}  # where the column before it is left out
 
 

@@ -315,6 +315,7 @@ def serve_summary(run: RunRecord, promise: Promise, price_per_hour: float = 0.0)
     """All figures of one run, without those that only an engine knows (passes, padding, KV)."""
     unknown = {
         *("passes", "useful_tokens", "padded_tokens", "padding_share", "recomputed_tokens", "preemptions"),
+        *("vain_tokens", "wasted_share"),
         *("slot_use", "budget_use", "device_busy", "kv_waste", "kv_peak", "waited_s"),
         *("mfu", "mbu", "useful_work"),
     }

@@ -75,7 +75,7 @@ class RunTally:
     def __init__(self, promise: Promise) -> None:
         self.promise = promise
         self.requests = self.finished = self.outputs = self.kept = self.preemptions = self.cached = 0
-        self.useful = self.padded = self.recomputed = self.passes = self.rows = self.budget = 0
+        self.useful = self.padded = self.recomputed = self.vain = self.passes = self.rows = self.budget = 0
         self.busy_s = self.peak = 0.0
         self.refusals: Counter[str] = Counter()
         self.spreads = {name: Histogram() for name in ("ttft_s", "gap_s", "waited_s", "e2e_s", "normalised_s")}
@@ -106,6 +106,7 @@ class RunTally:
         self.useful += events.computed_tokens
         self.padded += events.padded_tokens
         self.recomputed += events.recomputed_tokens
+        self.vain += events.vain_tokens
         self.budget += max(events.budget_tokens, computed)
         self.peak = max(self.peak, events.blocks_held / events.blocks_total)
 
@@ -157,6 +158,7 @@ class RunTally:
     def figures(self, seconds: float, slots: int, price_per_hour: float) -> dict[str, Any]:
         """As record.summarise, without what needs the records."""
         spreads = {name: one.spread() for name, one in self.spreads.items()}
+        computed, needless = max(self.useful + self.padded, 1), self.recomputed + self.vain
         e2e = spreads["e2e_s"]
         seconds = max(seconds, 1e-9)
         return {
@@ -167,8 +169,10 @@ class RunTally:
             "passes": self.passes,
             "useful_tokens": self.useful,
             "padded_tokens": self.padded,
-            "padding_share": self.padded / max(self.useful + self.padded, 1),
+            "padding_share": self.padded / computed,
             "recomputed_tokens": self.recomputed,
+            "vain_tokens": self.vain,
+            "wasted_share": (self.padded + needless) / computed,
             "preemptions": self.preemptions,
             "cached_tokens": self.cached,
             "slot_use": self.rows / max(self.passes * slots, 1),
@@ -178,7 +182,7 @@ class RunTally:
             "kv_peak": self.peak,
             "mfu": None,  # would need the model's costs
             "mbu": None,
-            "useful_work": (self.useful - self.recomputed) / max(self.useful + self.padded, 1),
+            "useful_work": (self.useful - needless) / computed,
             **noise_figures(None),
             **spreads,
             "tail_over_median": e2e["p99"] / e2e["p50"] if e2e["p50"] else 0.0,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.bench import plot_style
 from shoal.bench.lanes import Lane, lanes
-from shoal.bench.plot_runs import KINDS, NOTHING, SINCE, Runs, at_highest, axis
+from shoal.bench.plot_runs import KINDS, NOTHING, SINCE, Runs, at_highest, axis, wasted
 from shoal.bench.record import RunRecord
 
 if TYPE_CHECKING:
@@ -18,12 +18,10 @@ LANES = 24
 
 
 def timeline_plot(runs: Runs) -> "Figure":
-    """Which requests each pass computed, and how much of it was padding: this plot explains the others."""
+    """Which requests each pass computed, and how much of it was waste: this plot explains the others."""
     rate, mine = at_highest(runs)
     mine = sorted(mine, key=group_first)
-    figure = plot_style.new_figure(
-        f"The batch over time, first {LANES} requests at {rate}: hatched grey is padding", 1.0
-    )
+    figure = plot_style.new_figure(f"The batch over time, first {LANES} requests at {rate}: hatched is waste", 1.0)
     count = len(mine)
     figure.set_figheight(1.3 + (2.5 if count <= 3 else 2.1) * max(1, count if count <= 3 else (count + 1) // 2))
     until_s = window_s(mine)
@@ -61,24 +59,24 @@ def timeline_panel(axes: "Axes", run: RunRecord, until_s: float) -> None:
     axes.set_ylim(LANES, -0.4)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
-    padded = sum(one.padded for one in run.passes)
-    share = padded / max(padded + sum(one.useful for one in run.passes), 1)
+    padded, again, vain = wasted(run)
+    share = (padded + again + vain) / max(padded + sum(one.useful for one in run.passes), 1)
     named = [text for text in (axis(run, "batching"), axis(run, "layout"), axis(run, "prefill")) if text]
-    plot_style.panel_title(axes, plot_style.safe_label(run.label), " · ".join([*named, f"{share:.0%} padding"]))
+    plot_style.panel_title(axes, plot_style.safe_label(run.label), " · ".join([*named, f"{share:.0%} wasted"]))
     if not run.passes:
         plot_style.note_empty(axes, NOTHING)
         return
     drawn = lanes(run, LANES, near_s=until_s / 1500)
     axes.set_ylim(max(len(drawn), 6), -0.4)
     wait_lines(axes, drawn, until_s)
-    for kind, (_, colour, waste) in KINDS.items():
+    for kind, (_, colour, hatch) in KINDS.items():
         where = [
             (one.from_s, row + 0.08, min(one.to_s, until_s) - one.from_s, 0.84)
             for row, lane in enumerate(drawn)
             for one in lane.pieces
             if one.kind == kind and one.from_s < until_s
         ]
-        plot_style.rectangles(axes, where, zorder=2, **plot_style.area(colour, waste))
+        plot_style.rectangles(axes, where, zorder=2, **plot_style.area(colour, hatch))
 
 
 def wait_lines(axes: "Axes", drawn: list[Lane], until_s: float) -> None:
@@ -93,7 +91,7 @@ def wait_lines(axes: "Axes", drawn: list[Lane], until_s: float) -> None:
             bands.append((started_s, row + 0.08, ended_s - started_s, 0.84))
         if request.token_s and request.token_s[0] <= until_s:
             dots.append((request.token_s[0], row + 0.5))
-    plot_style.rectangles(axes, bands, zorder=1, **plot_style.area(plot_style.PALE, False))
+    plot_style.rectangles(axes, bands, zorder=1, **plot_style.area(plot_style.PALE))
     if dots:
         looks: dict[str, Any] = {"s": 9, "color": "white", "edgecolor": plot_style.TEXT, "linewidth": 0.7, "zorder": 4}
         axes.scatter([at_s for at_s, _ in dots], [row for _, row in dots], **looks)
@@ -108,4 +106,4 @@ def timeline_marks() -> tuple[list[Any], list[str]]:
     )
     line = Line2D([], [], color="#9A9A9A", linewidth=0.8)
     names = ["waiting", "in the batch, not computed", "client receives first token"]
-    return [line, Patch(**plot_style.area(plot_style.PALE, False)), dot], names
+    return [line, Patch(**plot_style.area(plot_style.PALE)), dot], names

@@ -6,7 +6,7 @@ Per-token facts are parallel lists, not objects: there may be a thousand of them
 
 from dataclasses import dataclass, field
 
-from shoal.core.request import Logprobs, Reason
+from shoal.core.request import Logprobs, Reason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class PassEvents:
     # since the last record
     arrived: list[str] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)  # when, in the same order
+    requests: list[Request] = field(default_factory=list)  # the same, as the engine has them: some may have ended
     rejected: list[Rejection] = field(default_factory=list)
     # from the plan
     admitted: list[Admitted] = field(default_factory=list)
@@ -87,6 +88,7 @@ class PassEvents:
     proposed: dict[str, int] = field(default_factory=dict)  # draft tokens that were verified, by drafter
     accepted: dict[str, int] = field(default_factory=dict)  # … and of those, accepted
     row_tokens: list[int] = field(default_factory=list)  # how many tokens each row with draft tokens yielded
+    late_ids: list[str] = field(default_factory=list)  # requests that had ended already: their rows were in vain
     saved_s: float = 0.0  # how much longer its tokens would have taken without drafts, by the model of passes
     padded_tokens: int = 0  # padding, as counted where it was computed
     blocks_out: int = 0  # KV blocks that have arrived in host memory
@@ -109,6 +111,15 @@ class PassEvents:
     blocks_total: int = 0
 
     @property
+    def vain_tokens(self) -> int:
+        """Positions that no answer needed: rows of requests that had ended, and draft tokens that were rejected."""
+        rejected = sum(self.proposed.values()) - sum(self.accepted.values())
+        late = set(self.late_ids)
+        rows = zip(self.scheduled_ids, self.scheduled_counts, strict=True) if late else ()
+        positions = rejected + sum(count for id, count in rows if id in late)
+        return max(0, min(positions, self.computed_tokens - self.recomputed_tokens))
+
+    @property
     def told(self) -> bool:
         """Whether it reports anything about requests, besides what a pass computed."""
         return bool(
@@ -125,6 +136,7 @@ class PassEvents:
         """Add what another record reports about requests."""
         self.arrived += other.arrived
         self.arrived_s += other.arrived_s
+        self.requests += other.requests
         self.rejected += other.rejected
         self.preempted += other.preempted
         self.owners += other.owners

@@ -1,8 +1,9 @@
 """Utilisation: what passes compute and move, over what the device reaches (MFU and MBU), and how much of it is useful.
 
 A reader of PassEvents that knows the model's costs. Owns sums since the start, and shares in which the past fades.
-Useful is what is computed once for a request: no padding, no recomputation, no rejected draft tokens. Knows no
-scheduler, no device and no clock; the device's rates are told to it once they have been measured.
+Useful is what is computed once for a request: no padding, no recomputation, no rejected draft tokens, no row of a
+request that had ended. Knows no scheduler, no device and no clock; the device's rates are told to it once they have
+been measured.
 """
 
 import math
@@ -44,8 +45,7 @@ class Utilisation:
         if not events.scheduled_ids:
             return
         computed = events.computed_tokens + events.padded_tokens
-        rejected = sum(events.proposed.values()) - sum(events.accepted.values())
-        useful = max(0, events.computed_tokens - events.recomputed_tokens - rejected) / computed
+        useful = max(0, events.computed_tokens - events.recomputed_tokens - events.vain_tokens) / computed
         flop, moved = self._of(events)
         self.flop += flop
         self.useful_flop += flop * useful

@@ -114,6 +114,7 @@ class Committer:
         ):
             index += draws
             if request.state is finished:
+                flight.events.late_ids.append(request.id)
                 continue
             alive = request.generation == generation
             if alive:
@@ -157,6 +158,7 @@ class Committer:
                 index += taken
                 got.append(0)
             if request.state is State.FINISHED:
+                flight.events.late_ids.append(request.id)
                 continue
             alive = request.generation == generation
             if flight.rejected is not None:

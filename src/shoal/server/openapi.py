@@ -14,8 +14,10 @@ from shoal.server.dialects.base import SSE, Dialect, Operation
 from shoal.server.dialects.messages import CountTokensAnswer, MessagesError
 from shoal.server.dialects.ollama import OllamaError
 from shoal.server.errors import ErrorBody
+from shoal.server.field_meanings import explain
 from shoal.server.messages_body import CountTokensRequest
 from shoal.server.ollama_routes import OllamaShow, OllamaShowRequest, OllamaTags, OllamaVersion
+from shoal.server.python_samples import add_samples
 from shoal.server.response_items import ROLES
 from shoal.server.response_record import ResponseAnswer
 from shoal.server.response_routes import DeletedResponse, InputItemList, InputTokensAnswer
@@ -44,6 +46,14 @@ ERRORS = {
 }
 ALWAYS = (401, 405, 421, 431, 500)
 OF_BODIES = (400, 404, 408, 413, 415, 503)
+APIS = {
+    "/v1/messages": "Anthropic's API",
+    "/v1/tokenize": "SGLang's API",
+    "/v1/detokenize": "SGLang's API",
+    "/v1/": "OpenAI's API",
+    "/api/": "Ollama's API",
+    **dict.fromkeys(("/generate", "/get_", "/model_info", "/health_generate", "/flush_cache"), "SGLang's API"),
+}
 INFO_ANSWERS = (
     answers.ModelList, answers.ModelCard, answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Health,
     answers.Version, Load, ServerInfo, ModelInfo, TokenizerInfo, CacheReset,
@@ -79,11 +89,19 @@ def describe(settings: ServerSettings, dialects: Sequence[Dialect]) -> Json:
     for one in operations.values():
         _tighten_body(schemas[one.request.__name__]["properties"], one)
     _tighten(schemas)
+    bodies: list[type[msgspec.Struct]] = [one.request for one in operations.values()]
+    bodies += [TokenizeRequest, DetokenizeRequest, CountTokensRequest, InputTokensRequest, OllamaShowRequest]
+    explain(schemas, [kind.__name__ for kind in bodies])
     keys: list[Json] = [{"key": []}] if settings.keys() else []
+    paths = _paths(settings, operations)
+    for path, methods in paths.items():
+        for operation in methods.values():
+            operation["tags"] = [_api_of(path)]
+    add_samples(paths, bool(keys))
     return {
         "openapi": "3.1.0",
         "info": {"title": "Shoal", "version": settings.version, "description": ABOUT},
-        "paths": _paths(settings, operations),
+        "paths": paths,
         "components": {
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -210,6 +228,14 @@ def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Jso
         "/api/version": _get("A version for Ollama's clients", OllamaVersion, error=OllamaError),
         **_of_the_server(),
     }
+
+
+def _api_of(path: str) -> str:
+    """Whose API a path belongs to: the page groups them so."""
+    for begin, name in APIS.items():
+        if path.startswith(begin):
+            return name
+    return "The server"
 
 
 def _tokens(settings: ServerSettings) -> Json:
