@@ -248,13 +248,12 @@ def least_s(loaded: "Loaded", plan: "ComparePlan", machine: "Machine") -> float:
 def work_of(args: argparse.Namespace, loaded: "Loaded") -> "ModelWork":
     """What passes cost, from which the runs' utilisation is derived."""
     from shoal.build_rates import model_work
-    from shoal.build_types import kv_dtype
+    from shoal.build_types import kv_dtype, weight_bytes
     from shoal.runner.kvstore import bytes_per_block
 
     config = EngineConfig.from_args(args)
     kv_bytes = bytes_per_block(loaded.spec, 1, kv_dtype(config, loaded.dtype))
-    weight_bytes = 1 if config.quantization != "none" else loaded.dtype.itemsize
-    return model_work(loaded.spec, weight_bytes, kv_bytes)
+    return model_work(loaded.spec, weight_bytes(config, loaded.dtype), kv_bytes)
 
 
 def make_meta(
