@@ -16,15 +16,21 @@ import tempfile
 import threading
 import time
 from http.server import ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageColor
 
 from shoal.cli.live import joined, make_handler
 from tests.server.chromium import Browser, Tab
 
 SIZE = (1440, 900)
-FRAMES, FRAME_S, SHOWN_MS, WIDTH, COLOURS = 64, 0.4, 160, 960, 48
+FRAMES, FRAME_S, SHOWN_MS, WIDTH = 64, 0.4, 160, 960
+COLOURS, CLEAR, BITS = 192, 255, 6  # of the animation; the colour that leaves a pixel as it was; of a colour's parts
+
+Colours = np.ndarray[Any, np.dtype[np.int32]]  # one in each row
 
 
 def main() -> None:
@@ -33,9 +39,15 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--panes", metavar="FILE", help="a recording with several runs")
     parser.add_argument("--names", metavar="NAMES", help="which of them")
+    parser.add_argument("--frames", type=Path, metavar="DIR", help="keep the frames of the animation there, too")
+    parser.add_argument("--from-frames", type=Path, metavar="DIR", help="only make the animation, of kept frames")
     parser.add_argument("--crash-at", type=float, default=34.0, help="second of the crash (default: 34)")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (args.folder, args.frames)):
+        folder.mkdir(parents=True, exist_ok=True)
+    if args.from_frames:
+        kept = [Image.open(path).convert("RGB") for path in sorted(args.from_frames.glob("*.png"))]
+        return write_gif(kept, args.folder / "live.gif")
     with tempfile.TemporaryDirectory() as profile:
         browser = Browser(Path(profile))
         try:
@@ -60,6 +72,9 @@ def take_demo(browser: Browser, args: argparse.Namespace) -> None:
         wait(begun_s + args.crash_at - 6)
         tab.shot(args.folder / "live.png")
         frames = film(tab)
+        if args.frames:
+            for number, frame in enumerate(frames):
+                frame.save(args.frames / f"{number:03}.png")
         write_gif(frames, args.folder / "live.gif")
         pick_giant(tab)
         tab.shot(args.folder / "live-story.png")
@@ -97,14 +112,57 @@ def film(tab: Tab) -> list[Image.Image]:
 
 
 def write_gif(frames: list[Image.Image], path: Path) -> None:
-    """One palette for all frames, so that what stands still stays the same and takes no room."""
-    sheet = Image.new("RGB", (WIDTH, frames[0].height * 3))
-    for row, frame in enumerate((frames[0], frames[len(frames) // 2], frames[-1])):
-        sheet.paste(frame, (0, row * frame.height))
-    palette = sheet.quantize(COLOURS)
-    drawn = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=SHOWN_MS, loop=0, optimize=True)
+    """One palette for all frames: the page's own colours, and the most frequent blends of them. What stands still is
+    transparent in the next frame and takes no room. No dithering: flat areas stay flat."""
+    pixels = np.stack([np.asarray(frame) for frame in frames])
+    levels = np.arange(2**BITS) * 255 // (2**BITS - 1)
+    cells = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(-1, 3)
+    places = (pixels.astype(np.int32) * (2**BITS - 1) + 127) // 255
+    places = (places[..., 0] << 2 * BITS) | (places[..., 1] << BITS) | places[..., 2]
+    palette = choose_palette(page_colours(), cells, np.bincount(places.ravel(), minlength=len(cells)))
+    drawn = nearest(palette, cells)[places]
+    still = drawn[1:] == drawn[:-1]
+    drawn[1:][still] = CLEAR
+    images = []
+    for one in drawn:
+        image = Image.fromarray(one)
+        image.putpalette([*palette.ravel().tolist(), *[0] * (768 - palette.size)])
+        images.append(image)
+    images[0].save(
+        path, save_all=True, append_images=images[1:], duration=SHOWN_MS, loop=0, disposal=1, transparency=CLEAR,
+        optimize=False,
+    )  # fmt: skip
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+
+
+def page_colours() -> Colours:
+    """Of the light theme."""
+    style = (files("shoal.server") / "static" / "live.css").read_text()
+    light, rest = style.split(':root[data-theme="dark"]', 1)
+    tints = "".join(line for line in rest.splitlines() if ".tint" in line)
+    found = dict.fromkeys(re.findall(r"#(?:[0-9a-f]{6}|[0-9a-f]{3})\b", light + tints))
+    return np.array([ImageColor.getrgb(one) for one in found], dtype=np.int32)
+
+
+def choose_palette(fixed: Colours, cells: Colours, counts: "np.ndarray[Any, np.dtype[np.int64]]") -> Colours:
+    """The fixed colours, and again and again the one that is worst served by those chosen so far, by how often it is
+    seen and how far off it is."""
+    seen = np.flatnonzero(counts)
+    colours, weights = cells[seen], np.sqrt(counts[seen])
+    chosen = list(fixed)
+    off = ((colours[:, None, :] - fixed[None]) ** 2).sum(axis=2).min(axis=1)
+    while len(chosen) < COLOURS and off.any():
+        worst = int((off * weights).argmax())
+        chosen.append(colours[worst])
+        off = np.minimum(off, ((colours - colours[worst]) ** 2).sum(axis=1))
+    return np.array(chosen, dtype=np.int32)
+
+
+def nearest(palette: Colours, cells: Colours) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """The number of the closest colour, for each cell."""
+    parts = np.array_split(cells, 64)
+    found = [((part[:, None, :] - palette[None]) ** 2).sum(axis=2).argmin(axis=1) for part in parts]
+    return np.concatenate(found).astype(np.uint8)
 
 
 def pick_giant(tab: Tab) -> None:

@@ -339,6 +339,7 @@ class Harness:
         if self.args.calibrate and not path.exists():
             command = [sys.executable, "-m", "shoal", "calibrate", "--model", self.args.model, *self.args.flags]
             command += ["--seconds", f"{self.args.calibrate:g}", "--name", "measured here", "--out", str(path)]
+            command += ["--passes", str(self.out / "calibration.jsonl")]
             note(f"calibrating: {' '.join(command[1:])}")
             log = self.out / "calibrate.log"
             try:

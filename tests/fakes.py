@@ -13,7 +13,7 @@ import numpy as np
 from shoal.config.speculate import Speculate
 from shoal.core.drafts import Draft
 from shoal.core.params import SamplingParams
-from shoal.core.plan import FROM_DEVICE, SCRIPTED_END, BlockCopy, RowStart, StepPlan, StepResult
+from shoal.core.plan import DRAFTED, FROM_DEVICE, SCRIPTED_END, BlockCopy, RowStart, StepPlan, StepResult
 from shoal.core.ports import LateMasks
 from shoal.core.request import Logprobs, Request
 from shoal.core.tiers import Tiers
@@ -194,6 +194,7 @@ class FakeExecutor:
         self.rows: dict[int, RowStart] = {}
         self.tables: dict[int, list[int]] = {}
         self.last: dict[int, int] = {}
+        self.drafted: dict[tuple[int, int], int] = {}  # (number, row) → a draft token that is on the device
         self.positions: dict[int, int] = {}  # row → the next position to compute, where it is known to the device only
         self.rejected: dict[int, int] = {}  # row → draft tokens rejected in its present life
         self.rejected_then: dict[int, list[int]] = {}  # pass → what each of its rows had rejected when it came
@@ -237,7 +238,10 @@ class FakeExecutor:
         ):
             start -= self.rejected[row] - then[place]  # planned as if all drafts in flight were accepted
             assert start == self.positions.get(row, start), "a row goes on at another position than it stopped at"
-            ids = plan.tokens[offset : offset + count].tolist()
+            ids = [
+                self.drafted[DRAFTED - token, row] if token <= DRAFTED else token
+                for token in plan.tokens[offset : offset + count].tolist()
+            ]
             offset += count
             begun = self.rows[row]
             slots = self._compute(row, start, ids)
@@ -453,6 +457,7 @@ def make_scheduler(
     drafts: int = 0,
     wrong_drafts: int = 3,
     speculate: str = "off",
+    on_device: bool = False,
     kind: type[Scheduler] = Scheduler,
 ) -> Scheduler:
     limits = Limits(max_model_len, max_num_seqs, max_num_batched_tokens, VOCAB)
@@ -480,7 +485,8 @@ def make_scheduler(
         if "draft" in speculate:
             from tests.draft_fakes import checked_drafter  # which needs this module
 
-            models = ModelDrafts(checked_drafter(blocks, block_size, limits.rows, drafts or 4, max_model_len))
+            sizes = blocks, block_size, limits.rows, drafts or 4, max_model_len
+            models = ModelDrafts(checked_drafter(*sizes, on_device=on_device))
         speculation = Speculation(make_drafter(Speculate.read(speculate)), steps, VOCAB, drafts or 4, models)
     elif drafts:
         speculation = Speculation(FakeDrafter(drafts, wrong_drafts), steps, VOCAB, drafts)

@@ -24,6 +24,9 @@ from shoal.spec.draft import DraftDrafter, DraftKV, spare_blocks
 from shoal.text.tokenizer import Tokenizer, load_tokenizer
 
 DRAFT_PASS_TOKENS = {"cpu": 128, "cuda": 1024}  # positions that the draft model computes at once, between two passes
+# whether its tokens stay on the device until they are verified: a CPU has nothing to wait for, and a draft whose tokens
+# are known is cut where it becomes unlikely
+STAY_ON_DEVICE = {"cpu": False, "cuda": True}
 
 LoadModel = Callable[[EngineConfig, ModelFiles, ModelSpec], Model]
 
@@ -124,18 +127,19 @@ def make_draft(
     dtype: torch.dtype,
     device: str,
     worker: ThreadPoolExecutor | None,
+    drafts_for: Runner,
 ) -> MadeDraft:
     """Its KV and its executor, on the thread or stream of the model's own passes."""
     size, spare = config.block_size, spare_blocks(config.draft_tokens, config.block_size)
     store = KVStore(model.spec, blocks + limits.rows * spare, size, dtype, device)
     longest = limits.max_model_len + spare * size
-    runner = Runner(model, store, limits.rows, longest, device)
+    runner = Runner(model, store, limits.rows, longest, device, drafts_for=drafts_for.tables)
     tokens = DRAFT_PASS_TOKENS[device]
     kv = DraftKV(blocks, size, spare, min(model.spec.max_position, longest), tokens)
     if device == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 
-        cuda = CudaExecutor(runner, tokens)
-        return MadeDraft(DraftDrafter(cuda, kv), cuda, cuda.recordings(config.slots))
+        cuda = CudaExecutor(runner, tokens, in_flight=config.draft_tokens)
+        return MadeDraft(DraftDrafter(cuda, kv, STAY_ON_DEVICE[device]), cuda, cuda.recordings(config.slots))
     executor = ThreadedExecutor(runner, worker=worker, shared=True)
-    return MadeDraft(DraftDrafter(executor, kv), executor, iter(()))
+    return MadeDraft(DraftDrafter(executor, kv, STAY_ON_DEVICE[device]), executor, iter(()))

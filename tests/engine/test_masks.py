@@ -18,6 +18,7 @@ from shoal.core.ports import LateMasks
 from shoal.core.request import Group, Reason, Request
 from shoal.engine.loop import EngineLoop
 from shoal.errors import PromptTooLong
+from tests.draft_fakes import one_device
 from tests.fakes import FakeExecutor, FakeGrammar, PublishedBlocks, make_request, make_scheduler, oracle
 
 
@@ -71,6 +72,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.published = PublishedBlocks(self.loop.scheduler.kv, self.executor)
+        one_device(self.loop.scheduler, self.executor)
 
     def submit(self, request: Request) -> None:
         self.loop.submit(request)

@@ -26,6 +26,7 @@ from shoal.sched.prefill import Chunked
 from shoal.sched.rows import RowTable
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.steady import Steady
+from tests.draft_fakes import one_device
 from tests.fakes import FakeExecutor, PublishedBlocks, make_request, make_scheduler, oracle
 
 
@@ -57,6 +58,7 @@ class Run:
         host = kv.host.total if kv.host is not None else 0
         self.executor = self.device(kv.pool.total, kv.block_size, host, self.slow_copies, self.failing, self.takes_s)
         self.published = PublishedBlocks(kv, self.executor)
+        one_device(self.scheduler, self.executor)
 
     @property
     def now_s(self) -> float:
@@ -236,6 +238,7 @@ configs = st.fixed_dictionaries(
         "headroom_tokens": st.sampled_from([0, 6]),
         "drafts": st.sampled_from([0, 0, 1, 4]),  # tokens drafted for a row and pass, at most
         "speculate": st.sampled_from(["off", "off", "ngram", "suffix", "ngram+suffix", "draft", "suffix+draft"]),
+        "on_device": st.booleans(),  # where drafts of a draft model stay
     }
 )
 

@@ -33,7 +33,9 @@ class Slow(Watchful):
         return super().result()
 
 
-def scheduler_of(preset: str, speculate: str, blocks: int = 18, fails_at: int = -1, **more: object) -> Scheduler:
+def scheduler_of(
+    preset: str, speculate: str, blocks: int = 18, fails_at: int = -1, on_device: bool = False, **more: object
+) -> Scheduler:
     config = EngineConfig.from_mapping(
         {
             "preset": preset,
@@ -50,11 +52,18 @@ def scheduler_of(preset: str, speculate: str, blocks: int = 18, fails_at: int = 
     drafter = make_drafter(config.speculation) if config.speculation.on else None
     model = None
     if config.speculation.model:
-        model = checked_drafter(blocks, config.block_size, limits.rows, config.draft_tokens, fails_at=fails_at)
+        sizes = blocks, config.block_size, limits.rows, config.draft_tokens
+        model = checked_drafter(*sizes, fails_at=fails_at, on_device=on_device)
     return make_scheduler(config, limits, blocks, drafter=drafter, model=model)
 
 
-def drive(scheduler: Scheduler, depth: int, kind: type[Watchful] = Slow, bad: dict[int, str] | None = None) -> Run:
+def drive(
+    scheduler: Scheduler,
+    depth: int,
+    kind: type[Watchful] = Slow,
+    bad: dict[int, str] | None = None,
+    grammars: bool = True,
+) -> Run:
     executor = kind(scheduler.kv.pool.total, scheduler.kv.block_size, bad)
     run = Run(EngineLoop(scheduler, executor, VirtualClock(), depth=depth, check=True), executor)
     for number in range(36):
@@ -66,7 +75,7 @@ def drive(scheduler: Scheduler, depth: int, kind: type[Watchful] = Slow, bad: di
         samples = 2 if number % 7 == 3 else 1
         group = Group(f"g{number}") if samples > 1 else None
         for sample in range(samples):
-            grammar = FakeGrammar(number, 20) if number % 3 == 0 else None
+            grammar = FakeGrammar(number, 20) if number % 3 == 0 and grammars else None
             more = {"seed": number, "sample": sample, "stop_ids": stop, "group": group, "grammar": grammar}
             tenant = "ab"[number % 2]
             run.submit(make_request(f"r{number}.{sample}", prompt, params=params, tenant=tenant, salt=tenant, **more))
@@ -82,9 +91,12 @@ def drive(scheduler: Scheduler, depth: int, kind: type[Watchful] = Slow, bad: di
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("preset", RAGGED)
-@pytest.mark.parametrize("speculate", DRAFTERS)
-def test_every_request_gets_its_tokens(preset: str, speculate: str, depth: int) -> None:
-    run = drive(scheduler_of(preset, speculate), depth)
+@pytest.mark.parametrize(
+    ("speculate", "on_device"),
+    [*((name, False) for name in DRAFTERS), ("draft", True), ("grammar+suffix+draft", True)],
+)
+def test_every_request_gets_its_tokens(preset: str, speculate: str, on_device: bool, depth: int) -> None:
+    run = drive(scheduler_of(preset, speculate, on_device=on_device), depth)
     for name in speculate.split("+"):  # a draft model is asked where the others find nothing
         assert run.accepted[name] > (10 if name != "draft" or speculate == "draft" else 0), "nothing was verified"
     if scheduler_of(preset, speculate).policies.memory.__class__.__name__ == "OnDemand":
@@ -122,12 +134,13 @@ def test_the_same_traffic_gives_the_same_plans() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("more", [{}, {"prefix_caching": False}])
-def test_a_draft_model_drafts_from_valid_kv_only(more: dict[str, object], depth: int) -> None:
+def test_a_draft_model_drafts_from_valid_kv_only(more: dict[str, object], on_device: bool, depth: int) -> None:
     """Each of its calls is checked: see draft_fakes. Blocks come from the prefix cache and from other requests, and
     drafts are rejected, while the draft model computes a few positions at a time. (Swapping: see test_properties.)"""
-    scheduler = scheduler_of("shoal", "draft", **more)  # type: ignore[arg-type]
-    run = drive(scheduler, depth)
+    scheduler = scheduler_of("shoal", "draft", on_device=on_device, **more)  # type: ignore[arg-type]
+    run = drive(scheduler, depth, grammars=not on_device)
     drafter = scheduler.policies.drafts.models._drafter  # type: ignore[attr-defined]
     assert run.preemptions > 0
     assert run.accepted["draft"] > 50
@@ -135,16 +148,28 @@ def test_a_draft_model_drafts_from_valid_kv_only(more: dict[str, object], depth:
     assert drafter.reused > 1000
     assert drafter.named > 50 or more.get("prefix_caching") is False, "no block was computed for another request"
     assert not drafter._lives, "a request that has ended is not forgotten"
+    assert drafter.stayed == (len(drafter.device.plans) if on_device else 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_draft_model_that_fails_is_not_asked_again(depth: int, caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = scheduler_of("shoal", "draft", fails_at=20)
-    run = drive(scheduler, depth)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_draft_model_that_fails_is_not_asked_again(
+    on_device: bool, depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = scheduler_of("shoal", "draft", fails_at=20, on_device=on_device)
+    run = drive(scheduler, depth, grammars=not on_device)
     drafter = scheduler.policies.drafts.models._drafter  # type: ignore[attr-defined]
     assert "the draft model failed" in caplog.text
-    assert len(drafter.device.plans) == 21
+    assert 21 <= len(drafter.device.plans) <= (21 + 5 if on_device else 21), "more than what was queued"
     assert run.accepted["draft"] > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("call", ["forward", "sample", "result"])
+def test_a_pass_that_fails_with_drafts_on_the_device_is_tried_again(call: str, depth: int) -> None:
+    scheduler = scheduler_of("shoal", "draft", on_device=True)
+    run = drive(scheduler, depth, bad={9: call, 23: call, 24: call}, grammars=False)
+    assert run.accepted["draft"] > 10
 
 
 @pytest.mark.parametrize("speculate", ["off", "suffix"])

@@ -166,13 +166,13 @@ def model() -> Model:
 class Engine:
     """A loop over a scheduler and a real runner, and what came of it."""
 
-    def __init__(self, scheduler: Scheduler, depth: int) -> None:
+    def __init__(self, scheduler: Scheduler, depth: int, most_drafts: int = 0) -> None:
         kv, self.told = scheduler.kv, dict[str, Told]()
         host = kv.host.total if kv.host is not None else 0
         store = KVStore(model().spec, kv.pool.total, kv.block_size, torch.float32, "cpu", host)
         limits = scheduler.limits
-        runner = Runner(model(), store, scheduler.tables.rows.count, limits.max_model_len, "cpu")
-        self.runner = runner
+        rows = scheduler.tables.rows.count
+        self.runner = runner = Runner(model(), store, rows, limits.max_model_len, "cpu", most_drafts=most_drafts)
         self.scheduler = scheduler
         self.loop = EngineLoop(scheduler, ThreadedExecutor(runner), VirtualClock(), depth, check=True)
         self.passes = self.preemptions = self.cached = self.blocks_in = 0

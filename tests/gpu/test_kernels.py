@@ -86,12 +86,12 @@ def test_new_blocks_and_the_slots_of_tokens() -> None:
     add_blocks(new, tables)
     assert tables[2, :2].tolist() == [7, 5]
     assert int(tables.sum()) == 15
-    ids = torch.tensor([11, -1, 0], dtype=torch.int32, device="cuda")
-    rows = torch.tensor([2, 2, -1], dtype=torch.int32, device="cuda")
-    positions = torch.tensor([3, 4, 0], dtype=torch.int32, device="cuda")
-    last = torch.arange(100, 105, device="cuda")
-    found = place_tokens(ids, rows, positions, last, tables, 4)
-    assert [one.tolist() for one in found] == [[11, 102, 0], [3, 4, 0], [31, 20, -1]]
+    ids = torch.tensor([11, -1, -3, 0], dtype=torch.int32, device="cuda")
+    rows = torch.tensor([2, 2, 2, -1], dtype=torch.int32, device="cuda")
+    positions = torch.tensor([3, 4, 5, 0], dtype=torch.int32, device="cuda")
+    late = torch.arange(100, 115, device="cuda").view(3, 5)
+    found = place_tokens(ids, rows, positions, late, tables, 4)
+    assert [one.tolist() for one in found] == [[11, 102, 112, 0], [3, 4, 5, 0], [31, 20, 21, -1]]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

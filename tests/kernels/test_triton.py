@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.core.plan import DRAFTED, FROM_DEVICE
 from shoal.kernels import Batch
 from shoal.kernels.ref import RefOps
 from tests.kernels.interpreted import DEVICE, triton_ops
@@ -64,3 +65,25 @@ def test_many_sequences_in_one_part(ops: Any) -> None:
     rng = random.Random(3)
     pieces = [(at, rng.randint(0, 40), rng.randint(1, 4)) for at in range(36)]
     compare(ops, pieces, (16, 16, 64), torch.float16, 0)
+
+
+@pytest.mark.parametrize(("rows", "drafts"), [(1, 0), (5, 3), (7, 15)])
+def test_ids_that_the_host_does_not_know_are_read_from_the_device(ops: Any, rows: int, drafts: int) -> None:
+    """FROM_DEVICE, and draft tokens of any number, beside known ids and padding; in two programs."""
+    rng, count, size = random.Random(rows), 300, 4
+    late = torch.tensor([[rng.randrange(200_000) for _ in range(rows)] for _ in range(1 + drafts)])
+    tables = torch.tensor([[rng.randrange(900) for _ in range(9)] for _ in range(rows)], dtype=torch.int32)
+    ids = [
+        rng.choice((rng.randrange(200_000), FROM_DEVICE, DRAFTED - rng.randrange(drafts or 1))) for _ in range(count)
+    ]
+    ids = [max(one, FROM_DEVICE - drafts) for one in ids]
+    owners = [rng.randrange(-1, rows) for _ in range(count)]
+    ids = [0 if owner < 0 else one for one, owner in zip(ids, owners, strict=True)]  # padding
+    places = [rng.randrange(9 * size) for _ in range(count)]
+    numbers = torch.tensor([ids, owners, places], dtype=torch.int32)
+    found = ops.place_tokens(*numbers.to(DEVICE), late.to(DEVICE), tables.to(DEVICE), size)
+    at = list(zip(ids, owners, places, strict=True))
+    assert found[0].tolist() == [int(late[-1 - id, row]) if id < 0 else id for id, row, _ in at]
+    assert found[1].tolist() == places
+    slots = [int(tables[row, place // size]) * size + place % size if row >= 0 else -1 for _, row, place in at]
+    assert found[2].tolist() == slots

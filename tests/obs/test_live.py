@@ -172,6 +172,23 @@ def test_a_request_that_moves_to_another_engine_jumps_and_ends_once() -> None:
     assert next(one for one in events if one[0] == "move")[2:] == [1, 0, 1]
 
 
+def test_the_first_engine_may_tell_its_story_after_the_second() -> None:
+    summary = LiveSummary(0.0)
+    for engine in (0, 1):
+        summary.up(engine, 0, 0.0)
+    summary.came(1, 0, [request(5, "a", outputs=1, resumed=True)], 0.2)
+    summary.passed(1, 0, LivePass(1, 0.2, 0.3, [5], [4], [1]))
+    summary.came(0, 0, [request(1, "a")], 0.0)
+    summary.passed(0, 0, LivePass(1, 0.0, 0.1, [1], [0], [4], ended=[(1, "handed", 1, None, None)]))
+    summary.passed(1, 0, LivePass(2, 0.3, 0.4, ended=[(5, "length", 3, None, None)]))
+    line = summary.line(1.0)
+    assert len(line["new"]) == 1
+    assert [one for one in line["ev"] if one[0] in ("move", "end")] == [["end", 0.4, 1, "length", 3, None, None]]
+    assert [(one["e"], one.get("c"), one.get("in")) for one in line["passes"][:2]] == [
+        (1, None, [1]), (0, [[1, 0, 4, 0]], None),
+    ]  # fmt: skip
+
+
 def test_gaps_and_first_tokens_become_percentiles_beside_their_promise() -> None:
     summary = LiveSummary(0.0)
     summary.up(0, 0, 0.0)

@@ -23,6 +23,7 @@ class Model:
     position_s: float = 0.0001
     missing: dict[str, float] = field(default_factory=dict)  # positions that it has not computed, by request
     passes: Sequence[tuple[int, int, float]] = ()
+    late: Sequence[tuple[int, int, float]] | None = None  # passes under way, if its tokens stay on the device
     asked: list[int] = field(default_factory=list)
     ahead = by_chance = False
     names: Sequence[str] = ("draft",)
@@ -35,8 +36,14 @@ class Model:
         first = int(sum(self.behind(request) for request in wanted))
         sizes = [first, *([len(wanted)] * (max(wanted.values()) - 1))]
         self.passes = [(size, 0, self.step_s + self.position_s * size) for size in sizes]
+        if self.late is not None:
+            self.late, self.passes = self.passes, ()
         self.missing = {}
         return {request: Draft([1] * most, [0.5] * most, (("draft", most),)) for request, most in wanted.items()}
+
+    def settle(self) -> None:
+        self.passes = self.late or ()
+        self.late = None if self.late is None else ()
 
     def cost_s(self, rows: int, tokens: int) -> float:
         return 0.0
@@ -88,6 +95,19 @@ def test_it_is_asked_before_anything_is_known_and_learns_what_it_takes() -> None
     assert models.spent_s == pytest.approx(4 * 0.0021)
     models.committed()
     assert models.spent_s == 0
+
+
+def test_what_drafts_on_the_device_took_is_learned_when_they_have_come_back() -> None:
+    models, wanted = ModelDrafts(Model(late=())), candidates()
+    models.propose(dict.fromkeys(wanted, 4))
+    assert models.asked
+    assert not models.times.known
+    for _ in range(2):
+        models.settle()
+        assert models.spent_s == pytest.approx(4 * 0.0021), "and once only"
+    assert models.times.known
+    models.committed()
+    assert (models.asked, models.spent_s) == (False, 0)
 
 
 @pytest.mark.parametrize(("right", "least", "most"), [(ALL, 6, 8), (2, 1, 4)])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shoal.bench.live_recording import write_recording
-from shoal.bench.record import PassRecord, Promise, RequestRecord, RunRecord
 from shoal.cli.live import joined, make_handler
+from tests.bench.recorded import recorded_run, requests
 from tests.server.chromium import CHROMIUM, Browser, Tab
 from tests.server.live_traffic import LiveServer
 
@@ -238,29 +238,11 @@ def test_requests_that_move_to_another_engine_jump(browser: Browser) -> None:
             tab.wait("/2 of 2/.test(document.getElementById('tiles').innerText)")
 
 
-def made_run(label: str, slots: int) -> RunRecord:
-    """Six requests through so many slots, by hand."""
-    requests = [RequestRecord(0.1 * number, 8, 5) for number in range(6)]
-    passes: list[PassRecord] = []
-    now_s = 0.6
-    for first in range(0, 6, slots):
-        group = range(first, min(6, first + slots))
-        for step in range(5):
-            rows = tuple((number, 0, 8) if not step else (number, 7 + step, 1) for number in group)
-            useful = sum(count for *_, count in rows)
-            passes.append(PassRecord(now_s, now_s + 0.2, rows, useful, 3, 0, 0, 64, 0, len(rows), 32, 16, 256))
-            now_s += 0.2
-            for number in group:
-                requests[number].token_s.append(now_s)
-        for number in group:
-            requests[number].ended_s, requests[number].reason = now_s, "length"
-    return RunRecord(label, label, 1.0, {}, slots, requests, passes, now_s, now_s)
-
-
 @contextmanager
-def recorded(path: Path, *labels: str) -> Iterator[str]:
-    runs = [made_run(label, slots) for label, slots in zip(labels, (1, 2, 3), strict=False)]
-    write_recording(path, runs, Promise(1.0, 0.1), model="made up")
+def recorded(path: Path, *labels: str, count: int = 6) -> Iterator[str]:
+    arriving = requests(count, rate=60.0)
+    runs = [recorded_run(label, arriving, max_num_seqs=slots) for label, slots in zip(labels, (1, 2, 3), strict=False)]
+    write_recording(path, runs, model="made up")
     server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler("\n".join(joined([str(path)])).encode()))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -287,6 +269,22 @@ def test_a_recording_plays_in_three_panes_on_one_clock(browser: Browser, tmp_pat
         done = "shoalLive.panes().map((pane) => pane.model.markAt(shoalLive.view.edge).finished)"
         first, _, last = tab.run(done)
         assert first < last, "one clock for all panes"
+
+
+def test_a_recording_of_a_run_shows_its_blocks_queue_and_tenants(browser: Browser, tmp_path: Path) -> None:
+    """As complete as that of a server; of several panes, those of the one that is chosen."""
+    with recorded(tmp_path / "r.jsonl", "one", "two", count=12) as url, opened(browser, url) as tab:
+        tab.wait("shoalLive.panes().length === 2")
+        assert not tab.text("#queue-count"), "beside several panes figures are shown on request"
+        tab.click(".pane:nth-child(2) h2 button")
+        scrub = "(() => {{ const one = document.getElementById('scrub'); one.value = '{}';"
+        tab.run(scrub.format(300) + " one.dispatchEvent(new Event('input')); })()")
+        tab.wait("/all 2 places are taken/.test(document.getElementById('queue').textContent)")
+        tab.wait("/(left|late)/.test(document.getElementById('queue').textContent)")
+        tab.wait("document.querySelector('#maps canvas')?.grid.count > 100")
+        assert {"ada", "bob", "cleo"} >= {text.split("\n")[0] for text in tab.texts("#tenants li")} != set()
+        tab.click(".pane:nth-child(2) h2 button")
+        assert not tab.text("#queue-count")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

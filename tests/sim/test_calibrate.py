@@ -22,7 +22,7 @@ from shoal.sim.profile import CARDS, derive, parse_profile, profile_text, read_p
 
 TRUE = CostModel(
     DeviceTimes(((1, 0.004), (16, 0.005), (64, 0.009)), ((1, 0.004), (64, 0.009), (512, 0.060)),
-                0.0, 3e-5, 2e-8, 4e-9),
+                0.0, 3e-5, 2e-8, 4e-9, 2e-6),
     HostTimes(2e-4, 3e-6, 2e-5),
     CopyCosts(1e-5, 2e-4, 3e-4),
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_a_calibration_finds_the_costs_of_an_engine_again(calibration: Calibrati
 
 def test_the_fit_predicts_sizes_that_calibration_never_saw(calibration: Calibration) -> None:
     costs = fit_costs(calibration.passes, calibration.copies).costs
-    for size in (PassSize(24, 24, 24, 24 * 700, 0, 0, False, 0), PassSize(200, 9, 9, 3000, 60_000, 0, True, 1)):
+    for size in (PassSize(24, 24, 24, 24 * 700, 0, 0, False, 0), PassSize(200, 9, 9, 3000, 60_000, 0, True, 1, 500)):
         assert costs.device_s(size) == pytest.approx(TRUE.device_s(size), rel=0.05)
 
 

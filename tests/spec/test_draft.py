@@ -5,21 +5,25 @@ The device is a fake whose blocks tell which tokens they hold; CheckedDrafter ch
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from shoal.core.params import SamplingParams
+from shoal.core.plan import DRAFTED, FROM_DEVICE
 from shoal.core.request import Request
 from shoal.kv.manager import Holding
 from tests.draft_fakes import CheckedDrafter, checked_drafter
-from tests.fakes import make_request, oracle
+from tests.fakes import FakeGrammar, make_request, oracle
 
 SIZE = 4
 ROWS = 8
 
 
-def drafter(pass_tokens: int = 100, draft_tokens: int = 5, wrong: int = 0, longest: int = 200) -> CheckedDrafter:
-    return checked_drafter(64, SIZE, ROWS, draft_tokens, longest, pass_tokens, wrong)
+def drafter(
+    pass_tokens: int = 100, draft_tokens: int = 5, wrong: int = 0, longest: int = 200, on_device: bool = False
+) -> CheckedDrafter:
+    return checked_drafter(64, SIZE, ROWS, draft_tokens, longest, pass_tokens, wrong, on_device=on_device)
 
 
 def running(
@@ -187,3 +191,102 @@ def test_its_draws_have_the_parameters_of_the_request_without_penalties() -> Non
         logit_bias={3: 2.0}, max_tokens=20, logprobs=0,
     )  # fmt: skip
     assert not start.needs_prompt_logprobs
+
+
+# ---- drafts that stay on the device ---------------------------------------------------------------------------------
+
+
+def test_its_passes_are_queued_and_its_tokens_stay() -> None:
+    made, request = drafter(on_device=True), running("a", PROMPT, range(5), seed=3)
+    found = made.propose({request: 3})[request]
+    assert found.tokens == [DRAFTED, DRAFTED - 1, DRAFTED - 2]
+    assert found.on_device
+    assert len(made.device.results) == 3, "a result was waited for"
+    assert [plan.tokens.tolist() for plan in made.device.plans] == [PROMPT, [FROM_DEVICE], [FROM_DEVICE]]
+    assert [plan.kept for plan in made.device.plans] == [0, 1, 2]
+    assert made.device.drafted == {(number, 0): token for number, token in enumerate(answer(request)[:3])}
+    assert not made.passes
+    made.settle()
+    assert [positions for positions, _, _ in made.passes] == [6, 1, 1]
+    made.settle()
+    assert not made.passes, "its passes are told twice"
+
+
+@pytest.mark.parametrize("right", range(5))
+def test_what_was_accepted_on_the_device_is_not_computed_again(right: int) -> None:
+    """Settled before or after the tokens are committed, or only by the next call."""
+    for when in ("before", "after", "never"):
+        made, request = drafter(on_device=True), running("a", PROMPT, range(8), seed=3)
+        made.propose({request: 4})
+        passes(made)
+        if when == "before":
+            made.settle()
+        request.tokens += answer(request)[:right]
+        request.tokens.append(answer(request)[4] if right == 4 else (answer(request)[right] + 1) % 50)
+        if when == "after":
+            made.settle()
+        missing = 2 if right == 4 else 1  # the last draft token was never computed
+        assert made.behind(request) == (missing if when != "never" else right + 1)
+        made.propose({request: 1})
+
+
+def test_rows_with_drafts_of_other_lengths_leave_the_passes_one_by_one() -> None:
+    made = drafter(on_device=True)
+    requests = [running(str(row), [row, 7], [row], row) for row in range(3)]
+    found = made.propose({request: 1 + row for row, request in enumerate(requests)})
+    assert [len(found[request].tokens) for request in requests] == [1, 2, 3]
+    assert [plan.rows.tolist() for plan in made.device.plans] == [[0, 1, 2], [1, 2], [2]]
+    made.settle()
+    for row, request in enumerate(requests):
+        request.tokens += answer(request)[: 1 + row]
+        assert made.behind(request) == 1
+
+
+def test_a_prompt_that_is_computed_first_is_not_waited_for_either() -> None:
+    made, request = drafter(pass_tokens=8, on_device=True), running("a", list(range(20)), range(8), seed=3)
+    assert made.propose({request: 3}) == {}
+    assert [(plan.kept, plan.draws.tolist()) for plan in made.device.plans] == [(-1, [0])]
+    assert len(made.device.results) == 1
+    assert made.behind(request) == 12
+    made.settle()
+    assert len(made.passes) == 1
+
+
+def test_a_draft_on_the_device_may_contain_an_end() -> None:
+    """The draft model goes on after it: the model's own draws end the request."""
+    made = drafter(on_device=True)
+    request = running("a", PROMPT, range(8), seed=3, stop_ids=frozenset(range(50)))
+    assert len(made.propose({request: 5})[request].tokens) == 5
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        {"params": SamplingParams(repetition_penalty=1.1)},
+        {"params": SamplingParams(presence_penalty=-0.2)},
+        {"params": SamplingParams(frequency_penalty=0.1)},
+        {"grammar": FakeGrammar(1, 20)},
+    ],
+    ids=["repetition", "presence", "frequency", "grammar"],
+)
+def test_where_the_host_needs_the_tokens_they_come(needs: dict[str, Any]) -> None:
+    """Those of all requests of that call, with their probability if it is known."""
+    made, other = drafter(on_device=True), running("b", [9, 9, 9], range(10, 15), 1)
+    request = running("a", PROMPT, range(5), seed=3, **needs)
+    found = made.propose({request: 2, other: 2})
+    assert list(found[other].tokens) == answer(other)[:2]
+    assert list(found[request].tokens) == answer(request)[:2]
+    assert found[request].confidence == pytest.approx([math.exp(-0.3)] * 2)
+    assert found[other].confidence == pytest.approx([0.6] * 2), "it was not asked how sure it is"
+    assert not made.device.results
+    assert made.propose({other: 2})[other].on_device
+
+
+def test_a_pass_that_fails_on_the_device_ends_its_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    made, request = drafter(on_device=True), running("a", PROMPT, range(5), seed=3)
+    made.device.fails_at = 1
+    assert made.propose({request: 3})
+    made.settle()
+    assert "the draft model failed" in caplog.text
+    assert made.behind(request) == math.inf
+    assert made.propose({request: 3}) == {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal import LLM, SamplingParams
+from shoal import LLM, SamplingParams, build_draft
 from shoal.config.engine import EngineConfig
 from shoal.errors import BadConfig
 from tests.models.test_families import SIZES, saved
@@ -42,6 +42,8 @@ def generate(llm: LLM, asked: list[tuple[Any, SamplingParams]]) -> tuple[Tokens,
         counts["proposed"] += events.proposed.get("draft", 0)
         counts["accepted"] += events.accepted.get("draft", 0)
         counts["preempted"] += len(events.preempted)
+        drafts = [draft for flight in llm.loop.scheduler.flights for draft in flight.drafts.values()]
+        counts["stayed"] += any(draft.on_device for draft in drafts)
         return events
 
     llm.loop.step = counting  # type: ignore[method-assign]
@@ -78,20 +80,30 @@ def expected(folder: Path) -> Tokens:
 
 
 @pytest.mark.parametrize(
-    ("draft", "more", "depth"),
+    ("draft", "more", "depth", "stay"),
     [
-        (SHARED, {}, 1),
-        (SHARED, {"prefix_caching": False}, 2),
-        (INT8, SWAP, 1),
-        (INT8, {}, 2),
-        (OTHER, {}, 1),
-        (OTHER, SWAP, 2),
+        (SHARED, {}, 1, False),
+        (SHARED, {"prefix_caching": False}, 2, False),
+        (SHARED, {}, 2, True),
+        (INT8, SWAP, 1, False),
+        (INT8, {}, 2, False),
+        (OTHER, {}, 1, False),
+        (OTHER, SWAP, 2, False),
+        (OTHER, SWAP, 2, True),
     ],
 )
 def test_a_draft_model_changes_no_token(
-    draft: dict[str, Any], more: dict[str, Any], depth: int, folder: Path, other: Path, expected: Tokens
+    draft: dict[str, Any],
+    more: dict[str, Any],
+    depth: int,
+    stay: bool,
+    folder: Path,
+    other: Path,
+    expected: Tokens,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Greedy, seeded, with penalties and n = 2; memory for one or two requests at their ends."""
+    monkeypatch.setitem(build_draft.STAY_ON_DEVICE, "cpu", stay)
     if draft is OTHER:
         draft = {**draft, "draft_model": str(other)}
     both, spare = (3, 160) if draft is SHARED else (4, 320)  # bytes per token, in halves; spare tokens
@@ -117,10 +129,13 @@ def test_a_draft_model_changes_no_token(
         assert counts["accepted"] > 0.4 * counts["proposed"]
 
 
-@pytest.mark.parametrize(("more", "depth"), [({}, 2), (SWAP, 1)])
-def test_a_draft_model_that_is_the_model_is_always_right(more: dict[str, Any], depth: int, folder: Path) -> None:
+@pytest.mark.parametrize(("more", "depth", "stay"), [({}, 2, False), (SWAP, 1, False), (SWAP, 2, True)])
+def test_a_draft_model_that_is_the_model_is_always_right(
+    more: dict[str, Any], depth: int, stay: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same weights once more: it computes the same scores from its own KV and draws with the same noise, also for
-    requests that were preempted. On a CPU all of this is exact."""
+    requests that were preempted. On a CPU all of this is exact. stay: as on a device with memory of its own."""
+    monkeypatch.setitem(build_draft.STAY_ON_DEVICE, "cpu", stay)
     same: list[tuple[Any, SamplingParams]] = [
         (
             [number, *range(7), number],
@@ -138,6 +153,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(more: dict[str, Any], d
     assert counts["preempted"] > 0
     assert counts["proposed"] > 80
     assert counts["accepted"] == counts["proposed"]
+    assert bool(counts["stayed"]) == stay
 
 
 def test_its_kv_takes_part_of_the_kv_memory(folder: Path) -> None:

@@ -13,9 +13,12 @@ from tqdm import tqdm
 
 from shoal.bench.cpu_noise import NoiseWatch
 from shoal.bench.kept_runs import NothingKept
+from shoal.bench.live_tape import LiveTape, NoTape
 from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.replay import replay
+from shoal.bench.split_engines import SplitEngines
 from shoal.config.presets import preset_of
+from shoal.core.work import NO_WORK, DeviceRates, ModelWork
 from shoal.engine.loop import EngineLoop
 from shoal.workload.arrivals import at_once, cv_of, gamma, replay_at_rate
 from shoal.workload.traces import TraceRequest
@@ -41,6 +44,11 @@ class ComparePlan:
     windows_ms: tuple[float, ...] = (20.0, 100.0, 500.0)
     seed: int = 0
     repeats: int = 0  # most repeats of a run that other programs disturbed
+
+    @property
+    def middle_rate(self) -> float:
+        """At which variants are tried, and runs are recorded for the live page."""
+        return self.rates[len(self.rates) // 2]
 
 
 @dataclass
@@ -89,7 +97,7 @@ def expected_s(plan: ComparePlan, work_s: float) -> float:
         arriving_s = len(plan.trace) / rate if rate and not plan.users else 0.0
         return max(arriving_s + work_s / len(plan.trace), work_s) + START_S
 
-    middle = plan.rates[len(plan.rates) // 2]
+    middle = plan.middle_rate
     tried = sum(sum(1 for _ in variants(preset, plan)) for preset in plan.presets)
     return tried * one_s(middle) + len(plan.presets) * sum(one_s(rate) for rate in plan.rates if rate != middle)
 
@@ -121,8 +129,7 @@ def compare(
 
     Each run is given to `kept` when it ends, and not made again if it is found there.
     """
-    results, kept = Results(), kept or NothingKept()
-    middle = plan.rates[len(plan.rates) // 2]
+    results, kept, middle = Results(), kept or NothingKept(), plan.middle_rate
     bar: tqdm[Any] = tqdm(total=count_runs(plan) * len(plan.trace), unit="req", disable=not progress)
     with bar:
         for preset in plan.presets:
@@ -189,10 +196,14 @@ def run_live(
     settings: dict[str, Any],
     rate: float,
     bar: "tqdm[Any] | None" = None,
+    work: ModelWork = NO_WORK,
+    rates: DeviceRates | None = None,
 ) -> RunRecord:
-    """One run on a new engine, in real time."""
+    """One run on a new engine, in real time. `work` and `rates`: for what passes use of the device, where known."""
     chosen = {**preset_of(preset).settings, **settings}
     loop = make_engine(chosen)
+    tape = LiveTape(plan.promise, work, rates) if rate == plan.middle_rate else NoTape()
+    followed(loop, tape)
     watch = NoiseWatch()
     try:
         run = replay(
@@ -205,6 +216,7 @@ def run_live(
             max_tokens=plan.max_tokens,
             users=plan.users,
             bar=bar,
+            tape=tape,
         )
         noise = watch.noise()
     finally:
@@ -212,6 +224,16 @@ def run_live(
     run.settings = chosen
     run.noise = noise
     return run
+
+
+def followed(loop: EngineLoop | SplitEngines, tape: NoTape) -> None:
+    """Two engines have a thread each, on which they show their records to the tape."""
+    if isinstance(loop, SplitEngines):
+        loop.watch = tape.take
+        for one in loop.parts:
+            tape.follow(one.scheduler)
+    else:
+        tape.follow(loop.scheduler)
 
 
 def rows_of(runs: Sequence[RunRecord], plan: ComparePlan) -> list[dict[str, Any]]:

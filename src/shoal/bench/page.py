@@ -1,7 +1,7 @@
 """The report of a comparison, as one HTML file that needs nothing else, and as Markdown.
 
 Knows rows of figures, texts and pictures. Does not know runs, engines or matplotlib. All input is escaped; the HTML
-fetches nothing, and works without its only script, which sorts the table.
+fetches nothing, runs no script but its own two (one sorts the table, one plays the timeline), and works without them.
 """
 
 import html
@@ -15,6 +15,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree
 
 from shoal.bench.cpu_noise import banner, noise_in
+from shoal.bench.page_replay import ReplayFrame, script_source
 from shoal.bench.page_style import CSS, SCRIPT
 
 Row = Mapping[str, Any]  # {"preset", "label", "rate", **summarise(run)}
@@ -27,8 +28,8 @@ CAPTIONS = {
         "The batch over time",
         "Each lane is a request, left to right: a thin line while it waits, orange while its prompt is computed, blue "
         "while it decodes; what is hatched was computed for nothing: grey is padding, red came after its end or was a "
-        "rejected draft. The dot marks its first token's arrival at the client. To watch it move, up to four presets "
-        "side by side: shoal live live.jsonl, the file beside this report.",
+        "rejected draft. The dot marks its first token's arrival at the client. Other presets, and longer: shoal live "
+        "live.jsonl, the file beside this report.",
     ),
     "throughput": (
         "Throughput against latency",
@@ -249,10 +250,17 @@ def caption(name: str) -> tuple[str, str]:
 # ---- HTML
 
 
-def write_html(path: Path, meta: Mapping[str, Any], rows: Sequence[Row], figures: Mapping[str, str]) -> None:
+def write_html(
+    path: Path,
+    meta: Mapping[str, Any],
+    rows: Sequence[Row],
+    figures: Mapping[str, str],
+    replay: ReplayFrame | None = None,
+) -> None:
     """One file with everything in it. `figures` are SVG texts by name, shown in their order.
 
-    `meta` may hold "title" and "summary"; all else in it is listed under "How it was measured".
+    `meta` may hold "title" and "summary"; all else in it is listed under "How it was measured". `replay` is shown with
+    the timeline.
     """
     rows = by_rate(rows)
     title = html.escape(title_of(meta))
@@ -263,11 +271,12 @@ def write_html(path: Path, meta: Mapping[str, Any], rows: Sequence[Row], figures
         *(f'<p class="summary">{html.escape(text)}</p>' for text in [*intro, summary(rows)]),
         '<nav aria-label="plots">' + " ".join(nav_link(name) for name in figures) + "</nav>",
         '<section id="table"><h2>Figures</h2>' + html_table(rows) + html_details(rows) + "</section>",
-        *(html_figure(name, svg) for name, svg in figures.items()),
+        *(html_figure(name, svg, replay if name == "timeline" else None) for name, svg in figures.items()),
         '<section id="meta"><h2>How it was measured</h2>' + html_facts(meta) + "</section>",
     ]
-    body = "\n".join(parts)
-    path.write_text(PAGE.format(title=title, css=CSS, script=SCRIPT, body=body), encoding="utf-8")
+    scripts = " ".join(script_source(one) for one in (SCRIPT, *([replay.script] if replay else [])))
+    page = PAGE.format(title=title, css=CSS, script=SCRIPT, scripts=scripts, body="\n".join(parts))
+    path.write_text(page, encoding="utf-8")
 
 
 PAGE = """<!doctype html>
@@ -277,7 +286,7 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
-script-src 'unsafe-inline'; img-src data:">
+script-src {scripts}; img-src data:; base-uri 'none'; form-action 'none'">
 <title>{title}</title>
 <style>{css}</style>
 </head>
@@ -349,11 +358,11 @@ def in_short(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else MISSING if value is None else str(value)
 
 
-def html_figure(name: str, svg: str) -> str:
+def html_figure(name: str, svg: str, replay: ReplayFrame | None = None) -> str:
     heading, how = caption(name)
     return (
-        f'<section class="plot" id="plot-{slug(name)}"><h2>{html.escape(heading)}</h2><figure>'
-        f"{inline_svg(name, svg)}<figcaption>{html.escape(how)}</figcaption></figure></section>"
+        f'<section class="plot" id="plot-{slug(name)}"><h2>{html.escape(heading)}</h2>{replay.html if replay else ""}'
+        f"<figure>{inline_svg(name, svg)}<figcaption>{html.escape(how)}</figcaption></figure></section>"
     )
 
 

@@ -34,6 +34,10 @@ tbody tr>td.best{color:var(--best);background:var(--bestpaper);font-weight:700}
 details{margin-top:1rem}
 details>summary{cursor:pointer;margin-bottom:.6rem}
 figure{margin:0}
+.replay{display:block;width:100%;height:52rem;border:1px solid var(--line);border-radius:6px;margin-bottom:1.2rem}
+.replay.panes1{height:60rem}
+@media (max-width:62rem){.replay{height:80vh}}
+@media (scripting:none){.replay{display:none}}
 figure svg{display:block;width:100%;height:auto}
 figure svg *{stroke-linejoin:round;stroke-linecap:butt}
 figcaption{max-width:85ch;margin-top:.6rem}
@@ -43,7 +47,7 @@ dd{margin:0;overflow-wrap:anywhere}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.9em}
 @media print{@page{size:A4;margin:12mm}@page wide{size:A4 landscape}#table{page:wide}
 :root{--paper:#fff;--ink:#000;--soft:#444;--line:#ccc;--head:#eee;--best:#0a6b4f;--bestpaper:#e3f4ec;--stripe:#fff}
-main{max-width:none;padding:0}nav,details,.note{display:none}.scroll{overflow:visible;max-height:none;border:0}
+main{max-width:none;padding:0}nav,details,.note,.replay{display:none}.scroll{overflow:visible;max-height:none;border:0}
 table{font-size:.58rem}th,td{padding:.15rem .25rem}thead th{position:static}
 .plot{break-inside:avoid}figure svg{filter:none;max-height:225mm}h2{break-after:avoid;margin-top:1.2rem}
 tr{break-inside:avoid}}

@@ -85,6 +85,7 @@ class RunRecord:
     noise: Noise | None = None  # what other programs took of the CPUs during the run; None: unknown
     work: ModelWork = NO_WORK  # what the model's passes cost
     rates: DeviceRates | None = None  # of the device; None: not measured
+    live: list[str] = field(default_factory=list)  # lines for the live page, without their pane; none: not recorded
 
 
 @dataclass(frozen=True)

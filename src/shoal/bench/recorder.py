@@ -1,11 +1,13 @@
 """The recorder: what happened in a run, as records of requests and passes.
 
 Owns the records while the run goes on. Is told of arrivals and passes by the driver, live (replay.py) or simulated, and
-knows requests by their number in the trace. All times are counted from `begun_s`.
+knows requests by their number in the trace. All times are counted from `begun_s`. A tape keeps the run for the live
+page.
 """
 
 from collections.abc import Iterable
 
+from shoal.bench.live_tape import NoTape
 from shoal.bench.record import PassRecord, RequestRecord
 from shoal.core.events import PassEvents
 from shoal.sched.scheduler import Scheduler
@@ -15,22 +17,25 @@ from shoal.workload.traces import TraceRequest
 class RunRecorder:
     """Keeps every request and every pass. `trace`: requests that are recorded even if they never arrive."""
 
-    def __init__(self, trace: Iterable[TraceRequest] = ()) -> None:
+    def __init__(self, trace: Iterable[TraceRequest] = (), tape: NoTape | None = None) -> None:
         self.requests = [RequestRecord(one.at_s, one.prompt, one.output) for one in trace]
         self.passes: list[PassRecord] = []
         self.busy_s = 0.0
         self.begun_s = 0.0
+        self.tape = tape or NoTape()
 
     def arrived(self, number: int, one: TraceRequest, at_s: float) -> None:
         if number == len(self.requests):
             self.requests.append(RequestRecord(0.0, one.prompt, one.output))
         self.requests[number].arrived_s = at_s - self.begun_s
+        self.tape.arrived(str(number), at_s)
 
     def refused(self, number: int, kind: str) -> None:
         self.requests[number].reason = kind
 
     def passed(self, events: PassEvents, scheduler: Scheduler) -> None:
         """A pass was committed, just now."""
+        self.tape.take(events, scheduler)
         planned_s = events.planned_s - self.begun_s
         for id in events.scheduled_ids:
             record = self.requests[int(id)]
@@ -39,6 +44,10 @@ class RunRecorder:
         if events.scheduled_ids:
             self.busy_s += events.busy_s
             self.passes.append(self._pass(events, scheduler, planned_s))
+
+    def live(self) -> list[str]:
+        """The run's lines for the live page, once it has ended."""
+        return self.tape.lines(self.begun_s)
 
     def delivered(self, events: PassEvents, at_s: float) -> None:
         """What the pass reports about requests has reached their clients."""

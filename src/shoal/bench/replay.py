@@ -7,11 +7,12 @@ max_tokens, as in a server.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 
+from shoal.bench.live_tape import NoTape
 from shoal.bench.record import RunRecord
 from shoal.bench.recorder import RunRecorder
 from shoal.core.events import PassEvents
@@ -31,9 +32,10 @@ class Replay:
     prompts: Sequence[list[int]]
     max_tokens: int
     users: int = 0  # 0: open loop
+    tape: NoTape = field(default_factory=NoTape)
 
     def __post_init__(self) -> None:
-        self.recorder = RunRecorder(self.trace)
+        self.recorder = RunRecorder(self.trace, self.tape)
         self._coming = deque(range(len(self.trace)))
         self._open = 0
         self._begun_s = 0.0
@@ -71,7 +73,13 @@ class Replay:
         one = self.trace[number]
         params = SamplingParams(temperature=0.0, max_tokens=max(self.max_tokens, one.output), ignore_eos=True)
         return Request(
-            str(number), self.prompts[number], params, stop_ids=frozenset({SCRIPTED_END}), ends_after=one.output
+            str(number),
+            self.prompts[number],
+            params,
+            stop_ids=frozenset({SCRIPTED_END}),
+            ends_after=one.output,
+            tenant=one.tenant,
+            salt=one.tenant,
         )
 
     def _note(self, events: PassEvents) -> int:
@@ -93,9 +101,10 @@ def replay(
     max_tokens: int,
     users: int = 0,
     bar: "tqdm[Any] | None" = None,
+    tape: NoTape | None = None,
 ) -> RunRecord:
-    """The whole run as a record."""
-    run = Replay(loop, trace, prompts, max_tokens, users)
+    """The whole run as a record. `tape`: follows the engine already."""
+    run = Replay(loop, trace, prompts, max_tokens, users, tape or NoTape())
     seconds, busy_s = run.run(bar)
-    slots = loop.scheduler.limits.max_num_seqs
-    return RunRecord(preset, label, rate, {}, slots, run.recorder.requests, run.recorder.passes, seconds, busy_s)
+    slots, found = loop.scheduler.limits.max_num_seqs, (run.recorder.requests, run.recorder.passes)
+    return RunRecord(preset, label, rate, {}, slots, *found, seconds, busy_s, live=run.recorder.live())

@@ -17,6 +17,7 @@ from shoal.core.events import PassEvents
 from shoal.core.request import Reason, Request
 from shoal.disagg.handoff import Departures, Receptions
 from shoal.engine.loop import EngineLoop
+from shoal.sched.scheduler import Scheduler
 
 POLL_S = 0.005  # longest time that an engine does not look for messages
 
@@ -71,6 +72,8 @@ class SplitEngines:
         self.scheduler = SplitSchedulers(prefill, decode, self._submit)
         self._outbox = outbox
         self._on_close = on_close
+        self.parts = (prefill, decode)
+        self.watch: Callable[[PassEvents, Scheduler], None] = lambda events, scheduler: None  # on each engine's thread
         self._prefill, self._decode = Side(prefill), Side(decode)
         self._departures, self._receptions = Departures(prefill.scheduler.kv), Receptions(decode.scheduler.kv)
         self._leaving: dict[str, Request] = {}  # on the prefill engine
@@ -131,6 +134,7 @@ class SplitEngines:
             while not self._closing:
                 events = side.turn()
                 if events is not None:
+                    self.watch(events, side.loop.scheduler)
                     after(events)
                     events.busy_s /= 2  # of half the machine
                     self._events.put(events)

@@ -1,6 +1,7 @@
 """shoal calibrate: measures how long this machine takes for a model, and writes a profile for shoal simulate."""
 
 import argparse
+import json
 import logging
 import shlex
 import sys
@@ -42,6 +43,7 @@ def add_calibrate(commands: Any) -> None:
     group.add_argument("--no-front", action="store_true", help="do not measure the fronts: their times are 0")
     group.add_argument("--provisional", metavar="WHY", help="mark the profile as not to be relied on, and why")
     group.add_argument("--json", action="store_true", help="print the profile too")
+    group.add_argument("--passes", metavar="FILE", help="write every measured pass and copy to this file, as JSON")
     group.add_argument(
         "--url", help="of a running server: take what it has computed lately instead of measuring on this machine"
     )
@@ -55,17 +57,26 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
     if not 0 < args.seconds < 86_400:
         raise BadConfig(f"--seconds must be above 0 and at most a day, not {args.seconds:g}")
-    check_writable(args.out)
+    for path in filter(None, (args.out, args.passes)):
+        check_writable(path)
     if args.url:
         return calibrate_server(args)
     loaded = load_once(args)
     watch = NoiseWatch()
     calibration, engine = measure_passes(args, loaded)
     noise = watch.noise()
+    if args.passes:
+        Path(args.passes).write_text(passes_text(calibration))
     profile = calibrated(args, loaded, engine, calibration)
     if noise is not None and noise.disturbs and not args.provisional:
         profile = replace(profile, quality="provisional", note=noise.remark())
     return finish(args, profile, len(calibration.passes))
+
+
+def passes_text(calibration: "Calibration") -> str:
+    """What was measured: a line for each pass and copy."""
+    passes = [{**one.size._asdict(), "device_s": one.device_s, "host_s": one.host_s} for one in calibration.passes]
+    return "".join(json.dumps(one) + "\n" for one in [*passes, *map(asdict, calibration.copies)])
 
 
 @dataclass(frozen=True)
@@ -156,10 +167,11 @@ def measure_passes(args: argparse.Namespace, loaded: "Loaded") -> "tuple[Calibra
     calibration = Calibration(make, loaded.spec.vocab_size)
     planned = [*stages(limits.max_num_seqs, limits.max_model_len, limits.max_num_batched_tokens)]
     planned.append(swap_stage(min(limits.max_num_seqs, 16), SWAPPED_TOKENS))
+    unit_s = args.seconds / sum(stage.share for stage in planned)
     with tqdm(planned, unit="stage", disable=not sys.stderr.isatty()) as bar:
         for stage in bar:
             bar.set_description(stage.name)
-            calibration.run(stage, args.seconds / len(planned))
+            calibration.run(stage, stage.share * unit_s)
     return calibration, engine
 
 
@@ -178,9 +190,10 @@ def front_times(model: str | None, loaded: "Loaded") -> "FrontTimes":
     from shoal.sim.front import FrontTimes
 
     many = 32
-    few = argparse.Namespace(streams=1, seconds=1.0, api_workers=1, pin=False)
+    # a fast pace for one stream: what a request waits for the engine's next pass is no work of the front
+    few = argparse.Namespace(streams=1, seconds=0.05, api_workers=1, pin=False)
     crowd = argparse.Namespace(streams=many, seconds=6.0, api_workers=1, pin=False)
-    one, all_of_them = measure(few, 50.0, 10, model), measure(crowd, 50.0 * many, model=model)
+    one, all_of_them = measure(few, 1000.0, 20, model), measure(crowd, 50.0 * many, model=model)
     for found in (one, all_of_them):
         if not found.get("tokens"):
             raise EngineError(f"no token came through the front: {found['problems']}; try --no-front")

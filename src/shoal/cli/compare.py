@@ -7,6 +7,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +23,9 @@ from shoal.errors import BadConfig
 if TYPE_CHECKING:
     from shoal.bench.compare import ComparePlan
     from shoal.bench.floor import Machine
-    from shoal.bench.record import RunRecord
     from shoal.bench.split_engines import SplitEngines
     from shoal.build import Loaded
+    from shoal.core.work import ModelWork
     from shoal.engine.loop import EngineLoop
     from shoal.workload.traces import Fitted
 
@@ -79,7 +81,7 @@ def add_promise(parser: argparse.ArgumentParser, out: str) -> None:
 
 
 def run_compare(args: argparse.Namespace) -> int:
-    from shoal.bench.compare import by_batching, compare, in_words, rows_of, speed_up
+    from shoal.bench.compare import by_batching, compare, in_words, rows_of, run_live, speed_up
 
     if args.simulate:
         from shoal.cli.simulate import simulate_compare
@@ -95,12 +97,15 @@ def run_compare(args: argparse.Namespace) -> int:
     kept, lines = kept_runs(args, loaded, plan), ProgressLines(plan)
     lines.announce(least_s(loaded, plan, machine), count_kept(kept, plan))
     maker, bar = engine_maker(args, loaded, plan), sys.stderr.isatty()
+    work, rates = work_of(args, loaded), machine.rates
     try:
-        results = compare(plan, maker, bar, kept=kept, preset_ended=lines.preset_ended)
+        run_once = partial(run_live, work=work, rates=rates)
+        results = compare(plan, maker, bar, run_once, kept=kept, preset_ended=lines.preset_ended)
     except KeyboardInterrupt:
         lines.interrupted(str(kept.folder))
         raise
-    note_costs(args, loaded, [*results.kept, *results.tried], machine)
+    for run in (*results.kept, *results.tried):
+        run.work, run.rates = work, rates
     rows = rows_of(results.kept, plan)
     static, continuous = (by_batching(plan.presets, batching) for batching in ("static", "continuous"))
     found = speed_up(results.kept, plan, continuous, static)
@@ -115,11 +120,6 @@ def run_compare(args: argparse.Namespace) -> int:
         print(compare_table(rows))
         print(f"\nreport: {folder / 'report.html'}\nwatch:  shoal live {folder / 'live.jsonl'}")
     return 0
-
-
-def at_middle_rate(runs: list[Any], plan: "ComparePlan") -> list[Any]:
-    """One run of each preset, for the recording."""
-    return [run for run in runs if run.rate == plan.rates[len(plan.rates) // 2]]
 
 
 def make_folder(folder: Path) -> None:
@@ -250,17 +250,15 @@ def least_s(loaded: "Loaded", plan: "ComparePlan", machine: "Machine") -> float:
     return floor(lengths, loaded.spec, loaded.dtype, plan.slots, machine).total_s
 
 
-def note_costs(args: argparse.Namespace, loaded: "Loaded", runs: "list[RunRecord]", machine: "Machine") -> None:
-    """Give the runs what their utilisation is derived from."""
+def work_of(args: argparse.Namespace, loaded: "Loaded") -> "ModelWork":
+    """What passes cost, from which the runs' utilisation is derived."""
     from shoal.build_rates import model_work
-    from shoal.build_types import kv_dtype
+    from shoal.build_types import kv_dtype, weight_bytes
     from shoal.runner.kvstore import bytes_per_block
 
     config = EngineConfig.from_args(args)
     kv_bytes = bytes_per_block(loaded.spec, 1, kv_dtype(config, loaded.dtype))
-    weight_bytes = 1 if config.quantization != "none" else loaded.dtype.itemsize
-    for run in runs:
-        run.work, run.rates = model_work(loaded.spec, weight_bytes, kv_bytes), machine.rates
+    return model_work(loaded.spec, weight_bytes(config, loaded.dtype), kv_bytes)
 
 
 def make_meta(
@@ -306,12 +304,17 @@ def write_report(
     tried: list[dict[str, Any]],
     runs: list[Any],
 ) -> None:
-    from shoal.bench.live_recording import write_recording
+    from shoal.bench.live_recording import excerpt_s, panes_of, recording, write_recording
     from shoal.bench.page import write_html, write_markdown
+    from shoal.bench.page_replay import replay_frame
     from shoal.bench.plots import draw_all
 
     (folder / "results.json").write_text(json.dumps({"meta": meta, "runs": rows, "tried": tried}, indent=1) + "\n")
     images = draw_all(runs, plan.promise, folder)
-    write_html(folder / "report.html", meta, rows, {name: path.read_text() for name, path in images.items()})
-    write_recording(folder / "live.jsonl", at_middle_rate(runs, plan), plan.promise, model=meta["model"])
+    recorded = [run for run in runs if run.rate == plan.middle_rate and run.live]
+    write_recording(folder / "live.jsonl", recorded, model=meta["model"])
+    shown = panes_of(recorded)
+    lines = recording(shown, excerpt_s(shown), model=meta["model"])
+    frame = replay_frame(lines, files("shoal.server") / "static", len(shown)) if shown else None
+    write_html(folder / "report.html", meta, rows, {name: path.read_text() for name, path in images.items()}, frame)
     write_markdown(folder / "report.md", meta, rows, {name: path.with_suffix(".png") for name, path in images.items()})

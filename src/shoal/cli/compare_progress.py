@@ -87,7 +87,7 @@ def count_kept(kept: "KeptRuns", plan: "ComparePlan") -> int:
     """Runs that need not be made again."""
     from shoal.bench.compare import variants
 
-    middle = plan.rates[len(plan.rates) // 2]
+    middle = plan.middle_rate
     found = 0
     for preset in plan.presets:
         labels = [label for label, _ in variants(preset, plan)]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shoal.cli.common import new_command
 from shoal.cli.compare import add_promise, common_meta, kv_tokens_for, make_folder, write_report
@@ -242,6 +242,7 @@ def roles_of(args: argparse.Namespace, settings: dict[str, Any]) -> list[str]:
 def runner(args: argparse.Namespace, profile: "Profile") -> "RunOnce":
     """Runs on virtual time, for compare()."""
     from shoal.bench.compare import ComparePlan, MakeEngine, arrive
+    from shoal.bench.live_tape import LiveTape, NoTape
     from shoal.bench.record import RunRecord
     from shoal.bench.recorder import RunRecorder
 
@@ -255,13 +256,20 @@ def runner(args: argparse.Namespace, profile: "Profile") -> "RunOnce":
         bar: "tqdm[Any] | None" = None,
     ) -> RunRecord:
         chosen = {**preset_of(preset).settings, **settings}
-        recorder = RunRecorder()
-        seconds = run_virtually(args, profile, plan, make_engine, chosen, arrive(plan, rate), recorder)
+        tape = LiveTape(plan.promise, profile.work, profile.rates) if rate == plan.middle_rate else NoTape()
+        recorder, build = RunRecorder(tape=tape), cast("Callable[..., EngineLoop]", make_engine)
+
+        def make(settings: dict[str, Any], role: str = "") -> "EngineLoop":
+            loop = build(settings, role)
+            tape.follow(loop.scheduler)
+            return loop
+
+        seconds = run_virtually(args, profile, plan, make, chosen, arrive(plan, rate), recorder)
         if bar is not None:
             bar.update(len(plan.trace))
         busy_s = recorder.busy_s / len(roles_of(args, chosen))
-        found = recorder.requests, recorder.passes, seconds, busy_s
-        return RunRecord(preset, label, rate, chosen, plan.slots, *found, work=profile.work, rates=profile.rates)
+        found = RunRecord(preset, label, rate, chosen, plan.slots, recorder.requests, recorder.passes, seconds, busy_s)
+        return replace(found, work=profile.work, rates=profile.rates, live=recorder.live())
 
     return run
 

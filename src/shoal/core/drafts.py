@@ -7,6 +7,7 @@ verified is decided elsewhere (sched/speculation.py).
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from shoal.core.plan import DRAFTED
 from shoal.core.request import Request
 
 
@@ -20,6 +21,12 @@ class Draft(NamedTuple):
     tokens: Sequence[int]
     confidence: Sequence[float]  # of each: how likely it is right if all before it are
     drafters: Sequence[tuple[str, int]]  # the drafters that proposed them, and how many each, in order
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its tokens are on the device: DRAFTED, DRAFTED - 1, … stand for them, and how sure the drafter is of
+        each is not known."""
+        return bool(self.tokens) and self.tokens[0] == DRAFTED
 
     def cut(self, most: int) -> "Draft":
         """Its first tokens."""
@@ -66,7 +73,11 @@ class ModelDrafter(Drafter, Protocol):
     """A drafter that computes its drafts in passes of its own, which take a good part of the time of a pass. So it is
     decided before it is asked whether that pays (sched/modeldrafts.py)."""
 
-    passes: Sequence[tuple[int, int, float]]  # of the last call of `propose`: (positions, KV positions read, seconds)
+    # (positions, KV positions read, seconds) of the passes that came back in the last call of `propose` or `settle`
+    passes: Sequence[tuple[int, int, float]]
+
+    def settle(self) -> None:
+        """Wait for its passes that are still under way, if there are any: those of drafts that stay on the device."""
 
     def behind(self, request: Request) -> float:
         """Positions that it has to compute before it can draft for this request: 1 if it has computed all but the last;

@@ -6,7 +6,7 @@ Per-token facts are parallel lists, not objects: there may be a thousand of them
 
 from dataclasses import dataclass, field
 
-from shoal.core.request import Logprobs, Reason
+from shoal.core.request import Logprobs, Reason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class PassEvents:
     # since the last record
     arrived: list[str] = field(default_factory=list)
     arrived_s: list[float] = field(default_factory=list)  # when, in the same order
+    requests: list[Request] = field(default_factory=list)  # the same, as the engine has them: some may have ended
     rejected: list[Rejection] = field(default_factory=list)
     # from the plan
     admitted: list[Admitted] = field(default_factory=list)
@@ -135,6 +136,7 @@ class PassEvents:
         """Add what another record reports about requests."""
         self.arrived += other.arrived
         self.arrived_s += other.arrived_s
+        self.requests += other.requests
         self.rejected += other.rejected
         self.preempted += other.preempted
         self.owners += other.owners

@@ -17,8 +17,10 @@ from shoal.core.request import Logprobs
 Ints: TypeAlias = npt.NDArray[np.int64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 
-FROM_DEVICE = -1  # a token id the host does not know yet: the row's own last sample
-SCRIPTED_END = -2  # the last token of a replayed request, so that its length is that of the trace
+# token ids that the host does not know yet
+FROM_DEVICE = -1  # the row's own last sample
+DRAFTED = -2  # its first draft token, left on the device by a draft model; DRAFTED - 1 is the second, and so on
+SCRIPTED_END = -(2**31)  # the last token of a replayed request, so that its length is that of the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,12 @@ class StepPlan:
     rows         which row                          generations  … and which life of it
     starts       first position to compute          counts       how many positions
     draws        how many tokens the row may yield: one after each of its last `draws` positions
-    tokens       ids of all positions, row after row; FROM_DEVICE where the host does not know them yet
+    tokens       ids of all positions, row after row; FROM_DEVICE, DRAFTED and less where the host does not know them
     grown        [k, 3]: (row, index in its block table, block id)
     width        0: ragged; else compute a rectangle with so many columns, padding every row to it
     dead         rows of padding in that rectangle besides
+    kept         at least 0: the tokens drawn stay on the device, as draft token number `kept` of their rows in later
+                 passes of the model that the executor drafts for
 
     A row draws nothing in the middle of its prompt, one token at the end of its prompt or when it decodes, and k + 1
     tokens when it verifies k draft tokens, which are the last k of its `tokens`:
@@ -88,6 +92,7 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     width: int = 0
     dead: int = 0
+    kept: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from shoal.engine import view
+from shoal.kv.host import HostTier
 from shoal.kv.pool import BlockPool
 from shoal.sched.scheduler import Scheduler
 
@@ -35,9 +36,10 @@ def live_view(scheduler: Scheduler, now_s: float) -> dict[str, Any]:
         "waiting": len(scheduler.waiting),
         "places": scheduler.limits.max_num_seqs,
         "blocks": block_map(scheduler),
+        **({} if kv.host is None else {"host_blocks": host_map(scheduler, kv.host)}),
         "host": [0 if kv.host is None else len(kv.host), 0 if kv.host is None else kv.host.total],
         "block_size": kv.block_size,
-        "every_s": max(EVERY_S, kv.pool.held * EVERY_BLOCK_S),
+        "every_s": max(EVERY_S, (kv.pool.held + (0 if kv.host is None else len(kv.host))) * EVERY_BLOCK_S),
     }
 
 
@@ -50,17 +52,35 @@ def block_map(scheduler: Scheduler) -> dict[str, Any]:
         if request.holding is not None and request.holding.blocks:
             owner[request.holding.blocks] = len(ids)
             ids.append(request.id)
-    per_cell = -(-pool.total // CELLS)
-    state = states(pool)
+    return in_cells(states(pool), owner, ids)
+
+
+def host_map(scheduler: Scheduler, host: HostTier) -> dict[str, Any]:
+    """The same of host memory: what waiting requests have there is held, the rest is cached or free."""
+    owner = np.full(host.total, -1, dtype=np.int32)
+    state = np.full(host.total, FREE, dtype=np.int8)
+    state[host.used()] = CACHED
+    ids: list[str] = []
+    for request in list(scheduler.waiting.in_order()):
+        places = [place for name in request.parked if (place := host.place_of(name)) is not None]
+        if places:
+            owner[places], state[places] = len(ids), HELD
+            ids.append(request.id)
+    return in_cells(state, owner, ids)
+
+
+def in_cells(state: Any, owner: Any, ids: list[str]) -> dict[str, Any]:
+    total = len(state)
+    per_cell = max(1, -(-total // CELLS))
     if per_cell > 1:
         state, owner = condense(state, owner, per_cell)
-    return {"total": pool.total, "per_cell": per_cell, "owners": ids, "runs": runs(state, owner)}
+    return {"total": total, "per_cell": per_cell, "owners": ids, "runs": runs(state, owner)}
 
 
 def states(pool: BlockPool) -> "np.ndarray[Any, np.dtype[np.int8]]":
-    references = np.array(pool.references, dtype=np.int32)
+    references = np.frombuffer(pool.references, dtype=np.int32)
     found = np.where(references > 1, SHARED, np.where(references == 1, HELD, FREE)).astype(np.int8)
-    cached = np.array(pool.published, dtype=bool) & (references == 0)
+    cached = np.frombuffer(pool.published, dtype=bool) & (references == 0)
     found[cached] = CACHED
     return found
 

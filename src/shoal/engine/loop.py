@@ -83,6 +83,7 @@ class EngineLoop:
             if not self.scheduler.news and not self._spare():
                 self._wait(until_s)
             return self.scheduler.take_events(self.clock.now_s())
+        self.scheduler.meanwhile()
         try:
             result = self._result()
         except Exception as error:

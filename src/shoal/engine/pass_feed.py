@@ -42,7 +42,7 @@ class PassFeed:
     def follow(self, front: bytes) -> None:
         if not self._followers:
             for request in self.scheduler.requests.values():
-                self._arrive(request.id, request.arrived_s, ran=True)
+                self._arrive(request, ran=True)
         self._followers[front] = False
 
     def forget(self, front: bytes) -> None:
@@ -59,8 +59,8 @@ class PassFeed:
         """Note a record. Hot: once per pass."""
         if not self._followers:
             return
-        for id, at_s in zip(events.arrived, events.arrived_s, strict=True):
-            self._arrive(id, at_s)
+        for request in events.requests:
+            self._arrive(request)
         if events.scheduled_ids or events.finished or events.preempted or events.rejected or events.arrived:
             self._passes.append(self._pass(events))
         for end in events.finished:
@@ -71,7 +71,13 @@ class PassFeed:
 
     def due(self, now_s: float) -> dict[bytes, LiveBatch]:
         """What to send to each front now; nothing, if that was a moment ago."""
-        if not self._followers or not self.pending or now_s - self._sent_s < FEED_S:
+        if now_s - self._sent_s < FEED_S:
+            return {}
+        return self.flush(now_s)
+
+    def flush(self, now_s: float) -> dict[bytes, LiveBatch]:
+        """The same, whenever that was."""
+        if not self._followers or not self.pending:
             return {}
         self._sent_s = now_s
         packed = _encoder.encode(self._passes)
@@ -89,18 +95,13 @@ class PassFeed:
 
     # ---- records ----------------------------------------------------------------------------------------------------
 
-    def _arrive(self, id: str, at_s: float, ran: bool = False) -> None:
+    def _arrive(self, request: Request, ran: bool = False) -> None:
         """`ran`: its output so far is from before; else a pass may have added to it since it arrived."""
-        if id in self._numbers:
+        if request.id in self._numbers:
             return
         self._count += 1
-        self._numbers[id] = self._count
-        request = self.scheduler.requests.get(id)  # None: it has ended already
-        live = (
-            LiveRequest(self._count, id, at_s)
-            if request is None
-            else described(request, self._count, ran or request.resumed)
-        )
+        self._numbers[request.id] = self._count
+        live = described(request, self._count, ran or request.resumed)
         self._known[self._count] = live
         self._came.append(live)
 

@@ -162,9 +162,9 @@ class PassOps(Protocol):
         """tables[row, index] = block for every (row, index, block) of new, int32 [n, 3]."""
 
     def place_tokens(
-        self, ids: Tensor, rows: Tensor, positions: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+        self, ids: Tensor, rows: Tensor, positions: Tensor, late: Tensor, tables: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(ids, positions, slots), int64 [T]. An id below 0 is the row's last token; a row below 0 is padding."""
+        """(ids, positions, slots), int64 [T]. An id below 0 stands for late[-1 - id, row]; a row below 0 is padding."""
 
     def likeliest(self, scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
         """`draw` at temperature 0, without a table."""

@@ -59,6 +59,10 @@ class HostTier:
         entry = self._entries.get(name)
         return None if entry is None or entry.spoiled else entry.block
 
+    def used(self) -> list[int]:
+        """Blocks that have a name, for a map of them."""
+        return [entry.block for entry in self._entries.values()]
+
     def take(self, name: bytes) -> int | None:
         """A block to write this content to; None if all are pinned or being written."""
         assert name not in self._entries, "a block that is there is written again"

@@ -11,6 +11,7 @@ Knows block ids and reference counts. Does not know requests, tokens or torch. E
      └────────────────────────── cached, in LRU order ┘
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -27,8 +28,8 @@ class BlockPool:
         if total < 1:
             raise ValueError(f"a pool needs at least one block, not {total}")
         self.total = total
-        self.references = [0] * total
-        self.published = [False] * total
+        self.references = array("i", bytes(total * array("i").itemsize))  # in buffers, for maps of all blocks
+        self.published = bytearray(total)
         self._clean = list(range(total - 1, -1, -1))  # a stack; block 0 is on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._forget = forget  # called with cached blocks whose contents are about to be overwritten

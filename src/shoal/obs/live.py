@@ -7,7 +7,7 @@ no clock: times are arguments, and lines count seconds from `began_s`.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class LiveLane:
     number: int
     live: LiveRequest
     engine: int
+    prompt: int
     high: int = 0  # positions below were computed before
     last_s: float | None = None  # when its last token came, unless its engine decodes it without a break
     got_first: bool = False
@@ -107,14 +108,16 @@ class LiveSummary:
             lane = self._lanes.get(live.id)
             if lane is None:
                 lane = self._open(live, engine)
-            else:
+            elif live.resumed or live.id in self._moving:
                 self._move(lane, live, engine, max(live.at_s, at_s))
+            else:  # it has moved on already: the engine where it began tells its story after the next one
+                lane.got_first = False
             known.by_number[live.number] = lane
             self._promises.setdefault(live.tier, (live.ttft_s, live.itl_s))
 
     def _open(self, live: LiveRequest, engine: int) -> LiveLane:
         self._count += 1
-        lane = self._lanes[live.id] = LiveLane(self._count, live, engine, got_first=live.outputs > 0)
+        lane = self._lanes[live.id] = LiveLane(self._count, live, engine, live.prompt, got_first=live.outputs > 0)
         self._new.append(self._described(lane))
         return lane
 
@@ -132,6 +135,14 @@ class LiveSummary:
         lane.engine, lane.again = engine, True
 
     # ---- passes -----------------------------------------------------------------------------------------------------
+
+    def batch(
+        self, engine: int, epoch: int, came: Iterable[LiveRequest], passes: Sequence[LivePass], sent_s: float
+    ) -> None:
+        """What an engine sent at once. The requests came before the passes that compute them."""
+        self.came(engine, epoch, came, passes[0].begun_s if passes else sent_s)
+        for one in passes:
+            self.passed(engine, epoch, one)
 
     def passed(self, engine: int, epoch: int, one: LivePass) -> None:
         known = self._of(engine, epoch)
@@ -191,20 +202,27 @@ class LiveSummary:
         self, known: EngineLanes, one: LivePass, shown: dict[str, Any]
     ) -> tuple[list[LiveLane], list[LiveLane], int]:
         """Sorts the rows of a pass: chunks and drafts go to `shown`; returns which decodes joined and left, and how
-        many positions decodes had."""
+        many positions decodes had. Hot: there may be a thousand rows in each of a hundred passes a second."""
         decoding: dict[LiveLane, None] = {}
         chunks: list[list[int]] = []
         drafts: list[list[int]] = []
         positions = 0
+        lane_of = known.by_number.get
         for number, start, count in zip(one.rows or (), one.starts, one.counts, strict=True):
-            lane = known.by_number.get(number)
+            lane = lane_of(number)
             if lane is None:
+                continue
+            if count == 1 and start >= lane.prompt and not lane.again:  # nearly all of them
+                decoding[lane] = None
+                positions += 1
+                if start >= lane.high:
+                    lane.high = start + 1
                 continue
             lane.again = lane.again and start < lane.high
             if lane.again:
                 chunks.append([lane.number, start, count, RECOMPUTE])
                 self._tokens[lane.live.tenant] += count
-            elif start < lane.live.prompt:
+            elif start < lane.prompt:
                 chunks.append([lane.number, start, count, PROMPT])
                 self._tokens[lane.live.tenant] += count
             else:
@@ -219,6 +237,8 @@ class LiveSummary:
             shown["c"] = chunks
         if drafts:
             shown["x"] = drafts
+        if decoding.keys() == known.decoding.keys():
+            return [], [], positions
         joined = [lane for lane in decoding if lane not in known.decoding]
         left = [lane for lane in known.decoding if lane not in decoding]
         return joined, left, positions
@@ -293,8 +313,12 @@ class LiveSummary:
         """The queue and the block map of an engine, as it answered."""
         numbers = {id: lane.number for id, lane in self._lanes.items()}
         queue = [[numbers[id], why, slack] for id, why, slack in answer["queue"] if id in numbers]
-        blocks = {**answer["blocks"], "owners": [numbers.get(id, 0) for id in answer["blocks"]["owners"]]}
-        self._views[str(engine)] = {**answer, "queue": queue, "blocks": blocks}
+        maps = {
+            name: {**answer[name], "owners": [numbers.get(id, 0) for id in answer[name]["owners"]]}
+            for name in ("blocks", "host_blocks")
+            if name in answer
+        }
+        self._views[str(engine)] = {**answer, "queue": queue, **maps}
 
     # ---- lines ------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class SeenPass(NamedTuple):
     lines: int
     reads: int
     pairs: int  # of prompt chunks
+    span: int  # how far the longest sequence of those reaches
     starting: int
     budget: int
     preempted: int
@@ -114,9 +115,11 @@ class RecentWork:
         rows, counts = len(events.scheduled_ids), events.scheduled_counts
         decodes = rows if events.computed_tokens == rows else sum(count == 1 for count in counts)
         alone = decodes == rows
-        chunks = 0
+        chunks = span = 0
         if not alone:
-            chunks = sum(start + 1 for start, count in zip(events.scheduled_starts, counts, strict=True) if count == 1)
+            parts = list(zip(events.scheduled_starts, counts, strict=True))
+            chunks = sum(start + 1 for start, count in parts if count == 1)
+            span = max(start + count for start, count in parts if count > 1)
         self.passes.append(
             SeenPass(
                 committed_s=events.committed_s,
@@ -131,6 +134,7 @@ class RecentWork:
                 lines=events.lines,
                 reads=events.kv_reads,
                 pairs=0 if alone else events.pairs - chunks,
+                span=span,
                 starting=len(events.admitted),
                 budget=events.budget_tokens,
                 preempted=len(events.preempted),

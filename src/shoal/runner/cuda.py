@@ -7,8 +7,9 @@ Block tables and last tokens of all rows live on the device; a pass is described
 there, so one graph serves any lengths. Long passes are not recorded: their launches hide behind their own work.
 The head's graph takes the likeliest token or draws one; rows that ask for more than a draw go to the Sampler.
 Rows that verify drafts are decodes with several positions, and their lines are drawn like any others. Which drafts are
-accepted is found on the host (verify.py): such a row is not planned again before. The padded layout, and passes with
-more lines than ever occur under load, are computed as on any device.
+accepted is found on the host (verify.py): such a row is not planned again before. Drafts that a draft model left on the
+device come to the host with the tokens drawn. The padded layout, and passes with more lines than ever occur under load,
+are computed as on any device.
 Knows rows, not requests; its kernels come from Ops.pass_ops.
 """
 
@@ -65,6 +66,7 @@ class QueuedForward:
     padded: int  # positions of padding that are computed
     cold: bool = False  # it did not run as a graph, but will
     hidden: Tensor | None = None  # states of all positions, where prompt logprobs need them
+    drafted: Ints | None = None  # pinned: the draft tokens that were on the device
     computed: ForwardState | None = None  # of a pass that is computed as on any device
 
 
@@ -108,8 +110,8 @@ def stream_of(device: torch.device) -> torch.cuda.Stream:
 class CudaExecutor:
     """Queues passes on one stream, from the calling thread."""
 
-    def __init__(self, runner: Runner, most_tokens: int, most_drafts: int = 0) -> None:
-        """most_tokens: of a pass; most_drafts: of a row."""
+    def __init__(self, runner: Runner, most_tokens: int, most_drafts: int = 0, in_flight: int = STAGED - 2) -> None:
+        """most_tokens: of a pass; most_drafts: of a row; in_flight: passes, usually."""
         self.runner = runner
         self.model, self.kv, self.sampler = runner.model, runner.kv, runner.sampler
         self.device = self.kv.data.device
@@ -128,7 +130,8 @@ class CudaExecutor:
             self._first = COLUMNS * self._lines  # where the pass's tables begin in the buffer, behind the draw table
             self._size = self._first + largest.size
             self._buffer = torch.zeros(self._size, dtype=torch.int32, device=self.device)
-            self._staged = deque(Staging(self._size, self._first, self._lines) for _ in range(STAGED))
+            staged = max(STAGED, in_flight + 2)
+            self._staged = deque(Staging(self._size, self._first, self._lines) for _ in range(staged))
             self._draw_table = self._buffer[: self._first].view(COLUMNS, self._lines)
             shape = (self._lines, spec.hidden_size)
             self._scored = torch.zeros(shape, dtype=self.model.dtype, device=self.device)
@@ -189,7 +192,18 @@ class CudaExecutor:
                 cold = not self.graphs.run(shape, work)
             else:
                 kept = work()
-            self._forward = QueuedForward(plan, draws, since, shape.tokens - len(plan.tokens), cold, kept)
+            padding = shape.tokens - len(plan.tokens)
+            self._forward = QueuedForward(plan, draws, since, padding, cold, kept, self._drafted(draws))
+
+    def _drafted(self, draws: PassDraws) -> Ints | None:
+        """The draft tokens on the device as they are in this pass; on the host when the pass has come back."""
+        if not draws.are_late:
+            return None
+        there = self.runner.tables.drafted
+        host = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        host.copy_(there, non_blocking=True)
+        found: Ints = host.numpy()
+        return found
 
     def _shape(self, plan: StepPlan, draws: PassDraws) -> tuple[PassShape, bool]:
         """The tables' sizes, and whether passes of these sizes are worth recording."""
@@ -239,7 +253,7 @@ class CudaExecutor:
         A pass whose result was taken has been copied. Those in flight, and one that failed before it was in flight, use
         the newest buffers, so the oldest is free while there are few of them.
         """
-        if size > self._size or len(self._passes) > STAGED - 3:
+        if size > self._size or len(self._passes) > len(self._staged) - 3:
             return Staging(size, self._first, self._lines)  # torch reuses it when it has been copied
         self._staged.rotate(-1)
         return self._staged[-1]
@@ -248,8 +262,8 @@ class CudaExecutor:
         """All layers; hidden states that are scored are set aside for the head."""
         tables = lay_out(buffer, shape, self._first)
         known, rows, at = tables.tokens
-        last, size = self.runner.tables.last_token, self.kv.block_size
-        ids, positions, slots = self.ops.place_tokens(known, rows, at, last, self.block_tables, size)
+        late, size = self.runner.tables.late, self.kv.block_size
+        ids, positions, slots = self.ops.place_tokens(known, rows, at, late, self.block_tables, size)
         prepared = self.ops.prepared(self.block_tables, tables.decodes, tables.blocks, shape.long, shape.queries)
         batch = Batch(positions, slots, [], [], self.block_tables, self.kv.block_size, prepared=prepared)
         hidden = self.model.forward(ids, batch, self.kv.layers)
@@ -283,6 +297,8 @@ class CudaExecutor:
                 host = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
                 host.copy_(self._drawn[: 2 * size], non_blocking=True)
                 drawn = host.numpy()
+            if plan.kept >= 0:
+                self.runner.tables.keep(plan.kept)
             of_prompts: PromptLogprobs = ()
             if forward.hidden is not None:
                 starts = np.cumsum(plan.counts) - plan.counts
@@ -338,6 +354,8 @@ class CudaExecutor:
         if oldest.finished is not None:
             return replace(oldest.finished, busy_s=busy_s)
         plan, draws, drawn = forward.plan, forward.draws, NO_TOKENS
+        if forward.drafted is not None:
+            draws = draws.settled(forward.drafted)
         copies = self.runner.copier.take(all_of_them=not len(plan.rows))
         if oldest.drawn is not None:
             numbers = oldest.drawn

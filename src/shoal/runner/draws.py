@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.core.plan import Ints, StepPlan
+from shoal.core.plan import DRAFTED, Ints, StepPlan
 
 NO_DRAFT = -1  # a row's last draw confirms no draft token
 REMEMBERED = 64  # layouts
@@ -33,7 +33,9 @@ class PassDraws(NamedTuple):
     row_lines: Ints  # the first line of its row
     positions: Ints  # of the token that is drawn
     scored: Ints  # index among the plan's tokens: the hidden state of this one is scored
-    expected: Ints  # the draft token at that position, which the draw must equal; NO_DRAFT in each row's last line
+    # the draft token at that position, which the draw must equal; NO_DRAFT in each row's last line; DRAFTED and less:
+    # it is on the device
+    expected: Ints
 
     @property
     def lines(self) -> int:
@@ -43,6 +45,17 @@ class PassDraws(NamedTuple):
     def has_drafts(self) -> bool:
         """Whether some row draws more than once."""
         return len(self.line_rows) > len(self.rows)
+
+    @property
+    def are_late(self) -> bool:
+        """Whether some draft tokens are on the device."""
+        return self.has_drafts and bool((self.expected <= DRAFTED).any())
+
+    def settled(self, drafted: Ints) -> "PassDraws":
+        """The same with the draft tokens that are on the device; drafted: [number, row]."""
+        late, expected = np.flatnonzero(self.expected <= DRAFTED), self.expected.copy()
+        expected[late] = drafted[DRAFTED - expected[late], self.line_rows[late]]
+        return self._replace(expected=expected)
 
 
 class DrawLayout(NamedTuple):

@@ -1,6 +1,7 @@
 """From plan to tensors: the tables that persist between passes, and the batch of one pass, ragged or padded.
 
-Owns every row's block table and last token; a plan holds only their changes. Knows no model and no sampling.
+Owns every row's block table, last token and the draft tokens that are on the device; a plan holds only their changes.
+Knows no model and no sampling.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.core.plan import FROM_DEVICE, Ints, StepPlan
+from shoal.core.plan import Ints, StepPlan
 from shoal.kernels import Batch
 from shoal.kernels.transfer import to_device
 from shoal.runner.draws import PassDraws
@@ -27,7 +28,12 @@ class PassInputs:
 
 
 class RowTables:
-    """Block table and last token of every row."""
+    """Block table and tokens on the device of every row. A draft model's tables leave them in those of its model:
+
+    late[0]   last_token: what the row drew last              ids: FROM_DEVICE
+    late[1]   drafted[0]: its first draft token  ◄─ keep(0)        DRAFTED
+    late[2]   drafted[1]: its second             ◄─ keep(1)        DRAFTED - 1
+    """
 
     def __init__(
         self,
@@ -37,14 +43,19 @@ class RowTables:
         scratch: int,
         device: torch.device | str,
         agreed: Callable[[Tensor], Tensor] = lambda ids: ids,
+        most_drafts: int = 0,
+        drafts_for: "RowTables | None" = None,
     ) -> None:
-        """agreed: the ids of the rank that samples, from this one's."""
+        """agreed: the ids of the rank that samples, from this one's; most_drafts: draft tokens of a row that can be on
+        the device; drafts_for: the tables of the model that this one drafts for."""
         self._agreed = agreed
+        self._drafts_for = drafts_for
         self.block_size = block_size
         self.scratch = scratch  # the block that padding writes to
         self.device = torch.device(device)
         self.blocks = np.zeros((rows, blocks_per_row), dtype=np.int64)
-        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.late = torch.zeros((1 + most_drafts, rows), dtype=torch.int64, device=device)
+        self.last_token, self.drafted = self.late[0], self.late[1:]
 
     def note(self, rows: Ints, tokens: Ints) -> None:
         """Keep the last tokens of these rows."""
@@ -52,6 +63,11 @@ class RowTables:
             self.last_token.numpy()[rows] = tokens
         else:
             self.last_token[self._put(rows)] = self._put(tokens)
+
+    def keep(self, number: int) -> None:
+        """Leave the last tokens as draft tokens of this number. Rows that drew none leave one that is not read."""
+        assert self._drafts_for is not None, "tokens are kept for another model only"
+        self._drafts_for.drafted[number].copy_(self.last_token)
 
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's changes."""
@@ -111,12 +127,12 @@ class RowTables:
         return PassInputs(ids, batch, draws, cells[draws.scored])
 
     def _ids(self, plan: StepPlan, rows: Ints) -> Tensor:
-        """Token ids; an id that the host does not know yet is the row's last token."""
+        """Token ids; one that the host does not know yet is on the device."""
         ids = self._put(plan.tokens)
-        late = np.flatnonzero(plan.tokens == FROM_DEVICE)
+        late = np.flatnonzero(plan.tokens < 0)
         if late.size:
             ids = ids.clone()
-            ids[self._put(late)] = self.last_token[self._put(rows[late])]
+            ids[self._put(late)] = self.late[self._put(-1 - plan.tokens[late]), self._put(rows[late])]
             ids = self._agreed(ids)
         return ids
 

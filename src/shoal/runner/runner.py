@@ -44,11 +44,15 @@ class Runner:
         max_model_len: int,
         device: torch.device | str,
         rule: DraftRule | None = None,
+        most_drafts: int = 0,
+        drafts_for: RowTables | None = None,
     ) -> None:
+        """most_drafts: draft tokens of a row that can be on the device; drafts_for: the tables of the model
+        that this one drafts for."""
         self.model = model
         self.kv = kv
-        blocks_per_row = -(-max_model_len // kv.block_size)
-        self.tables = RowTables(rows, blocks_per_row, kv.block_size, kv.scratch, device, model.shard.agreed)
+        sizes = rows, -(-max_model_len // kv.block_size), kv.block_size, kv.scratch
+        self.tables = RowTables(*sizes, device, model.shard.agreed, most_drafts, drafts_for)
         self.sampler = Sampler(rows, model.spec.vocab_size, device, model.ops)
         self.copier = Copier(kv)
         self.rule = rule or EqualTokens()
@@ -78,6 +82,8 @@ class Runner:
 
     def compute(self, plan: StepPlan, draws: PassDraws) -> ForwardState:
         """The forward pass itself."""
+        if draws.are_late:
+            draws = draws.settled(self.tables.drafted.cpu().numpy())
         inputs = self.tables.gather(plan, draws)
         return ForwardState(self.model.forward(inputs.ids, inputs.batch, self.kv.layers), inputs)
 
@@ -97,6 +103,8 @@ class Runner:
             drawn = DrawnTokens(tokens.cpu().numpy(), best.cpu().numpy(), logprobs)
         accepted = self.accepted(draws, drawn)
         self.tables.note(draws.rows, accepted.tokens[np.cumsum(accepted.counts) - 1])
+        if plan.kept >= 0:
+            self.tables.keep(plan.kept)
         of_prompts = self.prompt_logprobs(plan, hidden, inputs.batch.starts)
         copies = self.copier.take()  # last of all: a failure before this loses none of them
         padded = len(inputs.ids) - len(plan.tokens)

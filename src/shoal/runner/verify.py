@@ -22,7 +22,7 @@ import numpy.typing as npt
 from shoal.core.plan import Flags, Ints
 from shoal.kernels.draw_table import SamplingState
 from shoal.kernels.noise import coins, draw_keys
-from shoal.runner.draws import PassDraws
+from shoal.runner.draws import NO_DRAFT, PassDraws
 
 
 class AcceptedTokens(NamedTuple):
@@ -64,10 +64,10 @@ class CoinToss:
 
     def __init__(self, probability: float) -> None:
         self.probability = probability
-        self._tossed: tuple[PassDraws, Flags] | None = None  # before they are needed
+        self._tossed: tuple[Ints, Flags] | None = None  # before they are needed; and the positions that they are for
 
     def confirmed(self, draws: PassDraws, tokens: Ints, state: SamplingState) -> Flags:
-        if self._tossed is None or self._tossed[0] is not draws:
+        if self._tossed is None or self._tossed[0] is not draws.positions:
             self.foresee(draws, state)
         assert self._tossed is not None
         return self._tossed[1]
@@ -76,7 +76,7 @@ class CoinToss:
         """No real drafter tosses coins while the device waits, so this does not, either."""
         rows = draws.line_rows
         keys = draw_keys(state.seed[rows], state.sample[rows], draws.positions)
-        self._tossed = draws, coins(keys, self.probability) & (draws.expected >= 0)
+        self._tossed = draws.positions, coins(keys, self.probability) & (draws.expected != NO_DRAFT)
 
 
 def accepted_tokens(

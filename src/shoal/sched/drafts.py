@@ -34,6 +34,9 @@ class DraftPolicy(Protocol):
     def choose(self, batch: PassBuilder, flights: Sequence[Flight], room: int) -> Mapping[Request, Draft]:
         """Drafts for decoding requests of this pass, of at most `room` tokens in all."""
 
+    def meanwhile(self) -> None:
+        """Passes compute, and the next to come back is about to be waited for: do what can be done before."""
+
     def committed(
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
     ) -> None:
@@ -71,6 +74,9 @@ class NoDrafts:
 
     def choose(self, batch: PassBuilder, flights: Sequence[Flight], room: int) -> Mapping[Request, Draft]:
         return {}
+
+    def meanwhile(self) -> None:
+        pass
 
     def committed(
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool

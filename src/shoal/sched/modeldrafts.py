@@ -10,6 +10,9 @@ Where that is less than without, it is not asked; except now and then, for the s
 of the time, since texts change. A request that it knows little of (a long prompt, or one that comes back) is a case of
 its own: it must first compute that, which must be worth it for the tokens that the request is likely to get.
 
+Drafts that stay on the device are taken as they are: how many tokens they have was decided before they were computed.
+What they took is known when their passes have come back (`settle`).
+
 Owns the shares and the times. Knows no drafter but its port, no blocks, no torch and no clock.
 """
 
@@ -62,6 +65,7 @@ class NoModelDrafts:
     """There is no draft model."""
 
     names: Sequence[str] = ()
+    asked = False
     spent_s = 0.0
 
     def choose(self, candidates: Mapping[Request, int], costs: Costs, room: int) -> Mapping[Request, int]:
@@ -69,6 +73,9 @@ class NoModelDrafts:
 
     def propose(self, wanted: Mapping[Request, int]) -> Mapping[Request, Draft]:
         return {}
+
+    def settle(self) -> None:
+        pass
 
     def worth_waiting(self, requests: Iterable[Request], costs: Costs, most: int) -> bool:
         return False
@@ -94,7 +101,8 @@ class ModelDrafts(NoModelDrafts):
 
     def __init__(self, drafter: ModelDrafter) -> None:
         self.names = drafter.names
-        self.spent_s = 0.0  # what the draft model took for the pass that comes back next
+        self.asked = False  # for the pass that comes back next
+        self.spent_s = 0.0  # … and what the draft model took for it, as far as that is known
         self.steps = StepModel()
         self.times = DecodeTimes(self.steps)
         self._drafter = drafter
@@ -187,16 +195,26 @@ class ModelDrafts(NoModelDrafts):
     def propose(self, wanted: Mapping[Request, int]) -> Mapping[Request, Draft]:
         """Ask it, and learn how long it takes."""
         drafts = self._drafter.propose(wanted)
+        self.asked = True
+        self._learn_times()
+        return drafts
+
+    def settle(self) -> None:
+        """Wait for its passes, and learn how long they took. Those of drafts on the device come back before the pass
+        that verifies the drafts does."""
+        self._drafter.settle()
+        self._learn_times()
+
+    def _learn_times(self) -> None:
         for positions, read, seconds in self._drafter.passes:
             self.steps.learn(positions, read, seconds)
             self.times.learn(positions, read, seconds)
             self.spent_s += seconds
             self._read = read
-        return drafts
 
     def committed(self) -> None:
         """The pass for which it was asked has come back."""
-        self.spent_s = 0.0
+        self.asked, self.spent_s = False, 0.0
 
     def rehearsed(self, positions: int, seconds: float) -> None:
         self.times.rehearse(positions, seconds)

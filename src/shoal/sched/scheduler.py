@@ -118,6 +118,7 @@ class Scheduler:
         request.arrived_s = now_s - request.waited_s
         tables.between.arrived.append(request.id)
         tables.between.arrived_s.append(request.arrived_s)
+        tables.between.requests.append(request)
         if request.timeout_s is not None:
             request.deadline_s = request.arrived_s + request.timeout_s
         if request.outputs:  # its prompt's logprobs were sent before its first token
@@ -162,6 +163,10 @@ class Scheduler:
         """The next pass, or None if there is nothing to compute before another pass comes back."""
         self.expire(now_s)
         return self.planner.plan(now_s)
+
+    def meanwhile(self) -> None:
+        """To be called before the oldest pass in flight is waited for: what need not be done while no pass computes."""
+        self.policies.drafts.meanwhile()
 
     def commit(self, result: StepResult, now_s: float) -> PassEvents:
         """Take what came of the oldest pass in flight, and return its record."""

@@ -148,7 +148,7 @@ class Speculation:
         taken = self._take(batch, costs, room, expected) if costs.can_pay(self.most, room) else {}
         if expected and not taken:
             self._trust -= NEWEST * self._trust  # a pass in flight was waited for, and for nothing
-        if waited and not taken and not self.models.spent_s:
+        if waited and not taken and not self.models.asked:
             self.models.in_vain()
         return taken
 
@@ -159,9 +159,14 @@ class Speculation:
         asked = self._asked(batch, costs, room, expected)
         drafts = self.drafter.propose(asked) if asked else {}
         computed = self._compute(batch, costs, room, drafts) if self.models.names else {}
-        drafts = {**drafts, **computed}
+        taken: dict[Request, Draft] = {}
+        for request, draft in computed.items():
+            if draft.on_device and room > 0:
+                taken[request] = draft.cut(room)
+                room -= len(taken[request].tokens)
+        drafts = {request: draft for request, draft in {**drafts, **computed}.items() if not draft.on_device}
         offers = [(request, draft, self._chances(request, draft)) for request, draft in drafts.items()]
-        taken = best_drafts(offers, costs, room) if offers else {}
+        taken |= best_drafts(offers, costs, room) if offers else {}
         for request in {**asked, **dict.fromkeys(computed)}:
             if request not in taken:
                 row = self._rows[request]
@@ -270,9 +275,13 @@ class Speculation:
 
     # ---- a pass comes back ----------------------------------------------------------------------------------------
 
+    def meanwhile(self) -> None:
+        self.models.settle()
+
     def committed(
         self, flight: Flight, accepted: Mapping[Request, int], tokens: int, busy_s: float, now_s: float, more: bool
     ) -> None:
+        self.models.settle()
         rows, positions = len(flight.requests), flight.events.computed_tokens
         self._read = sum(flight.ends)
         before_s, self._committed_s = self._committed_s, now_s if more else None

@@ -117,6 +117,7 @@ class LiveHub:
         self._coming: deque[RingEntry] = deque()
         self._summary: LiveSummary | None = None
         self._task: asyncio.Task[None] | None = None
+        self._said_s = 0.0  # the time of the last line
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator["asyncio.Queue[bytes | None]"]:
@@ -155,7 +156,8 @@ class LiveHub:
     async def _run(self, summary: LiveSummary) -> None:
         """Until nothing watches."""
         clock, pause = self.ring.clock, TurnTaker()
-        watched_s = said_s = clock.now_s()
+        watched_s = clock.now_s()
+        self._said_s = watched_s - LINE_S
         views_s = 0.0
         try:
             while watched_s > clock.now_s() - LINGER_S:
@@ -165,9 +167,8 @@ class LiveHub:
                     watched_s = now_s
                 if now_s >= views_s:
                     views_s = now_s + await self._ask_views(summary)
-                if summary.news or now_s - said_s >= QUIET_S:
-                    said_s = now_s
-                    self._say(summary.line(now_s))
+                if now_s - self._said_s >= (LINE_S if summary.news else QUIET_S):
+                    self._say(summary.line(now_s), now_s)
                 await asyncio.sleep(LINE_S)
         except Exception:
             log.exception("the live page's summaries failed; they begin again with the next watcher")
@@ -186,7 +187,7 @@ class LiveHub:
             take(summary, entry)
             if entry.at_s - said_s > 5 * LINE_S and self._coming:
                 said_s = entry.at_s
-                self._say(summary.line(entry.at_s))
+                self._say(summary.line(entry.at_s), entry.at_s)
             await pause.if_long()
 
     async def _ask_views(self, summary: LiveSummary) -> float:
@@ -204,8 +205,8 @@ class LiveHub:
                 every_s = max(every_s, float(answer["every_s"]))
         return every_s
 
-    def _say(self, line: dict[str, Any]) -> None:
-        data = encode(line)
+    def _say(self, line: dict[str, Any], at_s: float) -> None:
+        data, self._said_s = encode(line), at_s
         self._lines.append(("key" in line, data))
         if len(self._lines) > LINES:  # the first one that is kept has a key
             self._lines.popleft()
@@ -230,12 +231,10 @@ def take(summary: LiveSummary, entry: RingEntry) -> None:
         return
     came = [replace(one, at_s=one.at_s + shift_s) for one in batch.came] if shift_s else batch.came
     passes = _decoder.decode(batch.packed) if batch.packed else []
-    begun_s = passes[0].begun_s if passes else batch.sent_s  # requests came before the passes that compute them
-    summary.came(entry.engine, entry.epoch, came, begun_s + shift_s)
-    for one in passes:
-        if shift_s:
+    if shift_s:
+        for one in passes:
             one.begun_s, one.ended_s = one.begun_s + shift_s, one.ended_s + shift_s
-        summary.passed(entry.engine, entry.epoch, one)
+    summary.batch(entry.engine, entry.epoch, came, passes, batch.sent_s + shift_s)
 
 
 def encode(line: dict[str, Any]) -> bytes:

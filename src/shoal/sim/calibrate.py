@@ -77,6 +77,7 @@ class LoadStage:
     prompt: tuple[int, int]
     output: tuple[int, int]
     settings: tuple[tuple[str, Any], ...] = ()
+    share: float = 1.0  # of the time, beside the other stages
 
 
 def stages(slots: int, context: int, budget: int) -> Iterator[LoadStage]:
@@ -88,17 +89,23 @@ def stages(slots: int, context: int, budget: int) -> Iterator[LoadStage]:
         yield LoadStage(f"{users} users, chats", users, (4, medium), (8, max(8, min(128, context // 4))))
     for users in sizes[:: max(1, len(sizes) // 3)]:
         yield LoadStage(f"{users} users, decodes", users, (1, short), (48, max(48, min(96, context // 4))))
+    # chats whose prompts fill a pass: rows that read much, many of them, whose prompts must be computed first
+    pasts, answers = (
+        (max(2, min(budget // 2, longest)), max(2, min(budget, longest))),
+        max(8, min(budget, context // 4)),
+    )
+    for users in sorted({max(1, slots // 16), max(1, slots // 4)}):
+        yield LoadStage(f"{users} users, long pasts", users, pasts, (answers // 2, answers), share=3.0)
     for users in sorted({1, max(1, slots // 8)}):
         yield LoadStage(f"{users} users, long prompts", users, (longest // 2, longest), (2, 24))
     yield LoadStage("padded", max(1, min(8, slots)), (4, short), (4, 32), (("layout", "padded"),))
 
 
 def swap_stage(slots: int, context: int) -> LoadStage:
-    """Memory is short, so blocks are swapped out and in."""
+    """Memory is short, so blocks are swapped out and in: prompts of many lengths fit, and their answers do not."""
     most = max(2, min(256, context // 4))
-    return LoadStage(
-        "swaps", max(2, slots // 2), (most // 2, most), (16, max(16, min(64, most))), (("when_short", "swap"),)
-    )
+    answers = (max(8, most // 2), max(16, most))
+    return LoadStage("swaps", max(2, slots // 2), (max(1, most // 8), most), answers, (("when_short", "swap"),))
 
 
 class Calibration:

@@ -1,12 +1,13 @@
 """How long passes take: a cost model of few terms, and an Executor that takes that long on a virtual clock.
 
     device seconds = table(positions) + row_s · rows + draw_s · tokens drawn + read_s · KV positions read
-                     + pair_s · (prompt position, earlier position) pairs
+                     + pair_s · (prompt position, earlier position) pairs + span_s · furthest position of a prompt chunk
 
 The table holds seconds at some numbers of positions, with straight lines between them: one for passes of decodes, one
 for passes with prompts. It stands for the linear layers, which are bound by the weights' bytes up to some batch and by
-arithmetic beyond it. Reads are the attention of decodes, pairs that of prompts. Owns the terms and what a plan counts
-in them. Knows plans, no requests and no policies.
+arithmetic beyond it. Reads are the attention of decodes, pairs that of prompts; the last positions of a chunk go
+through all before them one after the other, which takes its time however small the chunk is. Owns the terms and what a
+plan counts in them. Knows plans, no requests and no policies.
 """
 
 from bisect import bisect_left
@@ -35,12 +36,13 @@ class PassSize(NamedTuple):
     padded: int  # positions of padding
     prompts: bool  # not all rows are decodes (of one position, or of several that verify drafts)
     starting: int  # rows that start
+    span: int = 0  # how far the longest sequence reaches of which it computes a prompt chunk
 
     @classmethod
     def of(cls, plan: StepPlan) -> "PassSize":
         counts, starts, rows = plan.counts, plan.starts, len(plan.rows)
         useful, past = int(total(counts)), int(total(starts))
-        pairs, draws = 0, rows
+        pairs, draws, span = 0, rows, 0
         if counts is not plan.draws:
             draws = int(total(plan.draws))
         # a row that draws after each of its positions decodes, and may verify drafts: it is no prompt
@@ -49,14 +51,16 @@ class PassSize(NamedTuple):
             chunks = (counts > np.maximum(plan.draws, 1)).nonzero()[0]
             some = counts[chunks]
             pairs = int(total(some * starts[chunks] + some * (some + 1) // 2))
+            span = int((starts[chunks] + some).max())
         if not plan.width:
-            return cls(useful, rows, draws, useful + past, pairs, 0, prompts, len(plan.starting))
+            return cls(useful, rows, draws, useful + past, pairs, 0, prompts, len(plan.starting), span)
         # every row of the rectangle is as wide as the widest and reads as far as the longest
         lines = rows + plan.dead
         positions, longest = lines * plan.width, int((starts + counts).max())
         wide = plan.width > 1
-        pairs = positions * longest if wide else 0
-        return cls(positions, lines, draws, lines * longest, pairs, positions - useful, wide, len(plan.starting))
+        pairs, padded = positions * longest if wide else 0, positions - useful
+        span = longest if wide else 0
+        return cls(positions, lines, draws, lines * longest, pairs, padded, wide, len(plan.starting), span)
 
 
 Points = tuple[tuple[int, float], ...]  # (positions, seconds), ascending
@@ -94,6 +98,7 @@ class DeviceTimes:
     draw_s: float = 0.0
     read_s: float = 0.0
     pair_s: float = 0.0
+    span_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,7 @@ class CostModel:
             + device.draw_s * size.draws
             + device.read_s * size.reads
             + device.pair_s * size.pairs
+            + device.span_s * size.span
         )
 
     def host_s(self, size: PassSize) -> float:

@@ -73,7 +73,8 @@ def fit_device(passes: Sequence[TimedPass]) -> DeviceTimes:
     """The tables and terms of a pass's time."""
     mixed = np.array([one.size.prompts for one in passes])
     positions = np.array([one.size.positions for one in passes], dtype=np.float64)
-    terms = np.array([(s.rows, s.draws, s.reads, s.pairs) for s in (one.size for one in passes)], dtype=np.float64)
+    sizes = [one.size for one in passes]
+    terms = np.array([(s.rows, s.draws, s.reads, s.pairs, s.span) for s in sizes], dtype=np.float64)
     seconds = np.array([one.device_s for one in passes])
     tables, columns = [], []
     for kind in (False, True):
@@ -82,12 +83,12 @@ def fit_device(passes: Sequence[TimedPass]) -> DeviceTimes:
         tables.append(at)
         columns.append(hats(positions, at) * chosen[:, None])
     found = solve(np.hstack([*columns, terms]), seconds)
+    weights = [column.sum(axis=0) for column in columns]
     decode, more = found[: len(tables[0])], found[len(tables[0]) :]
-    points = [table(tables[0], decode), table(tables[1], more[: len(tables[1])])]
+    points = [table(tables[0], decode, weights[0]), table(tables[1], more[: len(tables[1])], weights[1])]
     if not points[0] or not points[1]:  # one kind was never seen: the other stands for it
         points = [points[0] or points[1], points[1] or points[0]]
-    row_s, draw_s, read_s, pair_s = (float(one) for one in found[-4:])
-    return DeviceTimes(points[0], points[1], row_s, draw_s, read_s, pair_s)
+    return DeviceTimes(points[0], points[1], *(float(one) for one in found[-terms.shape[1] :]))
 
 
 def knots(positions: Floats) -> list[float]:
@@ -115,10 +116,23 @@ def hats(positions: Floats, at: Sequence[float]) -> Floats:
     return np.stack([np.interp(positions, at, row) for row in np.eye(len(at))], axis=1)
 
 
-def table(at: Sequence[float], seconds: Floats) -> Points:
-    """More positions never take less time; nor does any pass take none."""
-    rising = np.maximum.accumulate(np.maximum(seconds, 1e-7)) if len(at) else seconds
-    return tuple((round(one), float(value)) for one, value in zip(at, rising, strict=True))
+def table(at: Sequence[float], seconds: Floats, weights: Floats) -> Points:
+    """More positions never take less time: points that fall share their mean, weighted by the passes near them. Nor
+    does any pass take none.
+
+    >>> table([1, 8, 64, 99], np.array([3.0, 1.0, 4.0, 4.5]), np.array([1.0, 3.0, 1.0, 1.0]))
+    ((1, 1.5), (8, 1.5), (64, 4.0), (99, 4.5))
+    """
+    merged: list[tuple[float, float, int]] = []  # (mean, weight, points)
+    for value, weight in zip(np.maximum(seconds, 1e-7), np.maximum(weights, 1e-9), strict=True):
+        mean, mass, count = float(value), float(weight), 1
+        while merged and merged[-1][0] > mean:
+            before, its_mass, its_count = merged.pop()
+            mean = (mean * mass + before * its_mass) / (mass + its_mass)
+            mass, count = mass + its_mass, count + its_count
+        merged.append((mean, mass, count))
+    rising = [mean for mean, _, count in merged for _ in range(count)]
+    return tuple((round(one), value) for one, value in zip(at, rising, strict=True))
 
 
 def fit_host(passes: Sequence[TimedPass]) -> HostTimes:

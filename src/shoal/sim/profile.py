@@ -263,6 +263,7 @@ def derive(profile: Profile, card: Card) -> Profile:
         times.draw_s * slower_memory,
         times.read_s * slower_memory,
         times.pair_s * slower_maths,
+        times.span_s * slower_maths,
     )
     return replace(
         profile,
@@ -312,6 +313,7 @@ def reshape(profile: Profile, model: ModelShape) -> Profile:
         times.draw_s * model.head_weights / old.head_weights,
         times.read_s * longer,
         times.pair_s * (model.layers * model.heads * model.head_dim) / (old.layers * old.heads * old.head_dim),
+        times.span_s * deeper,
     )
     copies = profile.copies
     return replace(

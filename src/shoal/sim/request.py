@@ -119,4 +119,4 @@ class RequestMaker:
         if most not in self._params:
             self._params[most] = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         tier = self._tiers[number % len(self._tiers)]
-        return SimulatedRequest(number, one, self._params[most], self._block_size, self._shared, tier)
+        return SimulatedRequest(number, one, self._params[most], self._block_size, self._shared, tier, one.tenant)

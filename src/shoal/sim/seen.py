@@ -16,7 +16,9 @@ from shoal.sim.profile import FORMAT, Profile, read_values
 from shoal.workload.traces import TraceRequest
 
 Columns = Mapping[str, list[Any]]
-PASS_COLUMNS = ("busy_s", "between_s", "positions", "padded", "rows", "decodes", "lines", "reads", "pairs", "starting")
+PASS_COLUMNS = (
+    *("busy_s", "between_s", "positions", "padded", "rows", "decodes", "lines", "reads", "pairs", "starting", "span"),
+)
 REQUEST_COLUMNS = ("arrived_s", "prompt", "cached", "output", "ttft_s", "e2e_s", "waited_s", "preemptions")
 
 
@@ -67,22 +69,29 @@ def read_seen(answer: Mapping[str, Any], where: str) -> list[SeenEngine]:
 
 
 def timed_passes(seen: SeenEngine) -> list[TimedPass]:
-    """Passes as a calibration records them. The host's time is visible where one pass is in flight."""
+    """Passes as a calibration records them. The host's time is visible where one pass is in flight.
+
+    The padding of a ragged pass is that of a graph recorded for more positions: no plan shows it, so it is a part of
+    what the pass took, and not of its size.
+    """
     table, alone = seen.passes, seen.about["depth"] == 1
+    ragged = seen.settings.get("layout", "ragged") == "ragged"
     found = []
     for index in range(seen.count):
         value = {name: table[name][index] for name in PASS_COLUMNS}
         if value["busy_s"] <= 0:
             continue
+        padded = value["padded"]
         size = PassSize(
-            value["positions"],
+            value["positions"] - padded * ragged,
             value["rows"],
             value["lines"],
             value["reads"],
             value["pairs"],
-            value["padded"],
+            padded * (not ragged),
             value["decodes"] < value["rows"],
             value["starting"],
+            value["span"],
         )
         host_s = None
         if alone and value["between_s"] is not None:

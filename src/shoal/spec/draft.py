@@ -12,6 +12,12 @@ then every further pass draws one more:
 A draft is drawn with the request's own parameters, and with the noise that the same draw has in the model: so the two
 agree more often than two independent draws would. Penalties are left out, and a grammar is applied by the scheduler.
 
+On a device with memory of its own (`on_device`) the passes are queued one after the other, and none of them waits for
+the host. Draft tokens stay there; the pass that verifies them reads them there, and they are known here when these
+passes have come back (`settle`), so a draft may contain an end token. If some request of a call has a grammar or
+penalties, which need its draft tokens on the host before they are verified, the tokens of that call come to the host
+one by one, with their probability.
+
 Which positions of the draft model's KV are valid is known here and nowhere else. Blocks come to a request from the
 prefix cache or from host memory, computed by the model and not by the draft model, or hold the KV of other tokens:
 
@@ -30,23 +36,20 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shoal.core.drafts import Draft
-from shoal.core.plan import RowStart, StepPlan, StepResult
+from shoal.core.plan import DRAFTED, FROM_DEVICE, RowStart, StepPlan, StepResult
 from shoal.core.ports import Executor
 from shoal.core.request import Request
 
 log = logging.getLogger(__name__)
-NEUTRAL: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "prompt_logprobs": None,
-}
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and what none is
+NEUTRAL: dict[str, Any] = {**PENALTIES, "prompt_logprobs": None}
 SUREST = 0.999
+UNKNOWN = math.log(0.6)  # the logprob of a draft token, where the draft model was not asked for it
 
 
 @dataclass(frozen=True)
@@ -86,19 +89,40 @@ class Life:
 class Asked:
     """One request in a call of `propose`."""
 
-    __slots__ = ("confidence", "count", "drawn", "life", "most", "request", "start")
+    __slots__ = ("confidence", "count", "drawn", "kept", "life", "most", "request", "start")
 
     def __init__(self, request: Request, life: Life, start: int, count: int, most: int) -> None:
         self.request, self.life = request, life
         self.start, self.count = start, count  # positions of the next pass
         self.most = most  # tokens to draw; 0: there is more to compute first
-        self.drawn: list[int] = []
+        self.drawn: list[int] = []  # DRAFTED and less: on the device
         self.confidence: list[float] = []
+        self.kept: list[int] = []  # the first of `drawn`, whose KV is kept
 
     @property
     def tokens(self) -> Sequence[int]:
         """Those of the next pass's positions."""
-        return self.drawn[-1:] or self.request.tokens[self.start : self.start + self.count]
+        if not self.drawn:
+            return self.request.tokens[self.start : self.start + self.count]
+        return [max(self.drawn[-1], FROM_DEVICE)]
+
+    def draw(self, token: int, logprob: float = UNKNOWN) -> bool:
+        """Note a token; whether another one is to be drawn."""
+        self.drawn.append(token)
+        self.confidence.append(min(SUREST, math.exp(logprob)))
+        if len(self.drawn) == self.most:
+            return False
+        self.start, self.count = self.start + self.count, 1
+        return True
+
+
+class Queued(NamedTuple):
+    """A pass under way whose tokens stay on the device."""
+
+    positions: int
+    read: int  # KV positions
+    drawing: Sequence[Asked]
+    number: int  # of the draft token that it draws for each
 
 
 class DraftDrafter:
@@ -108,8 +132,11 @@ class DraftDrafter:
     by_chance = False
     names: Sequence[str] = ("draft",)
 
-    def __init__(self, executor: Executor, kv: DraftKV) -> None:
+    def __init__(self, executor: Executor, kv: DraftKV, on_device: bool = False) -> None:
+        """on_device: drafts stay there, if they can."""
         self.kv = kv
+        self._on_device = on_device
+        self._queued: list[Queued] = []
         self.passes: Sequence[tuple[int, int, float]] = ()
         self._executor = executor
         self._lives: dict[Request, Life] = {}
@@ -120,20 +147,40 @@ class DraftDrafter:
     # ---- the port -------------------------------------------------------------------------------------------------
 
     def propose(self, wanted: Mapping[Request, int]) -> Mapping[Request, Draft]:
+        self.settle()
         self.passes = ()
         asked = self._asked(wanted)
         if not asked:
             return {}
         try:
             self._compute(asked)
-        except Exception:  # the requests do not depend on it
-            log.exception("the draft model failed; from now on there are no drafts of it")
-            self._failed = True
-            self._lives.clear()
+        except Exception:
+            self._fail()
             return {}
         return {
-            one.request: Draft(one.drawn, one.confidence, (("draft", len(one.drawn)),)) for one in asked if one.drawn
+            one.request: Draft(list(one.drawn), one.confidence, (("draft", len(one.drawn)),))
+            for one in asked
+            if one.drawn
         }
+
+    def settle(self) -> None:
+        queued, self._queued, self.passes = self._queued, [], ()
+        if not queued:
+            return
+        try:
+            self.passes = [self._come_back(one) for one in queued]
+        except Exception:
+            self._fail()
+            return
+        for one in queued[0].drawing:
+            one.kept[:] = one.drawn[: len(one.kept)]
+
+    def _fail(self) -> None:
+        """Draft no more; the requests do not depend on it."""
+        log.exception("the draft model failed; from now on there are no drafts of it")
+        self._failed = True
+        self._lives.clear()
+        self._queued.clear()
 
     def behind(self, request: Request) -> float:
         if self._failed or len(request.tokens) >= self.kv.longest or request.holding is None:
@@ -208,23 +255,44 @@ class DraftDrafter:
         grown = [entry for one in asked for entry in self._grown(one)]
         for one in asked:
             self._overwrite(one)
+        stay = self._on_device and all(self._can_stay(one.request) for one in asked if one.most)
         passes: list[tuple[int, int, float]] = []
-        rows = asked
+        rows, number = asked, 0
         while rows:
-            plan = self._plan(rows, starting, grown)
+            drawing = [one for one in rows if one.most]
+            plan = self._plan(rows, starting, grown, number if stay and drawing else -1)
             self._executor.forward(plan)
             self._executor.sample(None)
-            result = self._executor.result()
             read = int(plan.starts.sum()) + len(plan.tokens)
-            passes.append((len(plan.tokens), read, result.busy_s))
-            rows, starting, grown = self._take(rows, result), [], []
+            if stay:
+                self._queued.append(Queued(len(plan.tokens), read, drawing, number))
+                rows = [one for one in drawing if one.draw(DRAFTED - number)]
+            else:
+                result = self._executor.result()
+                passes.append((len(plan.tokens), read, result.busy_s))
+                rows = self._take(drawing, result)
+            number, starting, grown = number + 1, [], []
         for one in asked:
             self._note(one)
         self.passes = passes
 
+    def _can_stay(self, request: Request) -> bool:
+        """Whether its draft tokens are not needed on the host before they are verified."""
+        if not self._on_device or request.grammar is not None:
+            return False
+        return all(getattr(request.params, name) in (None, none) for name, none in PENALTIES.items())
+
+    def _come_back(self, one: Queued) -> tuple[int, int, float]:
+        """Wait for the oldest pass, which is this one, and note what was drawn."""
+        result = self._executor.result()
+        for asked, token in zip(one.drawing, result.tokens.tolist(), strict=True):
+            asked.drawn[one.number] = token
+        return one.positions, one.read, result.busy_s
+
     def _row_start(self, one: Asked) -> RowStart:
         request = one.request
-        params = replace(request.params, logprobs=0, **NEUTRAL)  # logprobs: they say how sure the draft model is
+        logprobs = None if self._can_stay(request) else 0  # they say how sure the draft model is
+        params = replace(request.params, logprobs=logprobs, **NEUTRAL)
         blocks = tuple(one.life.holding.blocks)
         one.life.sent = len(blocks)
         return RowStart(
@@ -253,7 +321,7 @@ class DraftDrafter:
         life.valid, life.drafted, life.marked = one.start, (), min(life.marked, one.start // size)
 
     def _plan(
-        self, rows: Sequence[Asked], starting: Sequence[RowStart], grown: Sequence[tuple[int, int, int]]
+        self, rows: Sequence[Asked], starting: Sequence[RowStart], grown: Sequence[tuple[int, int, int]], kept: int
     ) -> StepPlan:
         self._steps += 1
         return StepPlan(
@@ -266,21 +334,18 @@ class DraftDrafter:
             np.array([one.count for one in rows], dtype=np.int64),
             np.array([one.most > 0 for one in rows], dtype=np.int64),
             np.array([token for one in rows for token in one.tokens], dtype=np.int64),
+            kept=kept,
         )
 
-    def _take(self, rows: Sequence[Asked], result: StepResult) -> list[Asked]:
+    def _take(self, drawing: Sequence[Asked], result: StepResult) -> list[Asked]:
         """Take what was drawn; returns the rows that go on."""
-        drawn, failed = result.tokens.tolist(), {index for index, _ in result.failures}
+        failed = {index for index, _ in result.failures}
         logprobs = {index: one.logprob for index, one in result.logprobs}
         going: list[Asked] = []
-        for index, one in enumerate(one for one in rows if one.most):
-            token = drawn[index]
+        for index, (one, token) in enumerate(zip(drawing, result.tokens.tolist(), strict=True)):
             if index in failed or token in one.request.stop_ids:
                 continue  # nothing comes after it
-            one.drawn.append(token)
-            one.confidence.append(min(SUREST, math.exp(logprobs.get(index, -0.5))))
-            if len(one.drawn) < one.most:
-                one.start, one.count = one.start + one.count, 1
+            if one.draw(token, logprobs.get(index, UNKNOWN)):
                 going.append(one)
         return going
 
@@ -291,7 +356,7 @@ class DraftDrafter:
         committed = min(one.start + one.count, len(request.tokens))
         held = len(life.holding.blocks) * size
         life.valid = committed
-        life.drafted = one.drawn[: max(0, min(one.start + one.count, held) - committed)]
+        life.drafted = one.kept = one.drawn[: max(0, min(one.start + one.count, held) - committed)]
         for number in range(life.marked, committed // size):
             self._content[life.holding.blocks[number]] = self._name(request, life, number)
         life.marked = committed // size

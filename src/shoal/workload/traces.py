@@ -5,7 +5,7 @@ its columns. Owns formats and their errors. Knows no engine.
 
 | format    | columns                                                                       |
 |-----------|-------------------------------------------------------------------------------|
-| own       | arrival_s, prompt_tokens, output_tokens                                       |
+| own       | arrival_s, prompt_tokens, output_tokens; tenant, if it has one                |
 | Azure     | TIMESTAMP, ContextTokens, GeneratedTokens                                     |
 | BurstGPT  | Timestamp, …, Request tokens, Response tokens, …                              |
 | Mooncake  | timestamp (ms), input_length, output_length, hash_ids (one per 512 tokens)    |
@@ -39,6 +39,7 @@ class TraceRequest:
     output: int
     prefix: tuple[int, ...] = ()
     prefix_block: float = 0
+    tenant: str = ""
 
 
 Row = Mapping[str, Any]
@@ -59,7 +60,14 @@ def _tokens(value: Any) -> int:
 
 
 def _own(row: Row) -> TraceRequest:
-    return TraceRequest(_seconds(row["arrival_s"]), _tokens(row["prompt_tokens"]), _tokens(row["output_tokens"]))
+    at_s, prompt, output = _seconds(row["arrival_s"]), _tokens(row["prompt_tokens"]), _tokens(row["output_tokens"])
+    return TraceRequest(at_s, prompt, output, tenant=_tenant(row.get("tenant")))
+
+
+def _tenant(value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"the tenant must be a text, not {value!r}")
+    return value or ""
 
 
 def _azure(row: Row) -> TraceRequest:
@@ -187,7 +195,7 @@ def fit(
     """Scale all lengths (outputs by their own scale if given), then cap them; shared prefixes scale along.
 
     >>> fit([TraceRequest(0, 1000, 100)], scale=0.1, max_prompt=64).requests[0]
-    TraceRequest(at_s=0, prompt=64, output=10, prefix=(), prefix_block=0)
+    TraceRequest(at_s=0, prompt=64, output=10, prefix=(), prefix_block=0, tenant='')
     """
     output_scale = scale if output_scale is None else output_scale
     for name, value in (

@@ -97,9 +97,9 @@ class TritonOps(RefOps):
         step.add_blocks(new, tables)
 
     def place_tokens(
-        self, ids: Tensor, rows: Tensor, positions: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+        self, ids: Tensor, rows: Tensor, positions: Tensor, late: Tensor, tables: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return step.place_tokens(ids, rows, positions, last_token, tables, block_size)
+        return step.place_tokens(ids, rows, positions, late, tables, block_size)
 
     def likeliest(self, scores: Tensor, rows: Tensor, last_token: Tensor, out: Tensor, best: Tensor) -> None:
         step.likeliest(scores, rows, last_token, out, best)

@@ -31,9 +31,9 @@ def add_blocks(new_blocks: Tensor, tables: Tensor) -> None:
     _add_blocks[grid](new_blocks, tables, count, tables.stride(0), TILE=256, num_warps=4, **overlap())
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "l_row"])
 def _place_tokens(
-    ids, rows, positions, last_token, tables, t_row, out, count, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    ids, rows, positions, late, l_row, tables, t_row, out, count, BLOCK: tl.constexpr, TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     settle(OVERLAP)
@@ -42,22 +42,22 @@ def _place_tokens(
     id, row = tl.load(ids + i, mask=mask, other=0), tl.load(rows + i, mask=mask, other=-1)
     position = tl.load(positions + i, mask=mask, other=0)
     real = mask & (row >= 0)
-    last = tl.load(last_token + row, mask=real & (id < 0), other=0)
+    there = tl.load(late + (-1 - id) * l_row + row, mask=real & (id < 0), other=0)
     block = tl.load(tables + row.to(tl.int64) * t_row + position // BLOCK, mask=real, other=0).to(tl.int64)
-    tl.store(out + i, tl.where(id < 0, last, id.to(tl.int64)), mask=mask)
+    tl.store(out + i, tl.where(id < 0, there, id.to(tl.int64)), mask=mask)
     tl.store(out + count + i, position.to(tl.int64), mask=mask)
     tl.store(out + 2 * count + i, tl.where(real, block * BLOCK + position % BLOCK, -1), mask=mask)
 
 
 def place_tokens(
-    ids: Tensor, rows: Tensor, positions: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+    ids: Tensor, rows: Tensor, positions: Tensor, late: Tensor, tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As PassOps.place_tokens; the slot of padding is -1."""
     count = ids.shape[0]
     out = torch.empty((3, count), dtype=torch.int64, device=ids.device)
     _place_tokens[(triton.cdiv(count, 256),)](
-        ids, rows, positions, last_token, tables, tables.stride(0), out, count, BLOCK=block_size, TILE=256, num_warps=4,
-        **overlap(),
+        ids, rows, positions, late, late.stride(0), tables, tables.stride(0), out, count, BLOCK=block_size, TILE=256,
+        num_warps=4, **overlap(),
     )  # fmt: skip
     return out[0], out[1], out[2]
 

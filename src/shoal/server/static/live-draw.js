@@ -53,17 +53,35 @@ export function scaleOf(view, left, width) {
   return {perSecond, from, x: (t) => left + (t - from) * perSecond, t: (x) => from + (x - left) / perSecond};
 }
 
+// the parts of a slot lie one after the other, so that those of a time are found without looking at all of them
+function firstSeen(parts, from) {
+  let low = 0, high = parts.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (parts[middle].b < from) low = middle + 1; else high = middle;
+  }
+  return low;
+}
+
+function seenIn(parts, from, edge, shows) {
+  for (let at = firstSeen(parts, from); at < parts.length && parts[at].a <= edge; at += 1) {
+    if (shows(parts[at].lane)) return true;
+  }
+  return false;
+}
+
 // which rows are shown: a band of slots for each engine
 export function layOut(model, view, width, height, shows) {
   const from = view.edge - view.span, bands = [];
   let rows = 0;
   for (const engine of [...model.engines.values()].sort((a, b) => a.number - b.number)) {
-    const slots = [];
+    const slots = [], places = new Map();
     engine.slots.forEach((parts, slot) => {
-      const seen = parts.some((part) => part.b >= from && part.a <= view.edge && shows(part.lane));
-      if (seen) slots.push(slot);
+      if (!seenIn(parts, from, view.edge, shows)) return;
+      places.set(slot, slots.length);
+      slots.push(slot);
     });
-    bands.push({engine, slots});
+    bands.push({engine, slots, places});
     rows += Math.max(slots.length, bands.length > 1 || model.engines.size > 1 ? 2 : 1);
   }
   const many = bands.length > 1;
@@ -84,9 +102,11 @@ export function partAt(layout, scale, x, y, shows) {
   for (const band of layout.bands) {
     const slot = band.slots[Math.floor((y - band.y) / layout.step)];
     if (y < band.y || slot === undefined || y > band.y + band.height) continue;
-    const t = scale.t(x), parts = band.engine.slots[slot].filter((part) => shows(part.lane));
-    const near = 4 / scale.perSecond;
-    return parts.findLast((part) => part.a - near <= t && t <= part.b + near) ?? null;
+    const t = scale.t(x), parts = band.engine.slots[slot], near = 4 / scale.perSecond;
+    for (let at = lastAt(parts, t + near, (part) => part.a); at >= 0 && parts[at].b >= t - near; at -= 1) {
+      if (shows(parts[at].lane)) return parts[at];
+    }
+    return null;
   }
   return null;
 }
@@ -104,13 +124,14 @@ export function drawLanes(canvas, model, view, colours, shows, picked, hovered) 
   for (const band of layout.bands) drawOutages(context, band, view, scale, colours);
   const thick = layout.step > 5 ? layout.step - Math.min(4, layout.step * 0.28) : Math.max(layout.step, 0.6);
   for (const band of layout.bands) {
+    const ink = new Ink(context, model, view, scale, layout.step, thick, colours, picked, hovered);
     band.slots.forEach((slot, row) => {
       const y = band.y + row * layout.step, parts = band.engine.slots[slot];
-      for (const part of parts) {
-        if (part.b < scale.from || part.a > view.edge || !shows(part.lane)) continue;
-        drawPart(context, model, part, view, scale, y, layout.step, thick, colours, part.lane === picked, part.lane === hovered);
+      for (let at = firstSeen(parts, scale.from); at < parts.length && parts[at].a <= view.edge; at += 1) {
+        if (shows(parts[at].lane)) ink.part(parts[at], y);
       }
     });
+    ink.draw();
     drawBoundaries(context, band, view, scale, colours);
   }
   drawJumps(context, model, layout, view, scale, colours, shows);
@@ -162,52 +183,80 @@ function drawOutageNotes(context, band, view, scale, colours, many) {
   }
 }
 
-function drawPart(context, model, part, view, scale, y, step, thick, colours, picked, hovered) {
-  const middle = y + step / 2, top = middle - thick / 2, from = Math.max(part.a, scale.from);
-  const end = Math.min(part.b, view.edge);
-  drawWaits(context, part, view, scale, middle, end, step, colours);
-  const segments = part.segments;
-  let at = segments.length < 24 ? 0 : Math.max(0, lastAt(segments, from, (one) => one.a));
-  for (; at < segments.length && segments[at].a <= view.edge; at += 1) {
-    const one = segments[at], b = Math.min(model.segmentEnd(part, one), view.edge);
-    if (b < from) continue;
-    const x = scale.x(Math.max(one.a, from)), w = Math.max(scale.x(b) - x, 0.8);
-    context.fillStyle = one.kind === DECODE ? colours.decode : one.kind === PROMPT ? colours.prompt : colours.again;
-    context.fillRect(x, top, w, thick);
-    if (one.kind !== DECODE && step >= 13 && w > 34) {
-      write(context, one.n.toLocaleString(), x + w / 2, middle + 0.5, colours.paper, {size: 10, align: "center", weight: 600});
+// Rectangles and lines of many lanes, kept by colour: a thousand lanes change the colour a few times, not a thousand.
+class Ink {
+  constructor(context, model, view, scale, step, thick, colours, picked, hovered) {
+    Object.assign(this, {context, model, view, scale, step, thick, colours, picked, hovered});
+    this.rects = new Map();  // colour → x, y, width, height, …
+    this.lines = [];  // of lanes that wait: x, y, x of the end, …
+    this.later = [];  // what is drawn on top
+  }
+
+  rect(colour, x, y, w, h) {
+    let kept = this.rects.get(colour);
+    if (!kept) this.rects.set(colour, kept = []);
+    kept.push(x, y, w, h);
+  }
+
+  part(part, y) {
+    const {model, view, scale, step, thick, colours} = this;
+    const middle = y + step / 2, top = middle - thick / 2, from = Math.max(part.a, scale.from), end = Math.min(part.b, view.edge);
+    const segments = part.segments;
+    let at = segments.length < 8 ? 0 : Math.max(0, lastAt(segments, from, (one) => one.a)), drawn = from;
+    for (; at < segments.length && segments[at].a <= view.edge; at += 1) {
+      const one = segments[at], b = Math.min(model.segmentEnd(part, one), view.edge);
+      if (b < from) continue;
+      const a = Math.max(one.a, from), x = scale.x(a), w = Math.max(scale.x(b) - x, 0.8);
+      if (a > drawn) this.lines.push(scale.x(drawn), middle, x);
+      drawn = Math.max(drawn, b);
+      this.rect(one.kind === DECODE ? colours.decode : one.kind === PROMPT ? colours.prompt : colours.again, x, top, w, thick);
+      if (one.kind !== DECODE && step >= 13 && w > 34) this.later.push(() => this.count(one, x + w / 2, middle));
     }
+    if (end > drawn) this.lines.push(scale.x(drawn), middle, scale.x(end));
+    if (part.waits.length > 1) this.later.push(() => drawWaits(this.context, part, view, scale, middle, end, step, colours));
+    if (part.drafts.length && thick >= 4) this.later.push(() => drawDrafts(this.context, part, view, scale, top, thick, colours));
+    const first = segments[0];
+    if (part.lane.cached && first && step >= 4) {
+      const w = Math.min(7, 2 + step / 4);
+      this.rect(colours.cached, scale.x(first.a) - w, top, w, thick);
+    }
+    if (part.b !== Infinity && part.b <= view.edge && part.lane.end === part.b && step >= 6) {
+      const ok = part.lane.reason === "stop" || part.lane.reason === "length";
+      this.rect(ok ? colours.ink : colours.again, scale.x(part.b) - 0.75, top, 1.5, thick);
+    }
+    if (part.lane === this.picked || part.lane === this.hovered) this.later.push(() => this.frame(part, scale.x(from), scale.x(end), top));
   }
-  drawDrafts(context, part, view, scale, top, thick, colours);
-  const first = segments[0];
-  if (part.lane.cached && first && step >= 4) {
-    const x = scale.x(first.a), w = Math.min(7, 2 + step / 4);
-    context.fillStyle = colours.cached;
-    context.fillRect(x - w, top, w, thick);
+
+  count(segment, x, middle) {
+    write(this.context, segment.n.toLocaleString(), x, middle + 0.5, this.colours.paper, {size: 10, align: "center", weight: 600});
   }
-  if (part.b !== Infinity && part.b <= view.edge && part.lane.end === part.b && step >= 6) {
-    const ok = part.lane.reason === "stop" || part.lane.reason === "length";
-    context.fillStyle = ok ? colours.ink : colours.again;
-    context.fillRect(scale.x(part.b) - 0.75, top, 1.5, thick);
+
+  frame(part, x, end, top) {
+    const isPicked = part.lane === this.picked;
+    this.context.strokeStyle = isPicked ? this.colours.pick : this.colours.soft;
+    this.context.lineWidth = isPicked ? 2 : 1;
+    this.context.strokeRect(x - 2, top - 2, end - x + 4, this.thick + 4);
   }
-  if (picked || hovered) {
-    context.strokeStyle = picked ? colours.pick : colours.soft;
-    context.lineWidth = picked ? 2 : 1;
-    context.strokeRect(scale.x(from) - 2, top - 2, scale.x(end) - scale.x(from) + 4, thick + 4);
+
+  draw() {
+    const {context, lines} = this;
+    context.fillStyle = this.colours.wait;  // the thin line of a lane that waits
+    const wide = this.step > 4 ? 1.5 : Math.max(0.5, this.step / 3);
+    for (let at = 0; at < lines.length; at += 3) context.fillRect(lines[at], lines[at + 1] - wide / 2, lines[at + 2] - lines[at], wide);
+    for (const [colour, rects] of this.rects) {
+      context.fillStyle = colour;
+      for (let at = 0; at < rects.length; at += 4) context.fillRect(rects[at], rects[at + 1], rects[at + 2], rects[at + 3]);
+    }
+    for (const one of this.later) one();
   }
 }
 
-// the thin line of a lane that waits: before it starts, and after it was preempted
+// a dashed line after a preemption
 function drawWaits(context, part, view, scale, middle, end, step, colours) {
   context.lineWidth = step > 4 ? 1.5 : Math.max(0.5, step / 3);
-  context.strokeStyle = colours.wait;
-  context.beginPath();
-  context.moveTo(scale.x(Math.max(part.a, scale.from)), middle);
-  context.lineTo(scale.x(end), middle);
-  context.stroke();
   for (const wait of part.waits) {
     if (!wait.how || wait.how === "move" || wait.a > view.edge) continue;
-    const next = part.segments.find((one) => one.a > wait.a);
+    const next = part.segments[lastAt(part.segments, wait.a, (one) => one.a) + 1];
     const to = Math.min(next ? next.a : end, view.edge);
     if (to < scale.from) continue;
     context.strokeStyle = wait.how === "swap" ? colours.swap : colours.again;
@@ -224,7 +273,6 @@ function drawWaits(context, part, view, scale, middle, end, step, colours) {
 }
 
 function drawDrafts(context, part, view, scale, top, thick, colours) {
-  if (!part.drafts.length || thick < 4) return;
   let at = Math.max(0, lastAt(part.drafts, scale.from, (one) => one.t));
   for (; at < part.drafts.length && part.drafts[at].t <= view.edge; at += 1) {
     const one = part.drafts[at], x = scale.x(one.t), w = Math.max(1, scale.x(one.b) - x);
@@ -252,24 +300,29 @@ function drawBoundaries(context, band, view, scale, colours) {
 function drawJumps(context, model, layout, view, scale, colours, shows) {
   if (layout.bands.length < 2) return;
   const place = (part) => {
-    const band = layout.bands.find((one) => one.engine.number === part.engine), row = band.slots.indexOf(part.slot);
-    return row < 0 ? null : band.y + (row + 0.5) * layout.step;
+    const band = layout.bands.find((one) => one.engine.number === part.engine), row = band.places.get(part.slot);
+    return row === undefined ? null : band.y + (row + 0.5) * layout.step;
   };
-  context.strokeStyle = colours.pick;
-  context.lineWidth = 1;
-  for (const lane of model.lanes.values()) {
-    if (lane.parts.length < 2 || !shows(lane)) continue;
+  const jumps = [];
+  for (const lane of model.moved) {
+    if (!shows(lane)) continue;
     for (let n = 1; n < lane.parts.length; n += 1) {
       const [before, after] = [lane.parts[n - 1], lane.parts[n]];
       if (after.a < scale.from || after.a > view.edge) continue;
-      const [y0, y1] = [place(before), place(after)], x = scale.x(after.a);
-      if (y0 === null || y1 === null) continue;
-      context.beginPath();
-      context.moveTo(x - 8, y0);
-      context.bezierCurveTo(x + 6, y0, x - 10, y1, x + 4, y1);
-      context.stroke();
+      const [y0, y1] = [place(before), place(after)];
+      if (y0 !== null && y1 !== null) jumps.push([scale.x(after.a), y0, y1]);
     }
   }
+  context.strokeStyle = colours.pick;
+  context.lineWidth = 1;
+  context.globalAlpha = Math.min(1, Math.max(0.15, 30 / jumps.length));  // where every request moves, lanes are seen through them
+  for (const [x, y0, y1] of jumps) {
+    context.beginPath();
+    context.moveTo(x - 8, y0);
+    context.bezierCurveTo(x + 6, y0, x - 10, y1, x + 4, y1);
+    context.stroke();
+  }
+  context.globalAlpha = 1;
 }
 
 function drawLabels(context, layout, view, scale, colours, shows, width, picked, model) {
@@ -283,8 +336,10 @@ function drawLabels(context, layout, view, scale, colours, shows, width, picked,
     }
     if (layout.left < 132) continue;
     band.slots.forEach((slot, row) => {
-      const parts = band.engine.slots[slot].filter((part) => shows(part.lane) && part.a <= view.edge);
-      const part = parts.at(-1), lane = part?.lane;
+      const parts = band.engine.slots[slot];
+      let at = lastAt(parts, view.edge, (one) => one.a);
+      while (at >= 0 && !shows(parts[at].lane)) at -= 1;
+      const part = parts[at], lane = part?.lane;
       if (!lane || part.b < scale.from) return;
       const y = band.y + (row + 0.5) * layout.step, ended = part.b < view.edge - 0.5;
       const name = `${many ? `${band.engine.number} · ` : ""}${lane.id.slice(0, 6)}${lane.tenant ? ` ${lane.tenant}` : ""}`;
@@ -307,15 +362,20 @@ export function drawStrip(canvas, model, view, left, colours) {
     const passes = engine.passes;
     let at = Math.max(0, lastAt(passes, scale.from, (one) => one.b));
     for (; at < passes.length && passes[at].a <= view.edge; at += 1) {
-      const one = passes[at], x = Math.max(left, Math.floor(scale.x(one.a))), total = one.p + one.d + one.r + one.w;
+      const one = passes[at], total = one.p + one.d + one.r + one.w;
       if (one.b < scale.from) continue;
-      highest = Math.max(highest, total);
-      budget = Math.max(budget, one.u);
-      slowest = Math.max(slowest, one.b - one.a);
+      const x = Math.max(left, Math.floor(left + (one.a - scale.from) * scale.perSecond));
+      if (total > highest) highest = total;
+      if (one.u > budget) budget = one.u;
+      if (one.b - one.a > slowest) slowest = one.b - one.a;
       last = one;
-      const known = columns.get(x);
-      const w = Math.max(1, Math.min(scale.x(one.b) - x - 0.5, width - x));
-      if (!known || total > known.total) columns.set(x, {one, total, w: Math.max(w, known?.w ?? 0)});
+      const known = columns.get(x), w = Math.max(1, Math.min(scale.x(one.b) - x - 0.5, width - x));
+      if (!known) columns.set(x, {one, total, w});
+      else if (total > known.total) {
+        known.one = one;
+        known.total = total;
+        if (w > known.w) known.w = w;
+      }
     }
   }
   const full = budget && highest > budget * 0.2 ? Math.max(budget, highest) : highest * 1.15;
@@ -394,20 +454,20 @@ export function ms(seconds) {
 
 // ---- KV blocks
 
-export function drawBlocks(canvas, blocks, colours, picked, hovered) {
-  const {context, width, height} = prepare(canvas);
-  const count = blocks.runs.reduce((sum, run) => sum + run[2], 0);
+export function drawBlocks(canvas, blocks, colours, isHost, picked, hovered) {
+  const {context, width, height} = prepare(canvas), {runs} = blocks;  // state, owner, cells, …
+  let count = 0;
+  for (let at = 2; at < runs.length; at += 3) count += runs[at];
   let size = Math.floor(Math.sqrt((width * height) / Math.max(count, 1)));
   while (size > 2 && Math.floor(width / size) * Math.floor(height / size) < count) size -= 1;
   size = Math.max(2, Math.min(size, 14));
   const across = Math.max(1, Math.floor(width / size)), gap = size > 5 ? 1.5 : size > 3 ? 1 : 0.5;
   let cell = 0;
-  const fills = [colours.free, colours.cached, colours.held, colours.shared];
-  for (const [state, owner, n] of blocks.runs) {
-    const lane = owner >= 0 ? blocks.owners[owner] : 0;
-    const isPicked = lane && (lane === picked || lane === hovered);
-    for (let k = 0; k < n; k += 1, cell += 1) {
-      context.fillStyle = isPicked ? colours.pick : fills[state];
+  const fills = [colours.free, colours.cached, isHost ? colours.swap : colours.held, colours.shared];
+  for (let at = 0; at < runs.length; at += 3) {
+    const lane = runs[at + 1] >= 0 ? blocks.owners[runs[at + 1]] : 0;
+    context.fillStyle = lane && (lane === picked || lane === hovered) ? colours.pick : fills[runs[at]];
+    for (const end = cell + runs[at + 2]; cell < end; cell += 1) {
       context.fillRect((cell % across) * size, Math.floor(cell / across) * size, size - gap, size - gap);
     }
   }
@@ -417,13 +477,12 @@ export function drawBlocks(canvas, blocks, colours, picked, hovered) {
 export function blockAt(blocks, grid, x, y) {
   const column = Math.floor(x / grid.size), at = Math.floor(y / grid.size) * grid.across + column;
   if (column >= grid.across || at < 0 || at >= grid.count) return null;
-  let cell = 0;
-  for (const [state, owner, n] of blocks.runs) {
-    if (at < cell + n) {
-      const first = at * blocks.per_cell, last = Math.min(first + blocks.per_cell, blocks.total) - 1;
-      return {state, lane: owner >= 0 ? blocks.owners[owner] : 0, first, last};
-    }
-    cell += n;
+  const {runs} = blocks;
+  for (let run = 0, cell = 0; run < runs.length; run += 3) {
+    cell += runs[run + 2];
+    if (at >= cell) continue;
+    const first = at * blocks.per_cell, last = Math.min(first + blocks.per_cell, blocks.total) - 1;
+    return {state: runs[run], lane: runs[run + 1] >= 0 ? blocks.owners[runs[run + 1]] : 0, first, last};
   }
   return null;
 }

@@ -1,7 +1,9 @@
 // What the live page knows: lanes, passes and figures, from the lines of a stream or a recording. Owns their meaning;
 // draws nothing and touches no document. Times are seconds since the recording began.
 
-export const PROMPT = 0, RECOMPUTE = 1, DECODE = 2;
+export const PROMPT = 0;
+export const RECOMPUTE = 1;
+export const DECODE = 2;
 const KEEP_S = 300;  // of a live stream; a recording is kept whole
 
 // the last index whose key(item) <= value, or -1; items are sorted by it
@@ -35,6 +37,7 @@ export class LiveModel {
 
   reset() {
     this.lanes = new Map();
+    this.moved = new Set();  // lanes that have been on several engines
     this.engines = new Map();
     this.marks = [];  // one per line: figures as of then
     this.events = [];  // of the whole server, for captions: [kind, t, …]
@@ -114,6 +117,7 @@ export class LiveModel {
     const part = {lane, engine: number, slot, a: at, b: Infinity, segments: [], drafts: [], waits: [{a: at, how: ""}]};
     engine.slots[slot].push(part);
     lane.parts.push(part);
+    if (lane.parts.length > 1) this.moved.add(lane);
     return part;
   }
 
@@ -142,8 +146,9 @@ export class LiveModel {
     } else if (kind === "move") {
       lane.end = Infinity;
       lane.reason = "";
-      if (event[3] !== event[4]) this.part(lane, event[4], t);
-      else lane.parts.at(-1).b = Infinity;
+      const last = lane.parts.at(-1), isLast = this.engine(event[4]).slots[last.slot]?.at(-1) === last;
+      if (event[3] === event[4] && isLast) last.b = Infinity;
+      else this.part(lane, event[4], t);  // on another engine, or another request has its row by now
       lane.parts.at(-1).waits.push({a: t, how: "move"});
       this.events.push(event);
     } else if (kind === "end") {
@@ -219,8 +224,10 @@ export class LiveModel {
   }
 
   mark(line) {
-    const last = this.marks.at(-1);
-    const views = {...last?.views, ...line.views};
+    const last = this.marks.at(-1), views = {...last?.views, ...line.views};
+    for (const one of Object.values(line.views ?? {})) {
+      for (const map of [one.blocks, one.host_blocks]) if (map) map.runs = Int32Array.from(map.runs.flat());  // minutes of them are kept
+    }
     this.marks.push({
       t: line.t, tiers: line.tiers ?? last?.tiers ?? {}, views, made: line.tenants ?? {}, finished: this.finished,
       tokens: this.tokens,
@@ -231,12 +238,16 @@ export class LiveModel {
     const oldest = this.end - KEEP_S;
     if (this.begin >= oldest - 30) return;
     for (const [n, lane] of this.lanes) if (lane.end < oldest) this.lanes.delete(n);
+    for (const lane of this.moved) if (lane.end < oldest) this.moved.delete(lane);
     for (const engine of this.engines.values()) {
       engine.passes = engine.passes.slice(Math.max(0, lastAt(engine.passes, oldest, (one) => one.b)));
       engine.slots = engine.slots.map((parts) => parts.filter((part) => part.b >= oldest));
       engine.outages = engine.outages.filter((one) => one.b >= oldest);
       for (const parts of engine.slots) {
-        for (const part of parts) part.segments = part.segments.filter((one) => one.b >= oldest);
+        for (const part of parts) {
+          part.segments = part.segments.filter((one) => one.b >= oldest);
+          part.drafts = part.drafts.filter((one) => one.b >= oldest);
+        }
       }
     }
     this.marks = this.marks.filter((one) => one.t >= oldest);

@@ -1,22 +1,24 @@
 // The live page: connects, keeps the time that is shown, and has everything drawn. Owns controls and panels; what lines
 // mean is live-model.js's, pixels are live-draw.js's, sentences live-story.js's.
 
-import {LiveModel, readRecording} from "./live-model.js";
+import {LiveModel, lastAt, readRecording} from "./live-model.js";
 import {blockAt, clock, drawBlocks, drawLanes, drawOverview, drawStrip, ms, palette, partAt} from "./live-draw.js";
 import {aboutLane, captionOf, nameOf, storyOf} from "./live-story.js";
 
 const $ = (id) => document.getElementById(id);
 const SPANS = [0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300];
-const FRAME_MS = 33, PANEL_MS = 250, PANES = 4;
-const replaying = location.hash.startsWith("#replay");
+const FRAME_MS = 33, PANEL_MS = 250, OVERVIEW_MS = 200, PANES = 4;
+const embedded = $("recording");  // in a report, the recording is part of the document
+const replaying = embedded !== null || location.hash.startsWith("#replay");
 
 const view = {edge: 0, span: 20};
 const filter = {tenant: "*", tier: "*"};
 const shows = (lane) => (filter.tenant === "*" || lane.tenant === filter.tenant) && (filter.tier === "*" || lane.tier === filter.tier);
 let panes = [];
+let told = 0;  // the pane whose figures are shown
 let paused = false, dirty = true, stale = true, offset = null, colours = palette();
 let picked = null, hovered = null;  // {pane, lane}
-let lastFrame = 0, lastPanels = 0, playedAt = null;
+let lastFrame = 0, lastPanels = 0, lastOverview = 0, playedAt = null, frames = 0;
 
 // ---- panes
 
@@ -27,6 +29,7 @@ function makePane(name, keepAll) {
     strip: element.querySelector(".strip"), empty: element.querySelector(".empty"), left: 12, drawn: null, lines: [], at: 0,
   };
   element.querySelector("h2 span").textContent = name;
+  element.querySelector("h2 button").addEventListener("click", () => tellPane(pane));
   element.querySelector(".empty code").textContent =
     `curl ${location.origin}/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Fish", "max_tokens": 200}'`;
   pane.lanes.addEventListener("pointermove", (event) => overLanes(pane, event));
@@ -37,6 +40,16 @@ function makePane(name, keepAll) {
   pane.strip.addEventListener("pointerleave", () => leave());
   $("panes").append(element);
   return pane;
+}
+
+// show the figures of this pane beside all of them, or no longer
+function tellPane(pane) {
+  const on = !(document.body.classList.contains("figures") && panes[told] === pane);
+  told = panes.indexOf(pane);
+  document.body.classList.toggle("figures", on);
+  for (const one of panes) one.element.querySelector("h2 button").setAttribute("aria-pressed", String(on && one === pane));
+  dirty = true;
+  lastPanels = 0;
 }
 
 const begin = () => Math.min(...panes.map((pane) => pane.begin ?? pane.model.begin ?? 0));
@@ -90,14 +103,22 @@ function problem(text) {
 
 // ---- a recording
 
+async function recordingText() {
+  if (embedded) {
+    const bytes = Uint8Array.from(atob(embedded.textContent), (one) => one.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  }
+  const answer = await fetch(`${here}live/recording`);
+  if (!answer.ok) throw new Error(`the recording cannot be read: ${answer.status}`);
+  return answer.text();
+}
+
 async function replay() {
   $("speed-label").hidden = false;
   document.body.classList.add("replay");
   document.title = "Shoal: a recording";
   try {
-    const answer = await fetch(`${here}live/recording`);
-    if (!answer.ok) throw new Error(`the recording cannot be read: ${answer.status}`);
-    const found = readRecording(await answer.text()).slice(0, PANES);
+    const found = readRecording(await recordingText()).slice(0, PANES);
     panes = found.map((one) => {
       const pane = makePane(one.name, true);
       for (const line of one.lines) pane.model.apply(line);
@@ -115,6 +136,11 @@ async function replay() {
     playedAt = performance.now();
     fillFilters();
     state("live");
+    if (embedded) {  // a picture, until it is played
+      setSpan(Math.max(1, span));
+      view.edge = end();
+      setPaused(true);
+    }
   } catch (error) {
     problem(String(error.message ?? error));
   }
@@ -160,6 +186,7 @@ function scrub(t) {
 }
 
 function wheel(event) {
+  if (embedded && !event.ctrlKey) return;  // the report scrolls
   event.preventDefault();
   if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) scrub(view.edge + (event.deltaX / 600) * view.span);
   else setSpan(view.span * Math.exp(event.deltaY / 500));
@@ -226,7 +253,7 @@ function overStrip(pane, event) {
   if (!pane.drawnStrip) return;
   const t = pane.drawnStrip.scale.t(event.clientX - box.left);
   for (const engine of pane.model.engines.values()) {
-    const at = engine.passes.findIndex((one) => one.b >= t), pass = engine.passes[at];
+    const pass = engine.passes[lastAt(engine.passes, t, (one) => one.b) + 1];  // the first that ends after it
     if (!pass || pass.a - 0.5 > t) continue;
     const shares = [pass.mfu === undefined ? "" : `MFU ${(100 * pass.mfu).toFixed(0)}%`, pass.mbu === undefined ? "" : `MBU ${(100 * pass.mbu).toFixed(0)}%`];
     return tip(event, [
@@ -260,7 +287,7 @@ function element(name, text = "", kind = "") {
 
 function fillTiles(figures) {
   const percent = figures.total ? Math.round((100 * figures.held) / figures.total) : 0;
-  const engines = panes[0].model.engines.size;
+  const engines = panes[told].model.engines.size;
   const tiles = [
     ["running", figures.running.toLocaleString(), ""],
     ["waiting", figures.waiting.toLocaleString(), ""],
@@ -299,42 +326,49 @@ function fillQueue(model, mark, waiting) {
 }
 
 function fillBlocks(model, mark, figures) {
-  const views = Object.entries(mark?.views ?? {}).slice(0, 4), maps = $("maps");
+  const views = Object.entries(mark?.views ?? {}).slice(0, 4), maps = $("maps"), shown = [];
+  for (const [number, one] of views) {
+    const name = views.length > 1 ? `engine ${number}` : "";
+    shown.push({name, blocks: one.blocks, isHost: false});
+    if (one.host_blocks) shown.push({name: `${name ? `${name}, ` : ""}host memory`, blocks: one.host_blocks, isHost: true});
+  }
   $("blocks-count").textContent = figures.total
     ? `${figures.held.toLocaleString()} held, ${figures.cached.toLocaleString()} cached` + (figures.host ? `, ${figures.host.toLocaleString()} on the host` : "")
     : "";
-  while (maps.querySelectorAll("canvas").length > views.length) maps.lastElementChild.remove();
-  views.forEach(([number, one], n) => {
-    let canvas = maps.querySelectorAll("canvas")[n];
-    if (!canvas) {
-      canvas = element("canvas");
-      canvas.setAttribute("role", "img");
-      canvas.setAttribute("aria-label", `KV blocks of engine ${number}`);
-      canvas.addEventListener("pointermove", (event) => overBlocks(canvas, event));
-      canvas.addEventListener("pointerleave", () => leave());
-      const box = element("div");
-      if (views.length > 1) box.append(element("p", `engine ${number}`));
-      box.append(canvas);
-      maps.append(box);
-    }
-    canvas.shown = one.blocks;
-    canvas.grid = drawBlocks(canvas, one.blocks, colours, picked?.lane.n, hovered?.lane.n);
+  $("host-legend").hidden = !shown.some((one) => one.isHost);
+  if (!shown.length) return fill(maps, [[replaying ? "This recording has no block map." : "Known when an engine is up."]], ([text]) => element("p", text));
+  fill(maps, shown.map(({name, isHost}) => [name, isHost]), makeMap);
+  shown.forEach(({blocks, isHost}, n) => {
+    const canvas = maps.children[n].querySelector("canvas");
+    Object.assign(canvas, {shown: blocks, isHost});
+    canvas.grid = drawBlocks(canvas, blocks, colours, isHost, picked?.lane.n, hovered?.lane.n);
     canvas.style.height = `${Math.min(132, Math.ceil(canvas.grid.count / canvas.grid.across) * canvas.grid.size + 1)}px`;
   });
-  if (!views.length && !maps.children.length) maps.append(element("p", replaying ? "This recording has no block map." : "Known when an engine is up."));
-  else if (views.length && maps.firstElementChild.tagName === "P") maps.firstElementChild.remove();
+}
+
+function makeMap([name]) {
+  const box = element("div"), canvas = element("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", `KV blocks${name ? `: ${name}` : ""}`);
+  canvas.addEventListener("pointermove", (event) => overBlocks(canvas, event));
+  canvas.addEventListener("pointerleave", () => leave());
+  if (name) box.append(element("p", name));
+  box.append(canvas);
+  return box;
 }
 
 function overBlocks(canvas, event) {
-  const box = canvas.getBoundingClientRect(), {model} = panes[0];
+  const box = canvas.getBoundingClientRect(), {model} = panes[told];
   const found = canvas.grid && blockAt(canvas.shown, canvas.grid, event.clientX - box.left, event.clientY - box.top);
   const lane = found?.lane ? model.lanes.get(found.lane) : null;
-  hovered = lane && {pane: panes[0], lane};
+  hovered = lane && {pane: panes[told], lane};
   dirty = true;
   lastPanels = 0;
   if (!found) return tip(event, "");
-  const blocks = found.first === found.last ? `block ${found.first}` : `blocks ${found.first} to ${found.last}`;
-  const what = ["free", "cached: a new prompt may hit it", "held", "shared by several requests"][found.state];
+  const host = canvas.isHost ? "host " : "";
+  const blocks = found.first === found.last ? `${host}block ${found.first}` : `${host}blocks ${found.first} to ${found.last}`;
+  const held = canvas.isHost ? "swapped out, until its request runs again" : "held";
+  const what = ["free", "cached: a new prompt may hit it", held, "shared by several requests"][found.state];
   tip(event, `${blocks}: ${what}${lane ? `\n${nameOf(lane)}${lane.tenant ? ` · ${lane.tenant}` : ""}` : ""}`);
 }
 
@@ -398,7 +432,7 @@ function fillStory() {
 }
 
 function fillPanels() {
-  const {model} = panes[0], t = view.edge, figures = model.figures(t), mark = model.markAt(t);
+  const {model} = panes[told], t = view.edge, figures = model.figures(t), mark = model.markAt(t);
   fillTiles(figures);
   fillQueue(model, mark, figures.waiting);
   fillBlocks(model, mark, figures);
@@ -413,9 +447,7 @@ function fillPanels() {
       `${(at?.finished ?? 0).toLocaleString()} done`, `${(at?.tokens ?? 0).toLocaleString()} tokens`, `${own.running} running`,
       ...(ttft.length ? [`TTFT p95 ${ms(Math.max(...ttft))}`] : []),
     ].join(" · ");
-    const from = view.edge - view.span;
-    const seen = [...pane.model.lanes.values()].some((lane) => lane.at <= view.edge && lane.end >= from && shows(lane));
-    pane.empty.hidden = seen || replaying;
+    pane.empty.hidden = replaying || (pane.drawn?.layout.bands ?? []).some((band) => band.slots.length > 0);
   }
   if (!$("caption").hidden) {
     const text = captionOf(model, t);
@@ -448,11 +480,15 @@ function frame(now) {
   dirty = false;
   stale = true;
   lastFrame = now;
+  frames += 1;
   for (const pane of panes) {
     pane.drawn = drawLanes(pane.lanes, pane.model, view, colours, shows, picked?.lane, hovered?.lane);
     pane.drawnStrip = drawStrip(pane.strip, pane.model, view, pane.drawn.layout.left, colours);
   }
-  drawOverview($("overview"), panes.map((pane) => pane.model), view, begin(), end(), colours);
+  if (paused || now - lastOverview > OVERVIEW_MS) {
+    lastOverview = now;
+    drawOverview($("overview"), panes.map((pane) => pane.model), view, begin(), end(), colours);
+  }
 }
 
 // ---- controls
@@ -519,6 +555,6 @@ addEventListener("keydown", keys);
 addEventListener("resize", () => { dirty = true; });
 document.addEventListener("visibilitychange", () => { dirty = true; });
 // for tests: what is known and what is shown
-globalThis.shoalLive = {panes: () => panes, view, filter, picked: () => picked, laneUnder};
+globalThis.shoalLive = {panes: () => panes, view, filter, picked: () => picked, laneUnder, frames: () => frames};
 if (replaying) replay(); else connect();
 requestAnimationFrame(frame);
