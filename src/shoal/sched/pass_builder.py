@@ -14,7 +14,6 @@ from shoal.core.events import PassEvents
 from shoal.core.plan import FROM_DEVICE, Ints, RowStart
 from shoal.core.request import Request
 
-
 NONE_GROWN: Ints = np.zeros((0, 3), dtype=np.int64)
 
 
