@@ -2,12 +2,13 @@
 
     .venv/bin/python -m benchmarks.live_pictures docs/img [MODEL]
 
-Writes live.png, live-dark.png, live-phone.png, live-story.png and live.gif; with --panes FILE (a recording of shoal
-compare or simulate) live-panes.png instead.
+Writes live.png, live-dark.png, live-phone.png, live-story.png and live.gif; with --film FILE (a recording of shoal demo
+with a crash) live.gif alone, with --panes FILE (a recording of shoal compare or simulate) live-panes.png instead.
 """
 
 import argparse
 import io
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
@@ -27,7 +30,7 @@ from shoal.cli.live import joined, make_handler
 from tests.server.chromium import Browser, Tab
 
 SIZE = (1440, 900)
-FRAMES, FRAME_S, SHOWN_MS, WIDTH = 64, 0.4, 160, 960
+FRAMES, FRAME_S, SHOWN_MS, WIDTH, BEFORE_S = 64, 0.4, 160, 960, 6.0
 COLOURS, CLEAR, BITS = 192, 255, 6  # of the animation; the colour that leaves a pixel as it was; of a colour's parts
 
 Colours = np.ndarray[Any, np.dtype[np.int32]]  # one in each row
@@ -39,26 +42,27 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--panes", metavar="FILE", help="a recording with several runs")
     parser.add_argument("--names", metavar="NAMES", help="which of them")
-    parser.add_argument("--frames", type=Path, metavar="DIR", help="keep the frames of the animation there, too")
-    parser.add_argument("--from-frames", type=Path, metavar="DIR", help="only make the animation, of kept frames")
+    parser.add_argument("--film", type=Path, metavar="FILE", help="only the animation, of a recording of shoal demo")
     parser.add_argument("--crash-at", type=float, default=34.0, help="second of the crash (default: 34)")
     args = parser.parse_args()
-    for folder in filter(None, (args.folder, args.frames)):
-        folder.mkdir(parents=True, exist_ok=True)
-    if args.from_frames:
-        kept = [Image.open(path).convert("RGB") for path in sorted(args.from_frames.glob("*.png"))]
-        return write_gif(kept, args.folder / "live.gif")
+    args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as profile:
         browser = Browser(Path(profile))
         try:
-            take_panes(browser, args) if args.panes else take_demo(browser, args)
+            if args.panes:
+                take_panes(browser, args)
+            elif args.film:
+                take_film(browser, args)
+            else:
+                args.film = Path(profile) / "demo.jsonl"
+                take_demo(browser, args)
         finally:
             browser.close()
 
 
 def take_demo(browser: Browser, args: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "shoal", "demo", *([args.model] if args.model else []), "--no-open"]
-    command += ["--seconds", "600", "--crash-at", str(args.crash_at)]
+    command += ["--seconds", "600", "--crash-at", str(args.crash_at), "--record", str(args.film)]
     demo = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ)
     assert demo.stdout is not None
     assert demo.stdin is not None
@@ -71,11 +75,7 @@ def take_demo(browser: Browser, args: argparse.Namespace) -> None:
         tab.go(found[1])
         wait(begun_s + args.crash_at - 6)
         tab.shot(args.folder / "live.png")
-        frames = film(tab)
-        if args.frames:
-            for number, frame in enumerate(frames):
-                frame.save(args.frames / f"{number:03}.png")
-        write_gif(frames, args.folder / "live.gif")
+        wait(begun_s + args.crash_at + FRAMES * FRAME_S)
         pick_giant(tab)
         tab.shot(args.folder / "live-story.png")
         tab.run("document.getElementById('story-close').click()")
@@ -92,23 +92,55 @@ def take_demo(browser: Browser, args: argparse.Namespace) -> None:
     finally:
         demo.terminate()
         demo.wait(60)
+    take_film(browser, args)
 
 
 def wait(until_s: float) -> None:
     time.sleep(max(0.0, until_s - time.monotonic()))
 
 
-def film(tab: Tab) -> list[Image.Image]:
-    """Frames of the seconds around the crash."""
-    frames, begun_s = [], time.monotonic()
+def take_film(browser: Browser, args: argparse.Namespace) -> None:
+    """The animation, of a recording: so that each frame is of its time, however long a picture takes."""
+    lines = list(joined([str(args.film)]))
+    events = [event for line in lines for event in json.loads(line).get("ev", ())]
+    crashed_s = next(event[1] for event in events if event[0] == "down")
+    with replaying(lines) as url:
+        tab = browser.open()
+        tab.look(width=SIZE[0], height=SIZE[1], dark=False)
+        tab.go(url)
+        tab.wait("shoalLive.panes().length === 1")
+        tab.run("document.getElementById('explain').click()")
+        while tab.run("shoalLive.view.span") > 20:
+            tab.run("document.getElementById('in').click()")
+        write_gif(film(tab, crashed_s - BEFORE_S), args.folder / "live.gif")
+        assert tab.complaints() == []
+
+
+def film(tab: Tab, begin_s: float) -> list[Image.Image]:
+    frames = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(FRAMES):
-            wait(begun_s + number * FRAME_S)
+            tab.run(f"shoalLive.scrub({begin_s + number * FRAME_S})")
+            if not number:  # what a viewer of the animation sees
+                tab.run("document.getElementById('state').dataset.is = 'live'")
+                tab.run("document.getElementById('state').textContent = 'playing'")
+                tab.run("document.getElementById('pause').textContent = 'Pause'")
+            drawn = tab.run("shoalLive.frames()")
+            tab.wait(f"shoalLive.frames() > {drawn}")
+            time.sleep(0.35)  # the panels follow
             path = Path(folder) / "frame.png"
             tab.shot(path)
             image = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
             frames.append(image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS))
     return frames
+
+
+@contextmanager
+def replaying(lines: list[str]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler("\n".join(lines).encode()))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/live#replay"
+    server.shutdown()
 
 
 def write_gif(frames: list[Image.Image], path: Path) -> None:
@@ -183,20 +215,17 @@ def pick_giant(tab: Tab) -> None:
 
 
 def take_panes(browser: Browser, args: argparse.Namespace) -> None:
-    text = "\n".join(joined([args.panes], args.names.split(",") if args.names else None))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(text.encode()))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    tab = browser.open()
-    tab.look(width=1600, height=800, dark=False)
-    tab.go(f"http://127.0.0.1:{server.server_address[1]}/live#replay")
-    tab.wait("shoalLive.panes().length > 0")
-    tab.run(
-        "(() => { const one = document.getElementById('scrub'); one.value = '320';"
-        " one.dispatchEvent(new Event('input')); })()"
-    )
-    time.sleep(1.0)
-    tab.shot(args.folder / "live-panes.png")
-    server.shutdown()
+    with replaying(list(joined([args.panes], args.names.split(",") if args.names else None))) as url:
+        tab = browser.open()
+        tab.look(width=1600, height=800, dark=False)
+        tab.go(url)
+        tab.wait("shoalLive.panes().length > 0")
+        tab.run(
+            "(() => { const one = document.getElementById('scrub'); one.value = '320';"
+            " one.dispatchEvent(new Event('input')); })()"
+        )
+        time.sleep(1.0)
+        tab.shot(args.folder / "live-panes.png")
 
 
 if __name__ == "__main__":

@@ -9,17 +9,23 @@ A real `shoal serve` with random weights in a shape (or of a model); what follow
 workload are sent at once and streamed; a run ends with the last answer. Runs with and without watchers alternate, and
 every other pair begins with the watchers, so that a machine that grows slower favours neither. The watchers read every
 line, in a process of their own, and have read the past before a run begins; a run without them begins when the server
-has stopped making summaries. Prints each pair's ratio, and their median. Needs no packages beyond the server's.
+has stopped making summaries. Prints each pair's ratio, their median, and the CPU seconds that the engine and the front
+took for a run, which say more than times where other programs run. Needs no packages beyond the server's.
 """
 
 import argparse
 import asyncio
 import json
+import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from restart_bf16 import Server
@@ -68,10 +74,12 @@ async def one_run(url: str, lengths: list[Lengths], prompts: list[list[int]]) ->
 
 
 async def watch(url: str) -> None:
-    """Read summaries until stopped."""
+    """Read summaries until stopped; prints a line when the first ones have come."""
     host = urlsplit(url).netloc
     reader, writer = await asyncio.open_connection(*host.rsplit(":", 1), limit=2**24)
     writer.write(HEAD.format(what="GET /live/events", host=host, size=0).encode())
+    await reader.readuntil(b"shoal_live")
+    print("watching", flush=True)
     while await reader.read(2**16):
         pass
 
@@ -85,7 +93,10 @@ class Watchers:
 
     def __init__(self, url: str) -> None:
         command = [sys.executable, __file__, "--watch", url]
-        self.process = subprocess.Popen(command)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        for _ in range(WATCHERS):
+            assert self.process.stdout.readline(), "a watcher was refused"
 
     def stop(self) -> None:
         self.process.terminate()
@@ -95,30 +106,69 @@ class Watchers:
 # ---- pairs ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Run:
+    """What one run took."""
+
+    tok_s: float
+    engine_cpu_s: float
+    front_cpu_s: float
+
+    def in_words(self) -> str:
+        return f"{self.tok_s:>9,.1f} tok/s (CPU s: engine {self.engine_cpu_s:.2f}, front {self.front_cpu_s:.2f})"
+
+
+def cpu_seconds(root: int) -> Counter[str]:
+    """Of this process's descendants, by their names."""
+    parents: dict[int, int] = {}
+    took: dict[int, tuple[str, float]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, _, rest = (entry / "stat").read_text().partition(" (")[2].rpartition(")")
+        except OSError:
+            continue
+        fields = rest.split()
+        parents[int(entry.name)] = int(fields[1])
+        took[int(entry.name)] = (name, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    found: Counter[str] = Counter()
+    for process, (name, seconds) in took.items():
+        above = process
+        while above in parents and above != root:
+            above = parents[above]
+        if above == root:
+            found[name] += seconds  # type: ignore[assignment]
+    return found
+
+
 class Lab:
     def __init__(self, server: Server, lengths: list[Lengths], vocab_size: int) -> None:
         self.server, self.lengths, self.vocab_size, self.seed = server, lengths, vocab_size, 0
 
-    def run(self, watched: bool) -> float:
+    def run(self, watched: bool) -> Run:
         self.seed += 1  # other prompts, so that no prefix is cached
         prompts = random_prompts(self.lengths, self.vocab_size, self.seed)
         watchers = Watchers(self.server.url) if watched else None
         time.sleep(SETTLE_S)
+        before = cpu_seconds(self.server.process.pid)
         try:
-            return asyncio.run(one_run(self.server.url, self.lengths, prompts))
+            tok_s = asyncio.run(one_run(self.server.url, self.lengths, prompts))
+            after = cpu_seconds(self.server.process.pid)
+            return Run(tok_s, *(after[name] - before[name] for name in ("shoal-engine", "shoal-front")))
         finally:
             if watchers is not None:
                 watchers.stop()
                 time.sleep(LINGER_S + 1.0)
 
-    def pair(self, number: int) -> tuple[float, float]:
-        """Tokens per second without and with."""
+    def pair(self, number: int) -> tuple[Run, Run]:
+        """Without and with."""
         order = (False, True) if number % 2 == 0 else (True, False)
         found = {watched: self.run(watched) for watched in order}
         return found[False], found[True]
 
 
-def measure(args: argparse.Namespace, more: list[str]) -> dict[str, object]:
+def measure(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     shape = Path(args.config) if args.config and Path(args.config).is_dir() else None
     model = args.model or str(shape or pick(SHAPES, args.config, "model shape"))
     dummy = [] if args.model else ["--load-format", "dummy"]
@@ -132,14 +182,20 @@ def measure(args: argparse.Namespace, more: list[str]) -> dict[str, object]:
         for number in range(args.runs):
             without, watched = lab.pair(number)
             pairs.append((without, watched))
-            print(f"{without:>10,.1f} tok/s without, {watched:>10,.1f} with: {watched / without:.4f}", flush=True)
+            ratio = watched.tok_s / without.tok_s
+            print(f"without {without.in_words()}   with {watched.in_words()}   {ratio:.4f}", flush=True)
     finally:
         server.close()
-    ratios = [watched / without for without, watched in pairs]
-    medians = [statistics.median(side) for side in zip(*pairs, strict=True)]
+    ratios = [watched.tok_s / without.tok_s for without, watched in pairs]
+    without, watched = (
+        Run(*(statistics.median(values) for values in zip(*map(astuple, side), strict=True)))
+        for side in zip(*pairs, strict=True)
+    )
     return {
-        "workload": args.workload, "model": Path(model).name, "pairs": pairs, "median_ratio": statistics.median(ratios),
-        "ratio_of_medians": medians[1] / medians[0], "without_tok_s": medians[0], "with_tok_s": medians[1],
+        "workload": args.workload, "model": Path(model).name,
+        "pairs": [[asdict(one) for one in pair] for pair in pairs],
+        "median_ratio": statistics.median(ratios), "ratio_of_medians": watched.tok_s / without.tok_s,
+        "without": asdict(without), "with": asdict(watched),
     }  # fmt: skip
 
 
@@ -160,11 +216,13 @@ def main() -> None:
     if args.watch:
         asyncio.run(watch_all(args.watch))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends, too
     found = measure(args, more)
+    for name in ("without", "with"):
+        print(f"{name:<8} median {Run(**found[name]).in_words()}")
     print(
-        f"{found['workload']}, {found['model']}: {found['with_tok_s']:,.1f} tok/s with {WATCHERS} watchers, "
-        f"{found['without_tok_s']:,.1f} without; ratio of the medians {found['ratio_of_medians']:.4f}, median of the "
-        f"ratios {found['median_ratio']:.4f}"
+        f"{found['workload']}, {found['model']}: ratio of the medians {found['ratio_of_medians']:.4f}, median of the "
+        f"ratios {found['median_ratio']:.4f}, with {WATCHERS} watchers over without"
     )
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

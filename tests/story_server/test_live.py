@@ -1,6 +1,7 @@
 """The live page of a real server: requests appear as lanes, go on when the engine is killed, and are recorded; and the
 demo, with its own crash."""
 
+import asyncio
 import json
 import os
 import re
@@ -60,6 +61,52 @@ def test_streams_go_on_in_their_lanes_when_the_engine_is_killed(tiny_model: Path
             one.join()
     assert all(one[-2] == "data: [DONE]" or "data: [DONE]" in one for one in told)
     check_recording(record)
+
+
+async def hold_streams(url: str, count: int, seen: threading.Event) -> None:
+    """So many streams at once, which are left when the page has been looked at."""
+
+    async def one(http: httpx.AsyncClient, number: int) -> None:
+        body = {
+            "model": "tiny",
+            "prompt": [5, 6, 7 + number % 90],
+            "max_tokens": 7000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            async for _ in answer.aiter_bytes():
+                if seen.is_set():
+                    return
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as http:
+        await asyncio.gather(*(one(http, number) for number in range(count)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("count", [1, 64, 500])
+def test_every_stream_of_a_real_server_is_a_lane(tiny_model: Path, tmp_path: Path, count: int) -> None:
+    more = ("--max-model-len", "8192", "--max-num-seqs", str(count), "--kv-memory", "1GiB")
+    seen = threading.Event()
+    with running(tmp_path, tiny_model, *SMALL, *more) as server:
+        asking = threading.Thread(target=lambda: asyncio.run(hold_streams(server.url, count, seen)))
+        asking.start()
+        browser = Browser(tmp_path / "profile")
+        try:
+            tab = browser.open(f"{server.url}/live")
+            tab.wait(f"{MODEL}.engine(0).decoding.size === {count}")
+            assert tab.run(f"{ALIVE}.length") == count
+            tab.wait(f"shoalLive.panes()[0].drawn.layout.bands[0].slots.length >= {count}")
+            tab.wait(f"document.querySelector('#tiles dd').textContent === '{count}'")
+            tab.wait("document.querySelector('#maps canvas')?.grid")
+            assert tab.complaints() == []
+        finally:
+            seen.set()
+            browser.close()
+            asking.join(120)
+        assert not asking.is_alive()
 
 
 def check_recording(path: Path) -> None:

@@ -555,6 +555,6 @@ addEventListener("keydown", keys);
 addEventListener("resize", () => { dirty = true; });
 document.addEventListener("visibilitychange", () => { dirty = true; });
 // for tests: what is known and what is shown
-globalThis.shoalLive = {panes: () => panes, view, filter, picked: () => picked, laneUnder, frames: () => frames};
+globalThis.shoalLive = {panes: () => panes, view, filter, picked: () => picked, laneUnder, scrub, frames: () => frames};
 if (replaying) replay(); else connect();
 requestAnimationFrame(frame);
