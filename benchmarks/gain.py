@@ -268,7 +268,8 @@ def draw(found: dict[str, list[dict[str, Any]]], folder: Path, about: str) -> No
         rows = [one for one in found["saturated"] if one["slots"] == size and one["mean"] == middle]
         cvs = [one["cv"] for one in rows]
         left.plot(cvs, [one["gain"] for one in rows], label=name, **looks[name].as_line())
-        left.plot(cvs, [one["predicted"] for one in rows], color=plot_style.SOFT, linewidth=0.8, linestyle=":")
+        guess = {**looks[name].as_line(), "linestyle": ":", "linewidth": 1.1}
+        left.plot(cvs, [one["predicted"] for one in rows], **guess)
         for cv, line in ((0.0, ":"), (1.0, "-")):
             apart = [
                 one

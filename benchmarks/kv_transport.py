@@ -1,24 +1,28 @@
 """How fast KV blocks go from one engine to another: python benchmarks/kv_transport.py [--blocks N]
 
 A second process fills an outbox, as a prefill engine does; this one copies its blocks into a KV cache, as a decode
-engine does, over shared memory and over TCP on this machine. Beside each figure: its share of what one thread's plain
-copy of the same bytes reaches in the same run, in turns with it. The best of all rounds counts: a busy machine makes
-the others longer, and long ones more so.
+engine does: over shared memory, over TCP on this machine, and over TCP with CURVE, as between machines. Beside each
+figure: its share of what one thread's plain copy of the same bytes reaches in the same run, in turns with it. The best
+of all rounds counts: a busy machine makes the others longer, and long ones more so. The time that a core is busy for a
+gigabyte, on either side, depends less on what else runs there.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.core.plan import BlockCopy
 from shoal.disagg.transport import PeerOutboxes, SharedOutbox, TcpOutbox
+from shoal.engine.curve_outbox import CurveOutbox, open_nearest
 from shoal.models.spec import spec_from_config
 from shoal.runner.kvstore import KVStore, bytes_per_block
 
@@ -29,20 +33,34 @@ CONFIG = {  # SmolLM2-135M
     "hidden_act": "silu",
 }  # fmt: skip
 BLOCK_SIZE = 16
+KINDS = ("shm", "tcp", "curve")
 
 
 def name(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
+def make(kind: str, folder: Path, blocks: int, size: int) -> Any:
+    if kind == "shm":
+        return SharedOutbox(folder, blocks, size)
+    return TcpOutbox(blocks, size) if kind == "tcp" else CurveOutbox("127.0.0.1", blocks, size)
+
+
 def serve(kind: str, folder: Path, blocks: int, size: int) -> None:
     """The other process: an outbox full of blocks."""
-    outbox = SharedOutbox(folder, blocks, size) if kind == "shm" else TcpOutbox("127.0.0.1", blocks, size)
+    outbox = make(kind, folder, blocks, size)
     for block in range(blocks):
         outbox.memory[block] = block % 251
         outbox.label(block, name(block))
     print(outbox.address, flush=True)
-    sys.stdin.read()
+    for _ in sys.stdin:  # each line is a question
+        print(cpu_s(), flush=True)
+
+
+def cpu_s() -> float:
+    """Of all threads of this process, so far."""
+    now = os.times()
+    return now.user + now.system
 
 
 def copy_s(store: KVStore, source: torch.Tensor) -> float:
@@ -67,10 +85,21 @@ def measure(kind: str, store: KVStore, blocks: int, size: int, rounds: int) -> d
         assert other.stdout is not None
         assert other.stdin is not None
         address = other.stdout.readline().strip()
+
+        def sender_cpu_s() -> float:
+            print(file=other.stdin, flush=True)
+            return float(other.stdout.readline())  # type: ignore[union-attr]
+
         source = torch.from_numpy(np.ones(blocks * size, dtype=np.uint8)).view(store.data.dtype)
         fetch_s(store, address, blocks)  # maps pages, opens the connection
         copy_s(store, source)
-        times = [(fetch_s(store, address, blocks), copy_s(store, source)) for _ in range(rounds)]
+        times, plain, reader_s, before_s = [], [], 0.0, sender_cpu_s()
+        for _ in range(rounds):
+            begun_s = cpu_s()
+            times.append(fetch_s(store, address, blocks))
+            reader_s += cpu_s() - begun_s
+            plain.append(copy_s(store, source))
+        sender_s = sender_cpu_s() - before_s
         right = all(
             bool((store.data[:, :, block].contiguous().view(torch.uint8) == block % 251).all())
             for block in (0, blocks - 1)
@@ -79,13 +108,14 @@ def measure(kind: str, store: KVStore, blocks: int, size: int, rounds: int) -> d
         assert right, "other bytes came than were sent"
         other.stdin.close()
         other.wait()
-    taken, plain = (min(column) for column in zip(*times, strict=True))
-    whole = blocks * size
+    taken, whole = min(times), blocks * size
     return {
         "gb_s": whole / taken / 1e9,
-        "memcpy_gb_s": whole / plain / 1e9,
-        "share": plain / taken,
+        "memcpy_gb_s": whole / min(plain) / 1e9,
+        "share": min(plain) / taken,
         "ms_per_1k_tokens": taken / (blocks * BLOCK_SIZE) * 1e6,
+        "sender_cpu_s_per_gb": sender_s / (rounds * whole / 1e9),
+        "reader_cpu_s_per_gb": reader_s / (rounds * whole / 1e9),
     }
 
 
@@ -102,14 +132,15 @@ def main() -> None:
     torch.set_num_threads(1)
     spec = spec_from_config(CONFIG)
     size = bytes_per_block(spec, BLOCK_SIZE, torch.bfloat16)
-    store = KVStore(spec, args.blocks, BLOCK_SIZE, torch.bfloat16, "cpu", peers=PeerOutboxes())
+    store = KVStore(spec, args.blocks, BLOCK_SIZE, torch.bfloat16, "cpu", peers=PeerOutboxes({"curve": open_nearest}))
     whole = args.blocks * size / 2**20
     print(f"{args.blocks} blocks of {size / 2**10:.0f} KiB, {whole:.0f} MiB together; best of {args.rounds} transfers")
-    for kind in ("shm", "tcp"):
+    for kind in KINDS:
         found = measure(kind, store, args.blocks, size, args.rounds)
         print(
-            f"{kind:4}  {found['gb_s']:5.2f} GB/s   plain copy {found['memcpy_gb_s']:5.2f} GB/s   "
-            f"{found['share']:.0%} of it   {found['ms_per_1k_tokens']:.1f} ms per 1,000 tokens"
+            f"{kind:5}  {found['gb_s']:5.2f} GB/s   plain copy {found['memcpy_gb_s']:5.2f} GB/s   "
+            f"{found['share']:.0%} of it   {found['ms_per_1k_tokens']:.1f} ms per 1,000 tokens   "
+            f"busy {found['sender_cpu_s_per_gb']:.2f} + {found['reader_cpu_s_per_gb']:.2f} s per GB"
         )
         print(json.dumps({"transport": kind, **found}))
     store.close()

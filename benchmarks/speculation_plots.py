@@ -42,7 +42,8 @@ def by_workload(kept: dict[str, Any]) -> "Figure":
     bars(left, rows, [row["tokens_a_pass"] for row in rows], [share(row) for row in rows])
     plot_style.label(left, "tokens a pass (1 without drafts)", "", "tokens a pass, and how many drafts were right")
     bars(right, rows, [row["cpu_ratio"] for row in rows], [f"{row['cpu_ratio']:.2f}" for row in rows])
-    plot_style.label(right, "speed, as a ratio to --speculate off", "", "speed; the dots are rounds, the ticks targets")
+    plot_style.label(right, "speed by CPU time, as a ratio to --speculate off", "",
+                     "speed; the dots are rounds, the ticks targets")  # fmt: skip
     for place, row in enumerate(rows):
         right.plot([row["target"]] * 2, [place - 0.42, place + 0.42], color=TARGET_COLOUR, linewidth=1.6)
         right.scatter(row["cpu_ratios"], [place + 0.2] * len(row["cpu_ratios"]), s=9, color=TARGET_COLOUR, alpha=0.55)
@@ -85,7 +86,7 @@ def by_load(kept: dict[str, Any]) -> "Figure":
         counts = sorted({row["requests"] for row in rows})
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.minorticks_off()
-    plot_style.label(left, "requests at a time", "speed, as a ratio to --speculate off", "speed")
+    plot_style.label(left, "requests at a time", "speed by CPU time, as a ratio to --speculate off", "speed")
     plot_style.label(right, "requests at a time", "draft tokens verified per request and pass", "drafts")
     handles, names = left.get_legend_handles_labels()
     plot_style.legend(figure, handles, names)

@@ -48,7 +48,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "build_draft": {"config", "core", "sched", "spec", "files", "text", "models", "runner"},
     "build_ranks": {"config", "files", "machine", "models", "runner"},
-    "build_types": {"config", "kernels", "models"},
+    "build_types": {"config", "kernels", "models", "runner"},
     "build_rates": {"build", "build_types", "config", "core", "kernels", "machine", "models", "runner"},
     "build_follower": {"build", "config", "files", "models", "runner"},
     "llm": {"build", "config", "core", "engine", "output", "text"},

@@ -200,6 +200,12 @@ def test_int8_on_a_gpu_is_refused() -> None:
         check_quantization(draft, "cuda")
     check_quantization(draft, "cpu")
     check_quantization(EngineConfig(quantization="fp8"), "cuda")
+    check_quantization(EngineConfig(quantization="int4"), "cpu")
+
+
+def test_int4_over_ranks_is_refused() -> None:
+    with pytest.raises(ImpossiblePair, match="quantization=int4 with tensor_parallel_size=2: blocks of 4-bit weights"):
+        EngineConfig.from_mapping({"quantization": "int4", "tensor_parallel_size": 2})
 
 
 @pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_dtype": "fp8"}])

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from shoal.build_draft import DRAFT_PASS_TOKENS, NO_DRAFT, DraftMemory, find_draft, load_draft, make_draft
 from shoal.build_ranks import AnyRanks, check_ranks, kv_over_ranks, share_threads, start_ranks
-from shoal.build_types import as_stored, check_quantization, fitting_fp8, kv_dtype, pick_ops
+from shoal.build_types import as_stored, check_quantization, fitting_fp8, kept_format, kv_dtype, pick_ops, quantize_rest
 from shoal.config.engine import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.job import EngineInfo
@@ -44,12 +44,10 @@ from shoal.runner.loader import (
     dummy_weights,
     load_weights,
     pick_dtype,
-    to_fp8,
-    to_int8,
     untied_if_both,
 )
 from shoal.runner.parallel import over_ranks
-from shoal.runner.quantized import NOT_IN_FP8, AsFp8, opened
+from shoal.runner.quantized import opened
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.runner.threads import ThreadChoice, ThreadFollower, begin_thread, choose_threads, release_threads, staying_on
@@ -365,21 +363,18 @@ def load_model(
         params = dummy_weights(spec, dtype, device, seed=config.seed or 0, shard=shard)
     else:
         form = checkpoint_format(files.config)
-        stored = ArrayReader(GgufFile(files.path)) if files.kind == "gguf" else SafetensorsReader(files.path)
-        reader = opened(stored, form)
+        file = GgufFile(files.path) if files.kind == "gguf" else None
+        reader = opened(SafetensorsReader(files.path) if file is None else ArrayReader(file), form)
         spec = untied_if_both(reader, spec)
-        small = config.quantization == "fp8"
+        small = config.quantization in ("fp8", "int4")
         # a config that claims more than the files hold is refused for that
         held = min(spec.parameters, sum(math.prod(reader.shape(name)) for name in reader.names()))
         smaller = ", or --dtype bfloat16" if dtype.itemsize > 2 else ""
         change = f"give it more memory, or choose a smaller model{smaller}"
         check_size(held // parts, FP8 if small else dtype, device, change)
-        keep = AsFp8(reader, device) if small else None
+        keep = kept_format(config, reader, file, files.name, device)
         params = load_weights(reader, spec, dtype, device, progress, shard, keep)
-    if config.quantization == "int8":
-        params.convert(to_int8)
-    elif config.quantization == "fp8":  # what is not in fp8 yet
-        params.convert(to_fp8, but=NOT_IN_FP8)
+    quantize_rest(config, params)
     ops = pick_ops(config, device)
     params.convert(ops.prepare)
     return make_model(shard.local(spec), params, ops, shard)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.build import Built, whole_memory
-from shoal.build_types import kv_dtype
+from shoal.build_types import kv_dtype, weight_bytes
 from shoal.config.engine import EngineConfig
 from shoal.core.work import DeviceRates, ModelWork
 from shoal.kernels.rates import measuring
@@ -36,8 +36,7 @@ def model_work(spec: ModelSpec, weight_bytes: float, kv_bytes: float) -> ModelWo
 def work_of(built: Built) -> ModelWork:
     size, config = built.config.block_size, built.config
     kv_bytes = bytes_per_block(built.spec, size, kv_dtype(config, built.dtype)) / size
-    weight_bytes = 1 if config.quantization != "none" else built.dtype.itemsize
-    return model_work(built.spec, weight_bytes, kv_bytes)
+    return model_work(built.spec, weight_bytes(config, built.dtype), kv_bytes)
 
 
 def measure_when_idle(built: Built, tell: Callable[[DeviceRates], None]) -> None:

@@ -13,9 +13,14 @@ from shoal import kernels
 from shoal.config.engine import EngineConfig
 from shoal.errors import BadConfig
 from shoal.kernels.fp8 import FP8
+from shoal.kernels.weights import Parameters
 from shoal.models.formats import CheckpointFormat
+from shoal.runner.int4 import AsInt4, BlockFile, int4_source, to_int4
+from shoal.runner.loader import KeptFormat, NoneKept, WeightReader, to_fp8, to_int8
+from shoal.runner.quantized import NOT_IN_FP8, AsFp8
 
 log = logging.getLogger(__name__)
+BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}  # of a weight, scales included
 
 
 def check_quantization(config: EngineConfig, device: str) -> None:
@@ -60,6 +65,32 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """The type that the model's keys and values are kept in; dtype: what it computes in, and what a draft model keeps
     its own in."""
     return FP8 if config.kv_dtype == "fp8" else dtype
+
+
+def kept_format(
+    config: EngineConfig, reader: WeightReader, file: BlockFile | None, model: str, device: str
+) -> KeptFormat:
+    """Which matrices of a checkpoint are kept in a format of their own; file: if it is one of blocks. Raises BadConfig
+    if there are to be some and there are none."""
+    if config.quantization == "fp8":
+        return AsFp8(reader, device)
+    return AsInt4(int4_source(reader, file, model), device) if config.quantization == "int4" else NoneKept()
+
+
+def quantize_rest(config: EngineConfig, params: Parameters) -> None:
+    """Quantise what is not kept as it was stored. In 4 bits only random weights are: rounding real ones to the nearest
+    costs more accuracy than files in 4 bits do."""
+    if config.quantization == "int8":
+        params.convert(to_int8)
+    elif config.quantization == "fp8":
+        params.convert(to_fp8, but=NOT_IN_FP8)
+    elif config.quantization == "int4" and config.load_format == "dummy":
+        params.convert(to_int4, but=NOT_IN_FP8)
+
+
+def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> float:
+    """Of one weight, in products."""
+    return BYTES.get(config.quantization, dtype.itemsize)
 
 
 def pick_ops(config: EngineConfig, device: str) -> kernels.Ops:

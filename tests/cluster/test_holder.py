@@ -18,12 +18,13 @@ from shoal.engine.client import ZmqClient
 from shoal.engine.curve import KeyPair
 from shoal.engine.members import Member
 from shoal.engine.supervise import USERS_MISTAKE
+from shoal.routing.router import Router
 from tests.engine.hosts import Notes, until
 from tests.story.models import save_model
 
 
-def config(model: Path, keys: KeyPair, epoch: int) -> dict[str, Any]:
-    engine = EngineConfig(model=str(model), dtype="float32", kv_memory=2**22, threads=1, device="cpu")
+def config(model: Path, keys: KeyPair, epoch: int, **chosen: Any) -> dict[str, Any]:
+    engine = EngineConfig(model=str(model), dtype="float32", kv_memory=2**22, threads=1, device="cpu", **chosen)
     shared = {"log_level": "warning", "log_format": "text", "drain_timeout": 5.0, "client_key": keys.public}
     return {**shared, "engine": as_json(engine), "epoch": epoch}
 
@@ -104,3 +105,48 @@ def test_an_ipv6_address_is_written_in_brackets(host: str) -> None:
     holder = EngineHolder(host)
     assert holder._host == ("[::1]" if host == "::1" else host)
     holder.close()
+
+
+async def answered(client: ZmqClient, id: str, prompt: list[int]) -> list[int]:
+    note = Notes()
+    client.submit(Job(id=id, prompt=prompt, params=SamplingParams(max_tokens=30), seed=3), note)
+    await note.done.wait()
+    return note.tokens[0]
+
+
+@pytest.mark.parametrize(
+    "transport", [pytest.param(None, marks=pytest.mark.slow), "tcp"], ids=["shared memory", "CURVE"]
+)
+def test_engines_of_two_roles_hand_requests_over(tmp_path: Path, transport: str | None) -> None:
+    """The second prompt meets the decode engine alone, which computes it itself."""
+    model, keys = save_model(tmp_path / "model"), KeyPair.fresh()
+    prompts = [[5 + (3 * number) % 200 for number in range(first, first + 100)] for first in (0, 50)]
+    holders = [EngineHolder("127.0.0.1") for _ in range(3)]
+
+    async def story() -> None:
+        for holder, role in zip(holders, ("prefill", "decode", ""), strict=True):
+            chosen = {"prefill": "disaggregated"} if role else {}
+            holder.start({**config(model, keys, 0, **chosen), "role": role, "kv_transport": transport})
+        found = [await reached(holder, "up") for holder in holders]
+        addresses = [Member(n, one.address, one.server_key).address(keys) for n, one in enumerate(found)]
+        alone = ZmqClient(tmp_path, "front.0", engines=[addresses[2]])
+        apart = ZmqClient(tmp_path, "front.1", engines=addresses[:2], router=Router("prefix"))
+        for client in (alone, apart):
+            client.start()
+        await until(lambda: alone.info and all(one.up for one in apart.engines), "all engines answer")
+        wanted = [await answered(alone, f"a{n}", prompt) for n, prompt in enumerate(prompts)]
+        assert await answered(apart, "b0", prompts[0]) == wanted[0]
+        counted = await apart.ask("metrics", 1)
+        assert "shoal_kv_blocks_arrived_total 6.0" in counted
+        assert "shoal_kv_blocks_lost_total 0.0" in counted
+        holders[0].kill()
+        await until(lambda: not apart.engines[0].up, "its death is noticed")
+        assert await answered(apart, "b1", prompts[1]) == wanted[1]
+        for client in (alone, apart):
+            await client.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(story(), 300))
+    finally:
+        for holder in holders:
+            holder.close()

@@ -174,6 +174,8 @@ def test_engines_of_two_roles() -> None:
     assert serve.roles == ("prefill",) * 2 + ("decode",) * 3
     assert serve_config_from_json(json.loads(json.dumps(as_json(serve)))).roles == serve.roles
     assert options("--replicas", "2")[1].roles == ("", "")
+    _, serve = options("--prefill", "disaggregated", "--cluster", "ray", "--decode-replicas", "70")
+    assert (serve.least_replicas, serve.most_replicas) == (71, 71)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,9 @@ def test_engines_of_two_roles() -> None:
         (("--prefill", "disaggregated", "--decode-replicas", "0"), "hand requests over"),
         (("--prefill", "disaggregated", "--decode-replicas", "64"), "at most 64"),
         (("--prefill", "disaggregated", "--replicas", "2"), "--decode-replicas"),
-        (("--prefill", "disaggregated", "--cluster", "ray"), "one machine"),
+        (("--prefill", "disaggregated", "--cluster", "ray", "--max-replicas", "3"), "is fixed"),
+        (("--prefill", "disaggregated", "--cluster", "ray", "--kv-transport", "shm"), "use tcp"),
+        (("--prefill", "disaggregated", "--cluster", "ray", "--kv-transport", "cuda-ipc"), "use tcp"),
         (("--prefill", "disaggregated", "--tensor-parallel-size", "2"), "in parts"),
         (("--prefill", "disaggregated", "--no-prefix-caching"), "prefix cache"),
         (("--prefill", "disaggregated", "--when-short", "swap"), "outbox"),

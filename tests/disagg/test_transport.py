@@ -3,10 +3,12 @@ goes wrong is a TransferFailed, never wrong bytes."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from shoal.core.plan import BlockCopy
 from shoal.disagg import transport
 from shoal.disagg.transport import PeerOutboxes, SharedOutbox, TcpOutbox
+from shoal.engine.curve_outbox import CurveOutbox, CurvePeer, open_nearest
 from shoal.errors import TransferFailed
 from shoal.models.spec import spec_from_config
 from shoal.runner.copier import Copier
@@ -24,7 +27,8 @@ from shoal.runner.kvstore import KVStore, bytes_per_block
 from tests.models.test_spec import config
 
 BLOCKS, BYTES = 8, 5000
-KINDS = ("shm", "tcp")
+KINDS = ("shm", "tcp", "curve")
+NETWORK = {"curve": open_nearest}
 
 
 def name(number: int) -> bytes:
@@ -32,7 +36,12 @@ def name(number: int) -> bytes:
 
 
 def make(kind: str, folder: Path, blocks: int = BLOCKS, size: int = BYTES) -> Any:
-    return SharedOutbox(folder, blocks, size) if kind == "shm" else TcpOutbox("127.0.0.1", blocks, size)
+    made = {
+        "shm": lambda: SharedOutbox(folder, blocks, size),
+        "tcp": lambda: TcpOutbox(blocks, size),
+        "curve": lambda: CurveOutbox("127.0.0.1", blocks, size),
+    }
+    return made[kind]()
 
 
 def fill(outbox: Any, block: int, number: int) -> None:
@@ -50,7 +59,7 @@ def outbox(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def peers() -> Iterator[PeerOutboxes]:
-    made = PeerOutboxes()
+    made = PeerOutboxes(NETWORK)
     yield made
     made.close()
 
@@ -95,7 +104,7 @@ def test_a_block_that_never_comes_is_given_up(
 def test_a_block_that_changes_while_it_is_read_is_not_trusted(outbox: Any, peers: PeerOutboxes) -> None:
     fill(outbox, 0, 1)
     fill(outbox, 1, 2)
-    if isinstance(outbox, TcpOutbox):
+    if not isinstance(outbox, SharedOutbox):
         holds, looks = outbox.segment.holds, [0]
 
         def changed(block: int, wanted: bytes) -> bool:
@@ -131,8 +140,34 @@ def test_an_engine_that_is_gone_is_noticed_at_once(outbox: Any, peers: PeerOutbo
         read(peers, outbox.address, [0], [name(1)])
 
 
-def test_a_reader_that_closes_waits_no_more(tmp_path: Path, peers: PeerOutboxes) -> None:
-    outbox = make("shm", tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outboxes_of_engines_that_are_gone_are_let_go(kind: str, tmp_path: Path, peers: PeerOutboxes) -> None:
+    (tmp_path / "next").mkdir()
+    for folder in (tmp_path, tmp_path / "next"):
+        outbox = make(kind, folder)
+        fill(outbox, 0, 1)
+        assert read(peers, outbox.address, [0], [name(1)])
+        assert list(peers._peers) == [outbox.address]
+        outbox.close()
+        wait_until(lambda: has_ended(peers))
+
+
+def has_ended(peers: PeerOutboxes) -> bool:
+    """Looks at a copy of what the connection of the one peer says, so that it is still there for the next look."""
+    (peer,) = peers._peers.values()
+    if isinstance(peer, CurvePeer):
+        return all(one.monitor.poll(0) for one in peer._connections)
+    return peer.has_ended()
+
+
+def wait_until(came: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not came():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_reader_that_closes_waits_no_more(outbox: Any, peers: PeerOutboxes) -> None:
     failures: list[Exception] = []
 
     def reads() -> None:
@@ -147,7 +182,6 @@ def test_a_reader_that_closes_waits_no_more(tmp_path: Path, peers: PeerOutboxes)
     peers.close()
     reading.join(20)
     assert failures
-    outbox.close()
 
 
 def test_without_the_token_nothing_is_sent(tmp_path: Path, peers: PeerOutboxes) -> None:
@@ -160,6 +194,26 @@ def test_without_the_token_nothing_is_sent(tmp_path: Path, peers: PeerOutboxes) 
     outbox.close()
 
 
+def test_an_outbox_that_does_not_answer_is_tried_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one on a machine that is gone: here, a port where none is accepted."""
+    monkeypatch.setattr(transport, "CONNECT_S", 0.2)
+    tries: list[str] = []
+
+    def open_silent(rest: str) -> Any:
+        tries.append(rest)
+        return open_nearest(rest)
+
+    peers = PeerOutboxes({"curve": open_silent})
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"curve://127.0.0.1:{silent.getsockname()[1]}/{'1' * 64}/{'2' * 64}"
+        for reason in ("does not answer", "a moment ago", "a moment ago"):
+            with pytest.raises(TransferFailed, match=reason) as caught:
+                read(peers, address, [0], [name(1)])
+            assert "2" * 64 not in str(caught.value), "the reader's key is a secret"
+    assert len(tries) == 1
+    peers.close()
+
+
 def test_an_unknown_kind_of_address_is_a_failed_transfer(peers: PeerOutboxes) -> None:
     with pytest.raises(TransferFailed):
         peers.read("carrier-pigeon:home", [0], [name(1)], lambda number, data: None)
@@ -169,8 +223,12 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from shoal.disagg.transport import SharedOutbox, TcpOutbox
+from shoal.engine.curve_outbox import CurveOutbox
 kind, folder = sys.argv[1:]
-outbox = SharedOutbox(Path(folder), 4, 100) if kind == "shm" else TcpOutbox("127.0.0.1", 4, 100)
+if kind == "shm":
+    outbox = SharedOutbox(Path(folder), 4, 100)
+else:
+    outbox = TcpOutbox(4, 100) if kind == "tcp" else CurveOutbox("127.0.0.1", 4, 100)
 outbox.memory[2] = 7
 outbox.label(2, b"n" * 32)
 print(outbox.address, flush=True)
@@ -189,7 +247,7 @@ def test_between_processes_and_after_a_kill(kind: str, tmp_path: Path, peers: Pe
     with pytest.raises(TransferFailed):
         read(peers, address, [3], [b"m" * 32])
     with pytest.raises(TransferFailed):
-        read(peers, address, [2], [b"n" * 32]) if kind == "tcp" else read(peers, address, [3], [b"m" * 32])
+        read(peers, address, [3], [b"m" * 32]) if kind == "shm" else read(peers, address, [2], [b"n" * 32])
     child.stdout.close()
 
 
@@ -199,7 +257,7 @@ def test_kv_blocks_go_from_one_engine_to_another(kind: str, dtype: torch.dtype, 
     spec = spec_from_config(config())
     outbox = make(kind, tmp_path, 5, bytes_per_block(spec, 4, dtype))
     source = KVStore(spec, 6, 4, dtype, "cpu", outbox=outbox)
-    target = KVStore(spec, 9, 4, dtype, "cpu", peers=PeerOutboxes())
+    target = KVStore(spec, 9, 4, dtype, "cpu", peers=PeerOutboxes(NETWORK))
     source.data.copy_(torch.randn(source.data.shape, generator=torch.Generator().manual_seed(1)))
     sends, gets = Copier(source), Copier(target)
     names = (name(1), name(2), name(3))

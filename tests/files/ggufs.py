@@ -66,8 +66,21 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows[order]
 
 
+def quantized(values: np.ndarray, kind: Any) -> np.ndarray:
+    """As blocks. The package cannot round to Q4_K: there, any numbers do."""
+    if kind != Q.Q4_K:
+        return gguf.quantize(values, kind)
+    blocks = np.random.default_rng(values.size).integers(256, size=(*values.shape[:-1], values.shape[-1] // 256, 144))
+    halves = (np.random.default_rng(1).random((*blocks.shape[:-1], 2)) / 256).astype(np.float16)
+    made = blocks.astype(np.uint8)
+    made[..., :4] = halves.view(np.uint8)
+    return made.reshape(*values.shape[:-1], -1)
+
+
 def write(path: Path, arch: str, weights: dict[str, np.ndarray], kind: Any = Q.F32, **more: Any) -> Path:
-    """Write weights given in Hugging Face names and order; two-dimensional ones in the given quantization."""
+    """Write weights given in Hugging Face names and order; two-dimensional ones in the given quantization, or, by their
+    names, in those of `kinds`."""
+    kinds = more.pop("kinds", {})
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(LAYERS)
     writer.add_context_length(2048)
@@ -86,8 +99,9 @@ def write(path: Path, arch: str, weights: dict[str, np.ndarray], kind: Any = Q.F
         values = given
         if arch == "llama" and (".q_proj." in hf_name or ".k_proj." in hf_name):
             values = interleave(values, HEADS if ".q_proj." in hf_name else KV_HEADS)
-        if values.ndim == 2 and kind != Q.F32:
-            writer.add_tensor(gguf_name(hf_name), gguf.quantize(values, kind), raw_dtype=kind)
+        this = kinds.get(hf_name, kind)
+        if values.ndim == 2 and this != Q.F32:
+            writer.add_tensor(gguf_name(hf_name), quantized(values, this), raw_dtype=this)
         else:
             writer.add_tensor(gguf_name(hf_name), values)
     writer.write_header_to_file()

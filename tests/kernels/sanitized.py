@@ -15,6 +15,7 @@ from shoal.kernels.cpu import Library, NativeOps, compiled
 from shoal.kernels.ref import RefOps
 from shoal.kernels.weights import DenseWeight, quantize
 from shoal.models.layer import run_layers
+from tests.kernels.blocks import a_weight
 from tests.kernels.draw_rows import greedy_rows
 from tests.kernels.layers import NAMES, a_layer, in_8_bits, in_one_call, prepared, with_weights
 from tests.kernels.ragged import Tables
@@ -32,6 +33,7 @@ def main(path: str, seed: str, cases: str) -> None:
             torch.set_num_threads(chance.choice((1, 2, 3)))
             attention(ops, chance)
             products(ops, chance)
+            blocks(ops, chance)
             rows(ops, chance)
             layers(ops, chance)
     print(f"{cases} cases")
@@ -74,6 +76,19 @@ def products(ops: NativeOps, chance: random.Random) -> None:
     assert torch.equal(ops.linear(x, small_model, bias), ops.linear(x, small, bias))
     for stored in (small, small_model):
         assert torch.equal(ops.embed(ids, stored), small.rows(ids))
+
+
+def blocks(ops: NativeOps, chance: random.Random) -> None:
+    """Weights in blocks of 4 and 8 bits, of outputs that are whole panels and of others."""
+    outputs, inputs = chance.choice((1, 7, 16, 33, 64, 130)), chance.choice((32, 96, 160, 256))
+    count, group = chance.choice((1, 2, 3, 4, 5, 17, 33, 70)), chance.choice((32, 64, 4096))
+    dtype, bias = chance.choice((torch.float16, torch.float32)), chance.choice((None, torch.randn(outputs)))
+    weight = a_weight(outputs, inputs, chance.choice((4, 8)), group, dtype)
+    x, residual = torch.randn(count, inputs), torch.randn(count, outputs)
+    found = ops.linear_add(x, ops.prepare(weight), bias, residual.clone())
+    wanted = REF.linear_add(x, weight, bias, residual)
+    size = x.abs() @ weight.dense().abs().T
+    assert ((found - wanted).abs() <= 0.01 * size + 1e-3).all()
 
 
 def rows(ops: NativeOps, chance: random.Random) -> None:

@@ -62,7 +62,7 @@ def log_latency(axes: "Axes") -> None:
         plot_style.note_empty(axes, "no request finished")
         return
     plot_style.log_axis(axes, "y")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.07 * axes.get_xlim()[1])
 
 
 def latency_plot(runs: Runs, promise: Promise) -> "Figure":

@@ -48,6 +48,7 @@ def kv_panel(axes: "Axes", run: RunRecord) -> None:
     times, used, held_share = kv_course(run)
     axes.fill_between(times, used, held_share, **plot_style.area(*KINDS[PAD][1:]))
     axes.fill_between(times, used, **plot_style.area(plot_style.DECODE_COLOUR))
+    axes.set_xlim(left=0)
 
 
 def kv_course(run: RunRecord) -> tuple[list[float], list[float], list[float]]:
@@ -116,6 +117,7 @@ def work_panel(axes: "Axes", run: RunRecord) -> None:
     )
     axes.plot([(from_s + to_s) / 2], [work], marker="v", markersize=7, color=plot_style.TEXT, clip_on=False, zorder=5)
     axes.autoscale_view(scaley=False)
+    axes.set_xlim(left=0)
 
 
 def neighbours(timed: list[Timed], most: int) -> list[list[Timed]]:

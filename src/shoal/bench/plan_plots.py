@@ -30,12 +30,12 @@ def cost_panel(axes: "Axes", plan: Mapping[str, Any]) -> None:
     for one in kept:
         axes.annotate(str(one["replicas"]), (one["factor"], one["cost_per_million_tokens"]), xytext=(4, 5),
                       textcoords="offset points", fontsize=8.5, color=plot_style.SOFT)  # fmt: skip
-    axes.axvline(1.0, color=plot_style.COLOURS[0], linewidth=1.0)
     impossible = [one["factor"] for one in plan["by_promise"] if one["replicas"] is None]
     if impossible:
-        axes.axvspan(min(impossible), max(impossible), color=plot_style.PALE)
+        axes.axvspan(min(impossible) / 1.2, max(impossible), color=plot_style.PALE)
     plot_style.log_axis(axes, "x")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(costs, default=1.0))
+    plot_style.promise_line(axes, 1.0, "the promise")
     plot_style.label(
         axes,
         "promised times, as multiples of the promise (grey: none will do)",
@@ -47,11 +47,11 @@ def cost_panel(axes: "Axes", plan: Mapping[str, Any]) -> None:
 def knee_panel(axes: "Axes", plan: Mapping[str, Any]) -> None:
     points = plan["points"]
     rates = [one["rate"] for one in points]
-    drawn = (("ttft_p99_s", "TTFT p99"), ("ttft_p50_s", "TTFT p50"), ("gap_p99_s", "gap p99"), ("gap_p50_s", "gap p50"))
-    for (key, name), colour in zip(drawn, plot_style.COLOURS, strict=False):
-        axes.plot(
-            rates, [one[key] * 1e3 for one in points], "o-", color=colour, linewidth=1.5, markersize=4, label=name
-        )
+    for (kind, name), colour in zip((("ttft", "TTFT"), ("gap", "gap")), plot_style.COLOURS, strict=False):
+        for percent, line in ((99, "-"), (50, plot_style.LINES[1])):
+            looks: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": 1.5, "marker": "o"}
+            times_ms = [one[f"{kind}_p{percent}_s"] * 1e3 for one in points]
+            axes.plot(rates, times_ms, markersize=4, label=f"{name} p{percent}", **looks)
     axes.axvline(plan["knee"]["rate"], color=plot_style.SOFT, linewidth=1.0, label="knee")
     plot_style.log_axis(axes, "y")
     plot_style.label(axes, "requests per second of one replica", "milliseconds", "Load of one replica")

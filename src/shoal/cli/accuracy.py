@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
     "int8": {"dtype": "float32", "quantization": "int8"},
+    "int4": {"quantization": "int4"},
     "fp8": {"quantization": "fp8"},
     "kv-fp8": {"kv_dtype": "fp8"},
     "fp8+kv-fp8": {"quantization": "fp8", "kv_dtype": "fp8"},

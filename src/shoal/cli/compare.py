@@ -47,7 +47,9 @@ def add_compare(commands: Any) -> None:
         metavar="NAMES",
         help=f"all, or some of: {', '.join(PRESETS)}; shoal+order=sjf is shoal with another setting",
     )
-    group.add_argument("--rates", default="4", metavar="R,R,…", help="requests per second; 0: all at once (default: 4)")
+    group.add_argument(  # more than groups can serve on two cores, where all of it takes 3 to 4 minutes
+        "--rates", default="12", metavar="R,R,…", help="requests per second; 0: all at once (default: 12)"
+    )
     group.add_argument(
         "--users", type=int, default=0, help="closed loop: this many users with one request at a time, instead of rates"
     )
@@ -202,7 +204,10 @@ def engine_maker(
         size = flags.get("block_size", 16)
         blocks = -(-tokens // size)
         memory = blocks * bytes_per_block(loaded.spec, size, kept)
+        longest = -(-longest_request(plan) // size) * size
         chosen = {"max_num_seqs": plan.slots, "kv_memory": memory, **settings, **flags, "model": None}
+        if longest <= min(blocks * size, loaded.spec.max_position):  # so that no run warns of its short KV cache
+            chosen.setdefault("max_model_len", longest)
         config = EngineConfig.from_mapping(chosen)
         if config.prefill != "disaggregated":
             return assemble(loaded, config).loop
@@ -248,13 +253,12 @@ def least_s(loaded: "Loaded", plan: "ComparePlan", machine: "Machine") -> float:
 def work_of(args: argparse.Namespace, loaded: "Loaded") -> "ModelWork":
     """What passes cost, from which the runs' utilisation is derived."""
     from shoal.build_rates import model_work
-    from shoal.build_types import kv_dtype
+    from shoal.build_types import kv_dtype, weight_bytes
     from shoal.runner.kvstore import bytes_per_block
 
     config = EngineConfig.from_args(args)
     kv_bytes = bytes_per_block(loaded.spec, 1, kv_dtype(config, loaded.dtype))
-    weight_bytes = 1 if config.quantization != "none" else loaded.dtype.itemsize
-    return model_work(loaded.spec, weight_bytes, kv_bytes)
+    return model_work(loaded.spec, weight_bytes(config, loaded.dtype), kv_bytes)
 
 
 def make_meta(

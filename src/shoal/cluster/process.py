@@ -86,6 +86,8 @@ def make_fleet(config: Mapping[str, Any], options: ServeConfig, cluster: RayClus
             "epoch": epoch,
             "after_fault": after_fault,
             "client_key": keys.public,
+            "role": options.roles[number] if number < len(options.roles) else "",
+            "kv_transport": options.kv_transport,
             "drain_timeout": DRAIN_S,
             "log_level": config["log_level"],
             "log_format": config["log_format"],

@@ -36,6 +36,10 @@ IMPOSSIBLE: tuple[tuple[Mapping[str, Container[object]], str], ...] = (
     ({"quantization": ("fp8",), **SPLIT}, FP8_IS_WHOLE),
     ({"kv_dtype": ("fp8",), **SPLIT}, FP8_IS_WHOLE),
     (
+        {"quantization": ("int4",), **SPLIT},
+        "blocks of 4-bit weights are not split over ranks; use tensor_parallel_size=1, or quantization=none",
+    ),
+    (
         {**APART, "batching": ("static", "dynamic")},
         "a group is answered together, and its members would be on different engines; use batching=continuous",
     ),
@@ -75,8 +79,9 @@ class EngineConfig(Options):
     dtype: str = option("auto", "type of weights and KV", choices=DTYPES, group="model")
     quantization: str = option(
         "none",
-        "8-bit weights with a scale per output, made while loading: int8 on CPUs, fp8 on NVIDIA GPUs",
-        choices=("none", "int8", "fp8"),
+        "8-bit weights with a scale per output, made while loading: int8 on CPUs, fp8 on NVIDIA GPUs; int4: 4-bit "
+        "weights of GGUF, AWQ and GPTQ files stay as they are",
+        choices=("none", "int8", "fp8", "int4"),
         group="model",
     )
     device: str = option(

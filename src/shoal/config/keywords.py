@@ -12,7 +12,7 @@ class EngineOptions(TypedDict, total=False):
 
     load_format: Literal["auto", "dummy"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    quantization: Literal["none", "int8", "fp8"]
+    quantization: Literal["none", "int8", "fp8", "int4"]
     device: Literal["auto", "cpu", "cuda"]
     chat_template: str | None
     special_tokens_in_messages: Literal["text", "tokens"]

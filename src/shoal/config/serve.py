@@ -68,7 +68,8 @@ class ServeConfig(Options):
     )
     kv_transport: str | None = option(
         None,
-        "how KV blocks go from prefill to decode engines; default: cuda-ipc between engines on one GPU, else shm",
+        "how KV blocks go from prefill to decode engines; default: cuda-ipc between engines on one GPU, shm on one "
+        "machine, else tcp",
         choices=("shm", "tcp", "cuda-ipc"),
         group="server",
     )
@@ -274,7 +275,7 @@ class ServeConfig(Options):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Of each engine on this machine; "": both."""
+        """Of each engine; "": both. On a cluster engines without a role may come and go beyond these."""
         if self.prefill_replicas is None:
             return ("",) * self.replicas
         return ("prefill",) * self.prefill_replicas + ("decode",) * (self.decode_replicas or 0)
@@ -301,7 +302,7 @@ class ServeConfig(Options):
                 "decode_replicas must be at least 1: prefill engines hand requests over to them; for engines that do "
                 "both use --replicas"
             )
-        if prefill + decode > MOST_REPLICAS:
+        if self.cluster is None and prefill + decode > MOST_REPLICAS:
             raise BadConfig(f"{prefill + decode} engines are too many for one machine; use at most {MOST_REPLICAS}")
         if self.replicas != 1:
             raise BadConfig(
@@ -309,15 +310,26 @@ class ServeConfig(Options):
                 "--decode-replicas"
             )
         if self.cluster is not None:
-            raise BadConfig(
-                "--prefill disaggregated is for engines on one machine, and a cluster may place them on several; "
-                "leave out --cluster, or use --prefill chunked"
-            )
+            self._check_roles_on_a_cluster()
         return replace(self, prefill_replicas=prefill, decode_replicas=decode)
+
+    def _check_roles_on_a_cluster(self) -> None:
+        if self.min_replicas is not None or self.max_replicas is not None:
+            raise BadConfig(
+                "--min-replicas and --max-replicas are for engines that do everything; with --prefill disaggregated "
+                "the number of engines of each role is fixed: use --prefill-replicas and --decode-replicas"
+            )
+        if self.kv_transport not in (None, "tcp"):
+            raise BadConfig(
+                f"--kv-transport {self.kv_transport} does not reach another machine, and a cluster may place engines "
+                f"on several; use tcp, or leave it out: then engines on one node share memory, and others use tcp"
+            )
 
     @property
     def least_replicas(self) -> int:
         """Fewest engines on a cluster."""
+        if self.prefill_replicas is not None:
+            return len(self.roles)
         return self.replicas if self.min_replicas is None else self.min_replicas
 
     @property

@@ -42,14 +42,14 @@ class KVLinks:
         return self._outbox
 
 
-def links_of(role: str, transport: str, folder: Path, host: str = "127.0.0.1") -> KVLinks:
-    """Of an engine of this role (""): none, whose own folder this is. `host`: where TCP listens."""
+def links_of(role: str, transport: str, folder: Path) -> KVLinks:
+    """Of an engine of this role (""): none, whose own folder this is, to engines on the same machine."""
     if not role:
         return KVLinks()
     pick(dict.fromkeys(ROLES), role, "role")
     kinds: dict[str, MakeOutbox] = {
         "shm": lambda blocks, size: SharedOutbox(folder, blocks, size),
-        "tcp": lambda blocks, size: TcpOutbox(host, blocks, size),
+        "tcp": lambda blocks, size: TcpOutbox(blocks, size),
         "cuda-ipc": lambda blocks, size: _cuda().CudaOutbox(folder, blocks, size),
     }
     make = pick(kinds, transport, "KV transport")

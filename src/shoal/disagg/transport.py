@@ -3,8 +3,10 @@
 An outbox is a segment of host blocks and a thread that lets other engines in:
 
     shm    unix:PATH              the reader gets the segment's descriptor, maps it and copies straight out of it
-    tcp    tcp://HOST:PORT/TOKEN  the reader asks for blocks by place and name, and they are sent
+    tcp    tcp://HOST:PORT/TOKEN  the reader asks for blocks by place and name, and they are sent in clear: so HOST
+                                  is this machine's loopback interface
     (cuda-ipc.  cuda:PATH         the blocks lie on a GPU: disagg/cuda_ipc.py)
+    (between machines: curve://…  encrypted: engine/curve_outbox.py)
 
 A block is announced before it is there. Its reader waits until its label says so, as long as the other engine
 lives. Knows bytes, names and sockets; does not know requests or torch.
@@ -36,6 +38,8 @@ SOCKET = "outbox.sock"  # in the engine's private folder
 WAIT_S = 30.0  # longest wait for a block that was announced: a pass of the other engine may come first
 LOOK_S = 0.0005  # between two looks at a label
 CONNECT_S = 5.0
+AGAIN_S = 10.0  # after which an outbox that did not answer is tried again
+LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 32
 _COUNT = struct.Struct("<I")
 _ASKED = struct.Struct(f"<I{LABEL_BYTES}s")  # place, name
@@ -62,10 +66,11 @@ class SharedOutbox:
 
     def __init__(self, folder: Path, blocks: int, block_bytes: int) -> None:
         """`folder`: the engine's own, which only this user can enter."""
+        listener = listen_in(folder)
         self.segment = Segment.fresh(blocks, block_bytes)
         self.memory: Any = self.segment.data
         self.address = f"unix:{folder / SOCKET}"
-        self._doors = Doors(listen_in(folder), self._welcome)
+        self._doors = Doors(listener, self._welcome)
 
     def clear(self, block: int) -> None:
         self.segment.clear(block)
@@ -87,15 +92,14 @@ class SharedOutbox:
 
 
 class TcpOutbox:
-    """An outbox whose blocks are sent over TCP to readers with the right token."""
+    """An outbox whose blocks are sent over TCP to readers on this machine that have its token."""
 
-    def __init__(self, host: str, blocks: int, block_bytes: int) -> None:
+    def __init__(self, blocks: int, block_bytes: int) -> None:
         self.segment = Segment.fresh(blocks, block_bytes)
         self.memory: Any = self.segment.data
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        shown = f"[{host}]" if ":" in host else host
-        self.address = f"tcp://{shown}:{listener.getsockname()[1]}/{self._token.hex()}"
+        listener = socket.create_server((LOOPBACK, 0))
+        self.address = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}/{self._token.hex()}"
         self._closing = Event()
         self._doors = Doors(listener, self._welcome)
 
@@ -170,8 +174,12 @@ def listen_in(folder: Path) -> socket.socket:
     path = folder / SOCKET
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    listener.listen()
+    try:
+        listener.bind(str(path))
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
@@ -182,6 +190,9 @@ class Peer(Protocol):
     """Another engine's outbox, opened."""
 
     def read(self, blocks: Sequence[int], names: Sequence[bytes], take: Take, closing: Event) -> None: ...
+
+    def has_ended(self) -> bool:
+        """Whether the other engine is gone, or the way to it."""
 
     def close(self) -> None: ...
 
@@ -201,12 +212,15 @@ class SharedPeer:
             self.confirm(block, name)
 
     def wait(self, block: int, name: bytes, closing: Event) -> None:
-        if not wait_for(self.segment, block, name, lambda: closing.is_set() or has_ended(self._socket)):
+        if not wait_for(self.segment, block, name, lambda: closing.is_set() or self.has_ended()):
             raise TransferFailed("a block was announced and did not come")
 
     def confirm(self, block: int, name: bytes) -> None:
         if not self.segment.holds(block, name):
             raise TransferFailed("a block was overwritten while it was read")
+
+    def has_ended(self) -> bool:
+        return has_ended(self._socket)
 
     def close(self) -> None:
         self._socket.close()
@@ -220,7 +234,7 @@ class TcpPeer:
         """`rest`: of the address, after tcp://"""
         place, _, token = rest.rpartition("/")
         host, _, port = place.rpartition(":")
-        self._socket = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
+        self._socket = socket.create_connection((host, int(port)), timeout=CONNECT_S)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.sendall(bytes.fromhex(token))
@@ -243,6 +257,9 @@ class TcpPeer:
                 raise TransferFailed("a block was overwritten while it was sent")
             take(number, self._buffer)
 
+    def has_ended(self) -> bool:
+        return has_ended(self._socket)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it
@@ -259,24 +276,58 @@ class PeerOutboxes:
         """`openers`: of further kinds of addresses, by what stands before the colon."""
         self._openers = {**OPENERS, **(openers or {})}
         self._peers: dict[str, Peer] = {}
+        self._silent: dict[str, float] = {}  # that did not answer → until when they are not tried again
         self._closing = Event()
 
     def read(self, peer: str, blocks: Sequence[int], names: Sequence[bytes], take: Take) -> None:
         try:
             if peer not in self._peers:
-                kind, _, rest = peer.partition(":")
-                self._peers[peer] = self._openers[kind](rest.removeprefix("//"))
+                self._peers[peer] = self._open(peer)
             self._peers[peer].read(blocks, names, take, self._closing)
         except (OSError, ValueError, KeyError, TransferFailed) as error:
             opened = self._peers.pop(peer, None)
             if opened is not None:
                 opened.close()
-            raise TransferFailed(f"KV blocks did not come from {peer.partition('/')[0]}…: {error}") from error
+            raise TransferFailed(f"KV blocks did not come from {shown(peer)}: {error}") from error
+
+    def _open(self, peer: str) -> Peer:
+        """A machine that is gone refuses nothing, so each try takes its whole time, and other blocks wait behind it: it
+        is tried once in a while."""
+        self._drop_ended()
+        begun_s = time.monotonic()
+        self._silent = {one: until_s for one, until_s in self._silent.items() if until_s > begun_s}
+        if peer in self._silent:
+            raise TransferFailed("it did not answer a moment ago")
+        kind, _, rest = peer.partition(":")
+        try:
+            return self._openers[kind](rest.removeprefix("//"))
+        except (OSError, TransferFailed):
+            now_s = time.monotonic()
+            if now_s - begun_s > CONNECT_S / 2:
+                self._silent[peer] = now_s + AGAIN_S
+            raise
+
+    def _drop_ended(self) -> None:
+        """An engine that is started again has another outbox; nothing more is read from the one that it had."""
+        for address, peer in list(self._peers.items()):
+            if peer.has_ended():
+                del self._peers[address]
+                peer.close()
 
     def close(self) -> None:
         self._closing.set()
         for peer in list(self._peers.values()):  # a thread that reads one notices
             peer.close()
+
+
+def shown(peer: str) -> str:
+    """An outbox's address, less what is secret in it.
+
+    >>> shown("tcp://127.0.0.1:4000/c0ffee"), shown("unix:/tmp/shoal-1/outbox.sock")
+    ('tcp://127.0.0.1:4000', 'unix:/tmp/shoal-1/outbox.sock')
+    """
+    kind, slashes, rest = peer.partition("://")
+    return f"{kind}{slashes}{rest.partition('/')[0]}"
 
 
 def enter(path: str) -> tuple[socket.socket, dict[str, Any], int]:
@@ -295,7 +346,7 @@ def enter(path: str) -> tuple[socket.socket, dict[str, Any], int]:
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side is gone; it sends nothing after its welcome."""
+    """Whether the other side is gone; it sends nothing that it is not asked for."""
     return bool(select.select([connection], [], [], 0)[0])
 
 

@@ -104,6 +104,14 @@ def listening_of(config: Mapping[str, Any], home: Path) -> Listening:
     return NetworkListening(address, config["client_key"])
 
 
+def host_of(address: str) -> str:
+    """
+    >>> host_of("tcp://10.0.0.1:*"), host_of("tcp://[::1]:4000")
+    ('10.0.0.1', '[::1]')
+    """
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
 def router(context: "zmq.Context[Any]") -> Inbox:
     """A socket that knows its peers by name."""
     socket: Inbox = context.socket(zmq.ROUTER)

@@ -1,6 +1,7 @@
 """One GGUF file, read as if it were a Hugging Face folder: config keys, tensor names and float32 values.
 
-Owns the translation of names, shapes and the rotary order, and the dequantization. Does not know torch or devices.
+Owns the translation of names, shapes and the rotary order, and the dequantization; or gives a matrix as it is stored.
+Does not know torch or devices.
 """
 
 import math
@@ -8,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from shoal.files.reading import is_integer
 from shoal.files.rope import SCALING_KEYS, rope_scaling
 
 Floats = NDArray[np.float32]
+Number = TypeVar("Number", np.float32, np.uint8)
 
 # general.architecture → (Hugging Face class, model_type, are q and k stored in interleaved rotary order?)
 ARCHITECTURES = {
@@ -113,6 +115,25 @@ class GgufFile:
         """
         tensor = self._find(hf_name)
         values = self._dequantize_part(tensor, index) if index else self._dequantize(tensor)
+        return self._in_order(values, hf_name, tensor)
+
+    def kind(self, hf_name: str) -> str:
+        """The type of one weight by ggml's name, such as Q4_K."""
+        import gguf
+
+        return str(gguf.GGMLQuantizationType(self._find(hf_name).type_code).name)
+
+    def blocks(self, hf_name: str) -> NDArray[np.uint8]:
+        """One matrix as it is stored, [rows, blocks, bytes a block], rows in Hugging Face's rotary order."""
+        tensor = self._find(hf_name)
+        start, blocks, elements, n_bytes = self._span(tensor)
+        if len(tensor.shape) != 2 or tensor.shape[1] % elements:
+            raise self._ragged(tensor, elements)
+        raw = np.frombuffer(self._buffer, np.uint8, blocks * n_bytes, start).reshape(tensor.shape[0], -1, n_bytes)
+        return self._in_order(raw, hf_name, tensor)
+
+    def _in_order(self, values: NDArray[Number], hf_name: str, tensor: TensorInfo) -> NDArray[Number]:
+        """Rows of q and k in Hugging Face's order."""
         permuted = ARCHITECTURES[self.architecture][2]
         if permuted and ".self_attn.q_proj." in hf_name:
             return self._unpermute(values, tensor, self._integer("attention.head_count"))
@@ -247,9 +268,7 @@ class GgufFile:
         rows, columns = (slice(None), *index)[-2:] if len(tensor.shape) == 1 else (*index, slice(None))[:2]
         first, last, _ = columns.indices(shape[1])
         if shape[1] % elements:
-            raise BadWeights(
-                f"{self.path}: rows of {tensor.name} are not whole blocks of {elements} values; convert the model again"
-            )
+            raise self._ragged(tensor, elements)
         blocks = slice(first // elements, -(-last // elements))
         size = shape[0] * shape[1] // elements * n_bytes
         raw = np.frombuffer(self._buffer, np.uint8, size, start).reshape(shape[0], -1, n_bytes)[rows, blocks]
@@ -262,7 +281,12 @@ class GgufFile:
             values[at : at + step] = to_floats(piece.reshape(1, -1)).reshape(len(piece), -1)[:, inside]
         return values if len(tensor.shape) > 1 else values[0]
 
-    def _unpermute(self, values: Floats, tensor: TensorInfo, heads: int) -> Floats:
+    def _ragged(self, tensor: TensorInfo, elements: int) -> BadWeights:
+        return BadWeights(
+            f"{self.path}: rows of {tensor.name} are not whole blocks of {elements} values; convert the model again"
+        )
+
+    def _unpermute(self, values: NDArray[Number], tensor: TensorInfo, heads: int) -> NDArray[Number]:
         """Undo the interleaving: the file has rows (0, half, 1, half + 1, …) of each head; returns them in order."""
         rows, rest = tensor.shape[0], values.shape[1:]
         if heads <= 0 or rows % (2 * heads):

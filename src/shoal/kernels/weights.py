@@ -4,6 +4,7 @@
     TiledWeight    the same values in the tiles that a CPU's matrix instructions read
     Int8Weight     bytes, dense or tiled, and one scale per output
     Fp8Weight      8-bit floating-point numbers in torch's layout, and one scale per output
+    BlockWeight    integers of 4 or 8 bits with scales for some inputs each (block_weight.py)
 
 Owns what a stored weight means: its shape, some of its rows, the whole matrix. Knows tensors only: each implementation
 of Ops decides how it multiplies by a weight. A new format is a new class here and the kernels that read it.
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from shoal.kernels.block_weight import BlockWeight, joined_blocks
 from shoal.kernels.fp8 import FP8, quantize_rows, scales_of
 
 TILE_ROWS = 16
@@ -203,6 +205,9 @@ def joined(parts: Sequence[Weight]) -> Weight:
     """One matrix of the outputs of several, all in one format."""
     if len(parts) == 1:
         return parts[0]
+    blocks = [part for part in parts if isinstance(part, BlockWeight)]
+    if len(blocks) == len(parts):
+        return joined_blocks(blocks)
     fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
     assert len(fp8) == len(parts), "matrices of several formats"
     values = torch.cat([part.values.view(torch.uint8) for part in fp8])  # torch cannot join all types of 8 bits

@@ -19,11 +19,12 @@ from typing import Any
 
 from shoal.config.engine import EngineConfig
 from shoal.core.ports import Executor
-from shoal.disagg.links import links_of
+from shoal.disagg.links import KVLinks, links_of
 from shoal.engine import blackbox
 from shoal.engine.blackbox import Suspected
+from shoal.engine.curve_outbox import network_links
 from shoal.engine.host import Host, InboxClock
-from shoal.engine.listen import Inbox, Listening, listening_of
+from shoal.engine.listen import Inbox, Listening, host_of, listening_of
 from shoal.engine.refusal import say_refused
 from shoal.engine.supervise import USERS_MISTAKE, Heartbeat, die_with_parent, name_process, say_ready
 from shoal.errors import EngineLost, ShoalError
@@ -152,8 +153,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
         engine = on_its_cpus(engine, share)
     elif share.on_gpu > 1:
         engine = replace(engine.divided(share.on_gpu), kv_share=(engine.kv_share or 0.9) / share.on_gpu)
-    folder, role = Path(config["folder"]), config.get("role", "")
-    links = links_of(role, config.get("kv_transport") or "shm", home_of(config))
+    folder, links = Path(config["folder"]), kv_links(config)
     made: list[Grammars] = []
     built = build(
         engine,
@@ -172,7 +172,7 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     host = Host(
         built.loop,
         socket,
-        replace(built.info(config["epoch"]), role=role, outbox=links.address),
+        replace(built.info(config["epoch"]), role=links.role, outbox=links.address),
         observers=[metrics, recent],
         answers={"metrics": metrics.render},
         make_grammar=made[0].make if made else None,
@@ -183,6 +183,14 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     host.answers["state"] = lambda: json.dumps({**host.state(), "utilisation": use.state()}).encode()
     host.answers["passes"] = lambda: json.dumps({**about, **seen_by(host, use), **recent.state()}).encode()
     return host
+
+
+def kv_links(config: Mapping[str, Any]) -> KVLinks:
+    """To engines of the other role, on this machine or, where this engine listens on the network, on any."""
+    role, transport, home = config.get("role", ""), config.get("kv_transport"), home_of(config)
+    if config.get("listen") is None:
+        return links_of(role, transport or "shm", home)
+    return network_links(role, host_of(config["listen"]), home if transport is None else None)
 
 
 def seen_by(host: Host, use: Utilisation) -> dict[str, Any]:

@@ -189,8 +189,8 @@ def load_weights(
     Names and shapes are compared with the files first, so that a wrong config cannot make it allocate more than fits
     what the files hold.
     """
-    assert keep is None or shard is WHOLE, "matrices of a format of their own are not split"
     keep = keep or NoneKept()
+    assert isinstance(keep, NoneKept) or shard is WHOLE, "matrices of a format of their own are not split"
     layout, cut = list(model_class(spec).layout(spec)), partial(shard.cut, spec)
     place_of = places(layout, cut)
     _check_names(set(reader.names()), place_of, spec)

@@ -116,14 +116,25 @@ class PackedReader:
         stem = name.removesuffix(".weight")
         if stem not in self._stems:
             return self._reader.read(name, cut)
-        values, zeros, scales = self._unpacked(stem)
+        values, zeros, scales = self.unpacked(name)
         group_of = self._group_of(stem, len(values), len(scales))
         numbers = ((values - zeros[group_of]).float() * scales[group_of]).t()
         return (numbers if cut is None else numbers[cut.index]).contiguous()
 
-    def _unpacked(self, stem: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one matrix, transposed: numbers [inputs, outputs], zero points and scales [groups, outputs]."""
-        outputs, inputs = self.shape(f"{stem}.weight")
+    def group_size(self, name: str) -> int:
+        """Inputs that share a scale, if the groups lie in order; -1: they do not, or the tensor is not packed."""
+        stem = name.removesuffix(".weight")
+        if stem not in self._stems:
+            return -1
+        inputs = self.shape(name)[1]
+        size = self._form.group or inputs
+        in_order = torch.arange(inputs) // size
+        return size if torch.equal(self._group_of(stem, inputs, -(-inputs // size)), in_order) else -1
+
+    def unpacked(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one packed matrix, transposed: numbers [inputs, outputs], zero points and scales [groups, outputs]."""
+        stem = name.removesuffix(".weight")
+        outputs, inputs = self.shape(name)
         words, zeros = self._part(stem, "qweight"), self._part(stem, "qzeros")
         scales = self._part(stem, "scales").float()
         gptq = self._form.kind == "gptq"

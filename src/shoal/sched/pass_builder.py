@@ -14,6 +14,8 @@ from shoal.core.events import PassEvents
 from shoal.core.plan import FROM_DEVICE, Ints, RowStart
 from shoal.core.request import Request
 
+NONE_GROWN: Ints = np.zeros((0, 3), dtype=np.int64)
+
 
 class PassBuilder:
     """How many positions of which requests a pass computes, while that may still change."""
@@ -150,6 +152,8 @@ def row_start(request: Request) -> RowStart:
 
 def grown_blocks(batch: PassBuilder) -> Ints:
     """(row, index, block) of the blocks that the runner does not know yet."""
+    if not batch.grown:
+        return NONE_GROWN
     grown = []
     for request in batch.grown:
         blocks = request.holding.blocks

@@ -89,12 +89,9 @@ def stages(slots: int, context: int, budget: int) -> Iterator[LoadStage]:
         yield LoadStage(f"{users} users, chats", users, (4, medium), (8, max(8, min(128, context // 4))))
     for users in sizes[:: max(1, len(sizes) // 3)]:
         yield LoadStage(f"{users} users, decodes", users, (1, short), (48, max(48, min(96, context // 4))))
-    # chats whose prompts fill a pass: rows that read much, many of them, whose prompts must be computed first
-    pasts, answers = (
-        (max(2, min(budget // 2, longest)), max(2, min(budget, longest))),
-        max(8, min(budget, context // 4)),
-    )
-    for users in sorted({max(1, slots // 16), max(1, slots // 4)}):
+    # rows that read much, and some much more than others; their prompts must be computed first, which takes its time
+    pasts, answers = (min(32, longest), max(32, min(budget * 3 // 2, longest))), max(8, min(budget, context // 4))
+    for users in sorted({max(1, slots // 16), max(1, slots // 4), max(1, slots * 3 // 8)}):
         yield LoadStage(f"{users} users, long pasts", users, pasts, (answers // 2, answers), share=3.0)
     for users in sorted({1, max(1, slots // 8)}):
         yield LoadStage(f"{users} users, long prompts", users, (longest // 2, longest), (2, 24))

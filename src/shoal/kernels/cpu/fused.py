@@ -7,18 +7,19 @@ or windowed, then a gated MLP. Layers are recognised by KINDS and read by name, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shoal.kernels.block_weight import PanelWeight
 from shoal.kernels.cpu.structs import LayerStruct, MatrixStruct, PassStruct
 from shoal.kernels.ops import Batch
 from shoal.kernels.weights import Int8Weight, StoredWeight, Weight
 
 KINDS = ("gqa", "gated")  # of attention and MLP
-INT8 = 3  # beside the types of NativeOps
+INT8, BLOCKS = 3, {4: 4, 8: 5}  # beside the types of NativeOps; blocks: of so many bits
 MOST_DIM = 256  # of a head
 
 
@@ -121,7 +122,7 @@ class NativeLayers:
             return False
         linears = {"qkv": attention.qkv, "out": attention.out, "gate_up": mlp.gate_up, "down": mlp.out}
         for name, linear in linears.items():
-            matrix = self._matrix(linear)
+            matrix = matrix_struct(linear.weight, linear.bias, types)
             if matrix is None:
                 return False
             setattr(struct, name, matrix)
@@ -133,25 +134,31 @@ class NativeLayers:
         struct.norm_type, struct.cache_type = types[norms[0].dtype], types[keys.dtype]
         return True
 
-    def _matrix(self, linear: Projection) -> Any:
-        """None: not of a format or type that C knows."""
-        weight, bias, types = linear.weight, linear.bias, self.ops.types
-        if bias is not None and bias.dtype not in types:
-            return None
-        found = MatrixStruct(bias=address(bias), bias_type=0 if bias is None else types[bias.dtype])
-        found.outputs, found.inputs = weight.shape
-        if isinstance(weight, Int8Weight):
-            found.type, found.padded, found.scales = INT8, weight.stored.shape[1], weight.scales.data_ptr()
-            found.weight, found.tiled = weight.stored.values.data_ptr(), weight.stored.tiled
-            return found
-        if not isinstance(weight, StoredWeight):
-            return None
-        if weight.dtype not in types or not weight.values.is_contiguous():
-            return None
-        if bias is not None and bias.dtype != weight.dtype:
-            return None
-        found.type, found.weight, found.tiled = types[weight.dtype], weight.values.data_ptr(), weight.tiled
+
+def matrix_struct(weight: Weight, bias: Tensor | None, types: Mapping[torch.dtype, int]) -> Any:
+    """A weight and its bias as C reads them. None: not of a format or type that C knows."""
+    if bias is not None and bias.dtype not in types:
+        return None
+    found = MatrixStruct(bias=address(bias), bias_type=0 if bias is None else types[bias.dtype])
+    found.outputs, found.inputs = weight.shape
+    if isinstance(weight, PanelWeight):
+        found.type, found.group, found.weight = BLOCKS[weight.bits], weight.group, weight.values.data_ptr()
+        found.scales, found.scale_type = weight.scales.data_ptr(), types[weight.scales.dtype]
+        if weight.offsets is not None:
+            found.offsets, found.offset_type = weight.offsets.data_ptr(), types[weight.offsets.dtype]
         return found
+    if isinstance(weight, Int8Weight):
+        found.type, found.padded, found.scales = INT8, weight.stored.shape[1], weight.scales.data_ptr()
+        found.weight, found.tiled = weight.stored.values.data_ptr(), weight.stored.tiled
+        return found
+    if not isinstance(weight, StoredWeight):
+        return None
+    if weight.dtype not in types or not weight.values.is_contiguous():
+        return None
+    if bias is not None and bias.dtype != weight.dtype:
+        return None
+    found.type, found.weight, found.tiled = types[weight.dtype], weight.values.data_ptr(), weight.tiled
+    return found
 
 
 def is_fusable(layers: Sequence[Any]) -> bool:

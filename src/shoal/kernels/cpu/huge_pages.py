@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from shoal.kernels.block_weight import PanelWeight
 from shoal.kernels.weights import DenseWeight, Int8Weight, Weight
 
 HUGE = 2 << 20  # bytes of a page, or of several where these are smaller
@@ -32,6 +33,11 @@ class HugePages:
             return DenseWeight(self.copied(weight.values))
         if isinstance(weight, Int8Weight) and isinstance(weight.stored, DenseWeight):
             return replace(weight, stored=DenseWeight(self.copied(weight.stored.values)))
+        if isinstance(weight, PanelWeight):
+            offsets = None if weight.offsets is None else self.copied(weight.offsets)
+            return replace(
+                weight, values=self.copied(weight.values), scales=self.copied(weight.scales), offsets=offsets
+            )
         return weight
 
     def copied(self, values: Tensor) -> Tensor:

@@ -2,13 +2,6 @@
  * a gated MLP. Part of native.c. structs.py mirrors the structs. */
 
 typedef struct {
-  const void *weight, *bias;
-  const float *scales;          /* of INT8 */
-  long inputs, padded, outputs; /* padded: inputs of INT8, with padding */
-  int type, bias_type, tiled;    /* tiled: in tiles */
-} Matrix;
-
-typedef struct {
   Matrix qkv, out, gate_up, down;
   const void *attention_norm, *mlp_norm, *q_norm, *k_norm; /* the last two: or NULL */
   void *keys, *values;
@@ -26,6 +19,8 @@ typedef struct {
 } Pass;
 
 static int product(float *out, const float *x, const Matrix *m, const float *residual, const Pass *p) {
+  if (m->type == BLOCKS4 || m->type == BLOCKS8)
+    return shoal_linear_blocks(out, x, m, residual, p->tokens, p->threads);
   if (m->type == INT8)
     return shoal_linear8(out, x, m->weight, m->tiled, m->scales, m->bias, m->bias_type, residual, p->tokens, m->inputs,
                          m->padded, m->outputs, p->threads);

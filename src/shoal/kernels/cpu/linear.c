@@ -8,6 +8,16 @@
 
 enum { LINE_BLOCK = 32 };
 
+/* a weight and its bias, as callers describe them; structs.py mirrors it */
+typedef struct {
+  const void *weight, *bias;
+  const void *scales, *offsets; /* of INT8: float32 for each output; of blocks: linear_blocks.c */
+  long inputs, padded, outputs; /* padded: inputs of INT8, with padding */
+  long group;                   /* of blocks: inputs that share an offset */
+  int type, bias_type, tiled;   /* tiled: in tiles */
+  int scale_type, offset_type;  /* of blocks */
+} Matrix;
+
 typedef struct {
   const float *x;
   const void *weight;

@@ -33,6 +33,7 @@
 #include "lanes.c"
 #include "linear.c"
 #include "linear8.c"
+#include "linear_blocks.c"
 #include "attention.c"
 #include "attention_lanes.c"
 #include "attention_tiles.c"

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
+from shoal.kernels.block_weight import BlockWeight, PanelWeight, in_panels
 from shoal.kernels.cpu.compiled import Library
-from shoal.kernels.cpu.fused import INT8, MOST_DIM, NativeLayers, is_fusable
+from shoal.kernels.cpu.fused import INT8, MOST_DIM, NativeLayers, is_fusable, matrix_struct
 from shoal.kernels.cpu.plain import CpuOps
 from shoal.kernels.cpu.structs import ChoiceStruct, SamplingStruct
 from shoal.kernels.draw_table import SamplingState
@@ -51,7 +52,10 @@ class NativeOps(CpuOps):
         self._lengths: tuple[weakref.ref[Batch], Tensor, Tensor] | None = None
 
     def prepare(self, weight: Weight) -> Weight:
-        """In huge pages; and tiled there, if this library reads such weights in tiles and they are whole ones."""
+        """In huge pages; and tiled there, if this library reads such weights in tiles and they are whole ones. Blocks
+        are put into panels."""
+        if isinstance(weight, BlockWeight):
+            weight = in_panels(weight, self.lanes, torch.float16 in self.types)
         weight = super().prepare(weight)
         if isinstance(weight, Int8Weight) and isinstance(weight.stored, DenseWeight):
             return replace(weight, stored=self._tiled(weight.stored))
@@ -120,6 +124,8 @@ class NativeOps(CpuOps):
             return self._linear(x.float(), weight, bias, wide).to(x.dtype)
         if isinstance(weight, Int8Weight):
             return self._linear8(x, weight, bias, residual)
+        if isinstance(weight, PanelWeight):
+            return self._linear_blocks(x, weight, bias, residual)
         kind = self.types.get(weight.dtype)
         known = kind is not None and (bias is None or bias.dtype == weight.dtype)
         if not known or not isinstance(weight, StoredWeight) or not weight.values.is_contiguous():
@@ -167,6 +173,20 @@ class NativeOps(CpuOps):
             torch.get_num_threads(),
         )
         if failed:
+            raise MemoryError("no memory for the 8-bit inputs of a linear layer")
+        return out
+
+    def _linear_blocks(self, x: Tensor, weight: PanelWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """x is rounded to 8 bits too, block by block."""
+        matrix = matrix_struct(weight, bias, self.types)
+        if matrix is None:
+            plain = super().linear(x, weight, bias)
+            return plain if residual is None else plain + residual
+        x = x.contiguous()
+        out = torch.empty(len(x), weight.shape[0]) if residual is None else residual.contiguous()
+        added = None if residual is None else out.data_ptr()
+        threads = torch.get_num_threads()
+        if self.calls.shoal_linear_blocks(out.data_ptr(), x.data_ptr(), ctypes.byref(matrix), added, len(x), threads):
             raise MemoryError("no memory for the 8-bit inputs of a linear layer")
         return out
 

@@ -3,6 +3,14 @@
 typedef int8_t small_ints __attribute__((vector_size(LANES)));
 typedef small_ints loose_small_ints __attribute__((aligned(1), may_alias));
 
+INLINE void store_small(int8_t *to, ints x) {
+#if defined(__AVX512F__) /* gcc would take four instructions */
+  _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+  *(loose_small_ints *)to = __builtin_convertvector(x, small_ints);
+#endif
+}
+
 /* Rounds to the nearest of 255 steps between -largest and largest; total: their sum. Returns the step; NaN if any value
  * is. */
 static float quantize_row(int8_t *to, int32_t *total, const float *x, long n, long padded) {
@@ -22,11 +30,7 @@ static float quantize_row(int8_t *to, int32_t *total, const float *x, long n, lo
   for (i = 0; i + LANES <= n; i += LANES) {
     ints rounded = (ints)(load(x + i) * all(inverse) + high) - (ints)high;
     counts += rounded;
-#if defined(__AVX512F__) /* gcc would take four instructions */
-    _mm_storeu_si128((__m128i *)(to + i), _mm512_cvtepi32_epi8((__m512i)rounded));
-#else
-    *(loose_small_ints *)(to + i) = __builtin_convertvector(rounded, small_ints);
-#endif
+    store_small(to + i, rounded);
   }
   for (int lane = 0; lane < LANES; lane++) sum_of_all += counts[lane];
   for (; i < n; i++) to[i] = (int8_t)(int32_t)rintf(x[i] * inverse), sum_of_all += to[i];

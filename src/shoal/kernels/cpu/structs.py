@@ -1,8 +1,8 @@
 """The C library's structs as ctypes classes, and a check that both sides agree on them.
 
-Owns the mirrors; their fields are in the order of layers.c and choose.c, SamplingState's own for the sampling struct.
-Knows nothing of the fields' meaning. A library whose structs have other sizes is not used: it would read the wrong
-fields without an error.
+Owns the mirrors; their fields are in the order of linear.c, layers.c and choose.c, SamplingState's own for the sampling
+struct. Knows nothing of the fields' meaning. A library whose structs have other sizes is not used: it would read the
+wrong fields without an error.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 
 MatrixStruct = _structure(
     "MatrixStruct",
-    _several("weight bias scales", _POINTER)
-    | _several("inputs padded outputs", _LONG)
-    | _several("type bias_type tiled", _INT),
+    _several("weight bias scales offsets", _POINTER)
+    | _several("inputs padded outputs group", _LONG)
+    | _several("type bias_type tiled scale_type offset_type", _INT),
 )
 LayerStruct = _structure(
     "LayerStruct",

@@ -20,7 +20,8 @@ typedef halves loose_halves __attribute__((aligned(2), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 #define API __attribute__((visibility("default")))
 
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3 }; /* the last: only weights, with scales */
+/* the last three: only weights, with scales per output, or per block of inputs (4 and 8 bits) */
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, BLOCKS4 = 4, BLOCKS8 = 5 };
 #ifdef __FLT16_MAX__
 #define HAS_FLOAT16 1
 typedef _Float16 narrow __attribute__((vector_size(LANES * 2)));
