@@ -196,6 +196,9 @@ def test_fourteen_presets_can_be_told_apart() -> None:
     looks = plot_style.styles(NAMES)
     assert len({(style.colour, str(style.line)) for style in looks.values()}) == 14
     assert looks["shoal"] == plot_style.styles(["shoal"])["shoal"], "the same colour in every report"
+    for name in ("transformers", "fastertransformer", "classic-dynamic"):  # a single point has no line
+        assert looks[name].colour != looks["shoal"].colour
+        assert looks[name].marker not in plot_style.MARKERS
 
 
 # ---- lanes

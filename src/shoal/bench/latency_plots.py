@@ -54,7 +54,7 @@ def sweep_plot(runs: Runs, promise: Promise) -> "Figure":
 
 
 def kept_title(promise: Promise) -> str:
-    return f"Promise met: first token {promise.ttft_s:g} s, mean gap {promise.gap_s * 1e3:g} ms"
+    return f"Promise met: TTFT {promise.ttft_s:g} s, gap {promise.gap_s * 1e3:g} ms"
 
 
 def log_latency(axes: "Axes") -> None:

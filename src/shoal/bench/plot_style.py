@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colour-blind-safe palette, without its yellow, which is too faint on white.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#404040")
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)))
-MARKERS = "osD^v<>"
+MARKERS, DASHED_MARKERS = "osD^v<>", "PX*hdp8"
 GREYS = ("#8F8F8F", "#6E6E6E", "#B3B3B3")  # of lines that are not highlighted
 GREY_LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (6, 2, 1, 2)), (0, (3, 1.5, 1, 1.5, 1, 1.5)))
 HIGHLIGHTED = 3  # most lines of a plot that have a colour, where others are grey
@@ -67,7 +67,10 @@ def styles(names: Iterable[str], highlighted: Iterable[str] = ()) -> dict[str, S
     >>> styles(["mine", "vllm"])["vllm"].colour
     '#0072B2'
     """
-    table = [Style(colour, line, mark) for line in LINES for colour, mark in zip(COLOURS, MARKERS, strict=True)]
+    table = []
+    for number, (line, marks) in enumerate(zip(LINES, (MARKERS, DASHED_MARKERS, MARKERS), strict=True)):
+        turned = COLOURS[3 * number :] + COLOURS[: 3 * number]  # so that shoal and the first dashed one differ
+        table += [Style(colour, line, mark) for colour, mark in zip(turned, marks, strict=True)]
     known = dict(zip(KNOWN + KNOWN_DASHED, table, strict=False))
     wanted, strong = list(dict.fromkeys(names)), list(highlighted)
     if len(wanted) > HIGHLIGHTED and strong:
