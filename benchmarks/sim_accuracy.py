@@ -17,8 +17,6 @@ there. No new run begins when it might not end within --budget seconds. Needs no
 """
 
 import argparse
-import asyncio
-import gc
 import gzip
 import json
 import os
@@ -33,13 +31,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from shoal.bench.record import Promise, RequestRecord, RunRecord, summarise
+sys.path.insert(0, str(Path(__file__).parent))  # for its neighbour, in tests, too
+
+from open_loop import run_load
+
+from shoal.bench.record import Promise, RunRecord, summarise
 from shoal.bench.recorder import RunRecorder
-from shoal.bench.sse import Events, StreamedAnswer
 from shoal.cli.common import SHAPES
 from shoal.config.engine import EngineConfig, add_flags
 from shoal.config.presets import preset_of
@@ -50,17 +50,12 @@ from shoal.sim.fit import errors
 from shoal.sim.front import SimulatedFronts
 from shoal.sim.profile import Profile, read_profile
 from shoal.sim.request import RequestMaker
-from shoal.sim.seen import read_seen, timed_passes
+from shoal.sim.seen import profile_of, read_seen, timed_passes
 from shoal.sim.virtual import OpenArrivals, VirtualServer
 from shoal.workload.arrivals import at_once, poisson, repeated
-from shoal.workload.prompts import make_prompts
 from shoal.workload.synthetic import TABLES, draw_lengths
 from shoal.workload.traces import TraceRequest, fit, read_trace
 
-HEADERS = (
-    "POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-    "Content-Length: {size}\r\nConnection: close\r\n\r\n"
-)
 FIGURES = ("throughput", "TTFT p50", "TTFT p99", "gap p50", "gap p99", "e2e p50", "e2e p99")
 NEAR = 0.9  # share of saturation from which on the rate is compared instead of waits
 FACTORS = (0.8, 0.88, 0.93, 0.97, 1.0, 1.03, 1.07, 1.14, 1.25)  # of the rate, where rates are compared
@@ -88,83 +83,6 @@ def lengths(args: argparse.Namespace, count: int) -> list[TraceRequest]:
 def load_at(args: argparse.Namespace, rate: float) -> list[TraceRequest]:
     """Poisson arrivals at this rate, for --seconds."""
     return poisson(lengths(args, max(8, round(rate * args.seconds))), rate, args.seed + 1)
-
-
-class Stream(asyncio.Protocol):
-    """One request: sends it, and keeps what arrives when; it is parsed after the run."""
-
-    def __init__(self, message: bytes, done: "asyncio.Future[None]") -> None:
-        self.message, self.done = message, done
-        self.parts: list[tuple[float, bytes]] = []
-
-    def connection_made(self, transport: Any) -> None:
-        transport.write(self.message)
-
-    def data_received(self, data: bytes) -> None:
-        self.parts.append((time.perf_counter(), data))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-
-    def record(self, one: TraceRequest, begun_s: float) -> RequestRecord:
-        found, answer, events = RequestRecord(one.at_s, one.prompt, one.output), StreamedAnswer(), Events()
-        try:
-            for at_s, data in self.parts:
-                for event in events.feed(data):
-                    answer.add(event, at_s - begun_s)
-        except ValueError as error:
-            answer.error = f"not a stream: {error}"
-        found.token_s, _ = answer.token_times()
-        found.ended_s, found.reason = answer.ended_s, answer.error or answer.reason or "cut off"
-        if not answer.reason and self.parts:
-            found.reason += ": " + self.parts[0][1][:300].decode(errors="replace")
-        return found
-
-
-async def replay(url: str, trace: Sequence[TraceRequest], prompts: Sequence[list[int]], limit_s: float) -> RunRecord:
-    """Each request at its time, whatever has become of the others; what has not ended after `limit_s` is cut off."""
-    address = urlsplit(url)
-    loop, streams, late_s = asyncio.get_running_loop(), list[Stream](), list[float]()
-    fixed = {"temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
-    messages = []
-    for one, prompt in zip(trace, prompts, strict=True):
-        body = json.dumps({"prompt": prompt, "max_tokens": one.output, **fixed}).encode()
-        messages.append(HEADERS.format(host=address.netloc, size=len(body)).encode() + body)
-    opening = []
-    begun_s = time.perf_counter()
-    for one, message in zip(trace, messages, strict=True):
-        while (early_s := begun_s + one.at_s - time.perf_counter()) > 0:
-            await asyncio.sleep(early_s)
-        late_s.append(-early_s)
-        streams.append(stream := Stream(message, loop.create_future()))
-        opening.append(
-            loop.create_task(loop.create_connection(lambda one=stream: one, address.hostname, address.port))  # type: ignore[misc]
-        )
-    left_s = max(1.0, limit_s - (time.perf_counter() - begun_s))
-    await asyncio.wait([stream.done for stream in streams], timeout=left_s)
-    refused = [task.exception() for task in opening if task.done() and not task.cancelled() and task.exception()]
-    records = [stream.record(one, begun_s) for one, stream in zip(trace, streams, strict=True)]
-    seconds = max((one.ended_s or 0.0 for one in records), default=0.0)
-    settings = {"late_ms": 1000 * max(late_s, default=0.0), "refused": [str(one) for one in refused[:3]]}
-    return RunRecord("", "", 0.0, settings, 0, records, [], seconds, 0.0)
-
-
-def run_load(url: str, trace: Sequence[TraceRequest], vocab_size: int, seed: int, limit_s: float) -> RunRecord:
-    prompts = make_prompts(trace, vocab_size, seed)
-    try:
-        import uvloop
-
-        factory: Any = uvloop.new_event_loop
-    except ImportError:
-        factory = None
-    gc.collect()
-    gc.disable()  # a collection would make tokens late that are not
-    try:
-        with asyncio.Runner(loop_factory=factory) as runner:
-            return runner.run(replay(url, trace, prompts, limit_s))
-    finally:
-        gc.enable()
 
 
 def figures_of(run: RunRecord) -> dict[str, float]:
@@ -268,6 +186,14 @@ def line_of(row: dict[str, Any]) -> str:
         f"| {row['preset']} | {row['share']:.0%}, {row['rate']:.2f}/s | {row['figure']} | {measured} "
         f"({row['spread']:.1%} of {row['runs']}) | {predicted} | {off} | {row['verdict']} |"
     )
+
+
+def from_run(path: Path, profile: Profile) -> Profile:
+    """As `shoal calibrate --url` makes it from a server's latest passes; fronts, host and copies are the profile's."""
+    with gzip.open(path, "rt") as file:
+        (seen,) = read_seen(json.load(file)["passes"], path.name)
+    found = profile_of(seen, f"passes of {path.name.removesuffix('.json.gz')}")
+    return replace(profile, name=found.name, error=found.error, device=found.device, held_back=found.held_back)
 
 
 def pass_errors(profile: Profile, seen: dict[str, Any]) -> dict[str, float]:
@@ -461,6 +387,7 @@ def read_args(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--warm", type=float, default=8.0, help="seconds of arrivals, all at once, first (default: 8)")
     parser.add_argument("--calibrate", type=float, default=0.0, metavar="S", help="measure a profile for S seconds")
     parser.add_argument("--profile", default="llama-8b-h200", help="without --calibrate (default: %(default)s)")
+    parser.add_argument("--seen", metavar="RUN", help="fit the passes of this run in OUT, such as shoal-0.8-0, too")
     parser.add_argument("--also", default="", help="other profiles to predict with, separated by commas")
     parser.add_argument("--trace", default="azure-conv", help="a trace file, or lengths by name (default: %(default)s)")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths (default: 1)")
@@ -488,6 +415,8 @@ def main(words: Sequence[str]) -> int:
         harness.found = {"command": " ".join(words), "cpus": os.cpu_count(), "profile": profiles[0].name}
         harness.measure(profiles[0])
     profiles += [read_profile(name) for name in args.also.split(",") if name]
+    if args.seen:
+        profiles.append(from_run(harness.out / "runs" / f"{args.seen}.json.gz", profiles[0]))
     conclude(harness, profiles)
     return 0
 

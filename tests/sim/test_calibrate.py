@@ -15,7 +15,7 @@ from shoal.errors import BadConfig
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
 from shoal.sim.calibrate import Calibration, LoadStage, RecordingExecutor, stages, swap_stage
-from shoal.sim.cost import CopyCosts, CostModel, DeviceTimes, HostTimes, PassSize, SimulatedExecutor
+from shoal.sim.cost import CopyCosts, CostModel, DeviceTimes, HostTimes, PassSize, SimulatedExecutor, TimeTable
 from shoal.sim.engines import check_model, simulated_loop
 from shoal.sim.fit import TimedCopy, TimedPass, errors, fit_copies, fit_costs, nonnegative
 from shoal.sim.profile import CARDS, derive, parse_profile, profile_text, read_profile, reshape, shipped
@@ -167,7 +167,9 @@ def test_a_profile_scaled_to_another_model_is_near_the_one_measured_with_it() ->
     assert scaled.quality == "estimated"
     assert scaled.error >= 0.25
     assert scaled.device.decode[0][1] == pytest.approx(measured.device.decode[0][1], rel=0.25)
-    assert scaled.device.mixed[-1][1] == pytest.approx(measured.device.mixed[-1][1], rel=0.25)
+    for positions in (2048, 8192):  # beyond what the first was measured with
+        seconds = TimeTable(scaled.device.mixed).at(positions)
+        assert seconds == pytest.approx(TimeTable(measured.device.mixed).at(positions), rel=0.3)
     assert scaled.kv_tokens == pytest.approx(measured.kv_tokens, rel=0.05)
     same = reshape(llama, llama.model).device
     assert same.decode == tuple((at, pytest.approx(seconds)) for at, seconds in llama.device.decode)

@@ -67,7 +67,8 @@ Points = tuple[tuple[int, float], ...]  # (positions, seconds), ascending
 
 
 class TimeTable:
-    """Seconds by size: straight lines between points, and beyond the last one in proportion to its slope.
+    """Seconds by size: straight lines between points, and beyond the last one as from the last that is at most two
+    thirds of it: two neighbours are too near to each other to show a slope.
 
     >>> table = TimeTable(((1, 0.010), (101, 0.020), (201, 0.040)))
     >>> table.at(51), table.at(301), table.at(0)
@@ -78,12 +79,17 @@ class TimeTable:
         self.points = points
         self._at = [at for at, _ in points]
         self._seconds = [seconds for _, seconds in points]
+        last, latest_s = points[-1]
+        at, at_s = max((one for one in points if one[0] <= last * 2 / 3), default=points[0])
+        self._slope = (latest_s - at_s) / (last - at) if last > at else 0.0
 
     def at(self, size: int) -> float:
         at, seconds = self._at, self._seconds
         if size <= at[0] or len(at) == 1:
             return seconds[0]
-        index = min(bisect_left(at, size), len(at) - 1)
+        if size > at[-1]:
+            return seconds[-1] + (size - at[-1]) * self._slope
+        index = bisect_left(at, size)
         slope = (seconds[index] - seconds[index - 1]) / (at[index] - at[index - 1])
         return seconds[index] + (size - at[index]) * slope
 
