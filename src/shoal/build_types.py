@@ -29,8 +29,6 @@ def check_quantization(config: EngineConfig, device: str) -> None:
         if kind == "int8" and device != "cpu":
             instead = "leave it out" if flag.startswith("draft") else "use --quantization fp8"
             raise BadConfig(f"{flag} int8 works on CPUs only; {instead} on a GPU, or use --device cpu")
-    if config.quantization == "int4" and device != "cpu":
-        raise BadConfig("quantization int4 works on CPUs only; leave it out on a GPU, or use --device cpu")
 
 
 def as_stored(config: EngineConfig, form: CheckpointFormat | None, device: str) -> EngineConfig:

@@ -383,6 +383,21 @@ def test_a_batch_of_decodes_becomes_steady() -> None:
     assert steady > 12
 
 
+def test_a_prompt_goes_on_beside_a_steady_batch_that_leaves_it_one_position() -> None:
+    run = Run(make_scheduler(blocks=60, max_num_batched_tokens=3), depth=1)
+    for number in range(2):
+        run.submit(make_request(f"r{number}", [number], 40, seed=number))
+    run.begin()
+    run.finish()
+    run.submit(make_request("prompt", [5] * 6, 1, seed=3))
+    for _ in range(6):
+        run.begin()
+        run.finish()
+    assert run.ended.keys() == {"prompt"}
+    run.drain()
+    run.verify()
+
+
 # ---- a busy standard load, and the rules broken on purpose ----------------------------------------------------------
 
 

@@ -71,6 +71,21 @@ def test_the_page_has_a_strict_policy(key: str) -> None:
     assert "script-src 'self'" in answer.headers["content-security-policy"]
 
 
+def test_a_page_that_asks_whether_it_may_watch_keeps_its_connection() -> None:
+    """HEAD has no body, so the browser sends its next request on the same connection at once."""
+
+    async def story() -> None:
+        async with listening(front()) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for what in (b"HEAD /live/events", b"GET /live"):
+                writer.write(what + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+                assert head.startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    run(story)
+
+
 @asynccontextmanager
 async def watching(port: int) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
     async with (

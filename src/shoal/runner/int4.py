@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.errors import BadConfig
 from shoal.kernels.block_weight import BLOCK, BlockWeight, packed, quantize_int4
 from shoal.kernels.weights import Weight
-from shoal.runner.quantized import PackedReader, StoredTensors
+from shoal.runner.quantized import NOT_IN_FP8, PackedReader, StoredTensors
 
 
 class Int4Source(Protocol):
@@ -68,13 +68,17 @@ class GgufInt4:
 
 
 class AsInt4:
-    """Keeps every matrix that the file holds in 4 bits; see KeptFormat. Others become numbers of the model's type."""
+    """Keeps every matrix that the file holds in 4 bits; see KeptFormat. Others become numbers of the model's type; on a
+    GPU also embedding and head, and what is in 8 bits."""
 
     def __init__(self, source: Int4Source, device: str | torch.device) -> None:
         self._source, self._device = source, device
+        self._on_cpu = torch.device(device).type == "cpu"
 
     def fits(self, parameter: str, shape: tuple[int, ...], sources: Sequence[str]) -> bool:
-        return len(shape) == 2 and {self._source.bits(name) for name in sources} in ({4}, {8})
+        if len(shape) != 2 or (not self._on_cpu and parameter in NOT_IN_FP8):
+            return False
+        return {self._source.bits(name) for name in sources} in (({4}, {8}) if self._on_cpu else ({4},))
 
     def part(self, name: str) -> Weight:
         return self._source.weight(name).to(self._device)

@@ -237,7 +237,7 @@ class Planner:
             counted = count_on(batch, list(batch.takes), step, events)
         else:
             counted = steady.advance(step, known=not tables.flights)
-            if batch.prompts:
+            if len(batch.takes) > len(steady):  # prompts, of which the pass may have room for a single position
                 prompts = list(islice(batch.takes, len(steady), None))
                 counted = counted.followed_by(count_on(batch, prompts, step, events))
         rows, counts, starts, ends, draws, arrays = counted

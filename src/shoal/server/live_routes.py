@@ -16,6 +16,11 @@ from shoal.server.live import LiveHub
 
 log = logging.getLogger(__name__)
 
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
 LOOK_S = 1.0  # how often an idle stream looks whether the server stops
 
 
@@ -33,17 +38,14 @@ class LiveRoutes:
 
     async def events(self, exchange: Exchange) -> None:
         check_access(exchange)
+        if exchange.method == "HEAD":  # the page asks whether it may watch; its connection is used again
+            await exchange.start(200, HEADERS)
+            await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         watcher = Watcher(exchange.receive)
         try:
             async with self.hub.watch() as lines:
-                await exchange.start(
-                    200,
-                    [
-                        (b"content-type", b"text/event-stream; charset=utf-8"),
-                        (b"cache-control", b"no-store"),
-                        (b"x-accel-buffering", b"no"),
-                    ],
-                )
+                await exchange.start(200, HEADERS)
                 await send(exchange, self.hub.head())
                 while not watcher.gone and not self.front.draining:
                     try:

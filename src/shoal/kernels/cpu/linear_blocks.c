@@ -72,6 +72,17 @@ INLINE floats block_value(ints sums, int type) {
 #endif
 }
 
+/* the upper four bits of every byte; x86 shifts no bytes */
+INLINE line_bytes upper_bits(packed_line both) {
+#if defined(__AVX512BW__)
+  return (line_bytes)_mm512_and_si512(_mm512_srli_epi16((__m512i)both, 4), _mm512_set1_epi8(15));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (line_bytes)_mm256_and_si256(_mm256_srli_epi16((__m256i)both, 4), _mm256_set1_epi8(15));
+#else
+  return (line_bytes)(both >> 4);
+#endif
+}
+
 /* adds the products of a line with bytes 4 r to 4 r + 3 of half a block of x */
 INLINE ints add_line(ints sums, line_bytes w, half_block x, int r, int type) {
   (void)type;
@@ -81,10 +92,10 @@ INLINE ints add_line(ints sums, line_bytes w, half_block x, int r, int type) {
 #elif defined(__AVX512BW__)
   __m512i given = _mm512_set1_epi32(four_bytes(x, r));
   if (type == BLOCKS4) return (ints)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)w, given));
-  /* magnitudes of x by weights with its signs: 2 x 128 x 127 fits into 16 bits */
-  __mmask64 below = _mm512_movepi8_mask(given);
-  __m512i signed_w = _mm512_mask_sub_epi8((__m512i)w, below, _mm512_setzero_si512(), (__m512i)w);
-  __m512i pairs_of = _mm512_maddubs_epi16(_mm512_abs_epi8(given), signed_w);
+  /* magnitudes of weights, of which 128 has no negative, by x with their signs: 2 x 128 x 127 fits into 16 bits */
+  __mmask64 below = _mm512_movepi8_mask((__m512i)w);
+  __m512i signed_x = _mm512_mask_sub_epi8(given, below, _mm512_setzero_si512(), given);
+  __m512i pairs_of = _mm512_maddubs_epi16(_mm512_abs_epi8((__m512i)w), signed_x);
   return sums + (ints)_mm512_madd_epi16(pairs_of, _mm512_set1_epi16(1));
 #elif defined(__AVXVNNI__)
   __m256i line = type == BLOCKS8 ? _mm256_xor_si256((__m256i)w, _mm256_set1_epi8(-128)) : (__m256i)w;
@@ -92,7 +103,7 @@ INLINE ints add_line(ints sums, line_bytes w, half_block x, int r, int type) {
 #elif defined(__AVX2__)
   __m256i given = _mm256_set1_epi32(four_bytes(x, r));
   if (type == BLOCKS4) return (ints)_mm256_add_epi16((__m256i)sums, _mm256_maddubs_epi16((__m256i)w, given));
-  __m256i pairs_of = _mm256_maddubs_epi16(_mm256_abs_epi8(given), _mm256_sign_epi8((__m256i)w, given));
+  __m256i pairs_of = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8(given, (__m256i)w));
   return sums + (ints)_mm256_madd_epi16(pairs_of, _mm256_set1_epi16(1));
 #elif defined(__ARM_FEATURE_DOTPROD)
   if (r == 0) return (ints)vdotq_laneq_s32((int32x4_t)sums, (int8x16_t)w, x, 0);
@@ -155,7 +166,7 @@ INLINE void block_step(floats sums[][MOST_PANELS], const BlockLinear *t, half_bl
     line_bytes low, high;
     if (type == BLOCKS4) {
       packed_line both = *(const loose_packed *)(w + r * LINE_BYTES);
-      low = (line_bytes)(both & 15), high = (line_bytes)(both >> 4);
+      low = (line_bytes)(both & 15), high = upper_bits(both);
     } else {
       low = *(const loose_line *)(w + r * LINE_BYTES);
       high = *(const loose_line *)(w + (BLOCK_LINES + r) * LINE_BYTES);

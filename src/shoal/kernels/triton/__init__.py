@@ -15,6 +15,7 @@ from torch.nn.functional import embedding
 from shoal.core.plan import Ints
 from shoal.core.ports import LateMasks
 from shoal.kernels import torch_choose
+from shoal.kernels.block_weight import BlockWeight
 from shoal.kernels.draw_table import Filters, SamplingState
 from shoal.kernels.ops import Batch, FusedLayers, PassOps
 from shoal.kernels.padded import padded_attention
@@ -22,6 +23,7 @@ from shoal.kernels.ref import RefOps
 from shoal.kernels.triton import attention as kernels
 from shoal.kernels.triton import draw, rows, rows8, step
 from shoal.kernels.triton.layers8 import Fp8Layers, is_fusable
+from shoal.kernels.triton.products4 import linear4
 from shoal.kernels.triton.products8 import product
 from shoal.kernels.triton.skinny import linear
 from shoal.kernels.weights import DenseWeight, Fp8Weight, Weight
@@ -117,11 +119,15 @@ class TritonOps(RefOps):
         if isinstance(weight, Fp8Weight):
             none = torch.zeros((len(x), weight.shape[0]), dtype=x.dtype, device=x.device)
             return self.linear_add(x, weight, bias, none)
+        if isinstance(weight, BlockWeight):
+            return linear4(x, weight, bias)
         return linear(x, values_of(weight), bias)
 
     def linear_add(self, x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> Tensor:
         if isinstance(weight, Fp8Weight):
             return rows8.add(residual.contiguous(), product(rows8.quantize(x.contiguous()), weight, bias, x.dtype))
+        if isinstance(weight, BlockWeight):
+            return linear4(x, weight, bias, residual.contiguous())
         return linear(x, values_of(weight), bias, residual)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

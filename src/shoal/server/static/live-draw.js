@@ -125,8 +125,11 @@ export function drawLanes(canvas, model, view, colours, shows, picked, hovered) 
   const thick = layout.step > 5 ? layout.step - Math.min(4, layout.step * 0.28) : Math.max(layout.step, 0.6);
   for (const band of layout.bands) {
     const ink = new Ink(context, model, view, scale, layout.step, thick, colours, picked, hovered);
+    let lastY = -1;
     band.slots.forEach((slot, row) => {
       const y = band.y + row * layout.step, parts = band.engine.slots[slot];
+      ink.shared = layout.step < 1 && Math.round(y) === lastY;  // a line of pixels that a lane has drawn its decodes on
+      lastY = Math.round(y);
       for (let at = firstSeen(parts, scale.from); at < parts.length && parts[at].a <= view.edge; at += 1) {
         if (shows(parts[at].lane)) ink.part(parts[at], y);
       }
@@ -188,14 +191,17 @@ class Ink {
   constructor(context, model, view, scale, step, thick, colours, picked, hovered) {
     Object.assign(this, {context, model, view, scale, step, thick, colours, picked, hovered});
     this.rects = new Map();  // colour → x, y, width, height, …
-    this.lines = [];  // of lanes that wait: x, y, x of the end, …
+    this.lines = [];  // of lanes that wait
     this.later = [];  // what is drawn on top
+    this.shared = false;
   }
 
+  // thin lanes lie on whole pixels: a rectangle without soft edges is drawn in a fraction of the time
   rect(colour, x, y, w, h) {
     let kept = this.rects.get(colour);
     if (!kept) this.rects.set(colour, kept = []);
-    kept.push(x, y, w, h);
+    if (this.step < 5) kept.push(Math.round(x), Math.round(y), Math.max(1, Math.round(w)), Math.max(1, Math.round(h)));
+    else kept.push(x, y, w, h);
   }
 
   part(part, y) {
@@ -207,12 +213,13 @@ class Ink {
       const one = segments[at], b = Math.min(model.segmentEnd(part, one), view.edge);
       if (b < from) continue;
       const a = Math.max(one.a, from), x = scale.x(a), w = Math.max(scale.x(b) - x, 0.8);
-      if (a > drawn) this.lines.push(scale.x(drawn), middle, x);
+      if (a > drawn && !this.shared) this.wait(scale.x(drawn), middle, x);
       drawn = Math.max(drawn, b);
+      if (this.shared && one.kind === DECODE && part.lane !== this.picked) continue;
       this.rect(one.kind === DECODE ? colours.decode : one.kind === PROMPT ? colours.prompt : colours.again, x, top, w, thick);
       if (one.kind !== DECODE && step >= 13 && w > 34) this.later.push(() => this.count(one, x + w / 2, middle));
     }
-    if (end > drawn) this.lines.push(scale.x(drawn), middle, scale.x(end));
+    if (end > drawn && !this.shared) this.wait(scale.x(drawn), middle, scale.x(end));
     if (part.waits.length > 1) this.later.push(() => drawWaits(this.context, part, view, scale, middle, end, step, colours));
     if (part.drafts.length && thick >= 4) this.later.push(() => drawDrafts(this.context, part, view, scale, top, thick, colours));
     const first = segments[0];
@@ -227,6 +234,14 @@ class Ink {
     if (part.lane === this.picked || part.lane === this.hovered) this.later.push(() => this.frame(part, scale.x(from), scale.x(end), top));
   }
 
+  // the thin line of a lane that waits; gaps of less than a pixel are none
+  wait(x, y, end) {
+    if (end - x < 0.5) return;
+    const wide = this.step > 4 ? 1.5 : Math.max(0.5, this.step / 3);
+    if (this.step < 5) this.lines.push(Math.round(x), Math.round(y - 0.5), Math.round(end) - Math.round(x), 1);
+    else this.lines.push(x, y - wide / 2, end - x, wide);
+  }
+
   count(segment, x, middle) {
     write(this.context, segment.n.toLocaleString(), x, middle + 0.5, this.colours.paper, {size: 10, align: "center", weight: 600});
   }
@@ -239,11 +254,8 @@ class Ink {
   }
 
   draw() {
-    const {context, lines} = this;
-    context.fillStyle = this.colours.wait;  // the thin line of a lane that waits
-    const wide = this.step > 4 ? 1.5 : Math.max(0.5, this.step / 3);
-    for (let at = 0; at < lines.length; at += 3) context.fillRect(lines[at], lines[at + 1] - wide / 2, lines[at + 2] - lines[at], wide);
-    for (const [colour, rects] of this.rects) {
+    const {context} = this;
+    for (const [colour, rects] of [[this.colours.wait, this.lines], ...this.rects]) {
       context.fillStyle = colour;
       for (let at = 0; at < rects.length; at += 4) context.fillRect(rects[at], rects[at + 1], rects[at + 2], rects[at + 3]);
     }
@@ -433,7 +445,8 @@ function note(context, text, x, y, colours, colour = colours.soft) {
 // MFU and MBU as lines, where passes have them
 function drawShares(context, columns, top, room, colours) {
   for (const [name, colour] of [["mfu", colours.cached], ["mbu", colours.swap]]) {
-    const points = [...columns].filter(([, {one}]) => one[name] !== undefined).sort((a, b) => a[0] - b[0]);
+    const points = [...columns].filter(([, {one}]) => one[name] !== undefined);
+    if (points.some(([x], n) => n && x < points[n - 1][0])) points.sort((a, b) => a[0] - b[0]);  // of several engines
     if (points.length < 2) continue;
     context.strokeStyle = colour;
     context.lineWidth = 1.2;

@@ -7,7 +7,7 @@ import {aboutLane, captionOf, nameOf, storyOf} from "./live-story.js";
 
 const $ = (id) => document.getElementById(id);
 const SPANS = [0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300];
-const FRAME_MS = 33, PANEL_MS = 250, OVERVIEW_MS = 200, PANES = 4;
+const FRAME_MS = 33, SLOWEST_MS = 200, PANEL_MS = 250, OVERVIEW_MS = 200, PANES = 4;
 const embedded = $("recording");  // in a report, the recording is part of the document
 const replaying = embedded !== null || location.hash.startsWith("#replay");
 
@@ -18,7 +18,7 @@ let panes = [];
 let told = 0;  // the pane whose figures are shown
 let paused = false, dirty = true, stale = true, offset = null, colours = palette();
 let picked = null, hovered = null;  // {pane, lane}
-let lastFrame = 0, lastPanels = 0, lastOverview = 0, playedAt = null, frames = 0;
+let lastFrame = 0, lastPanels = 0, lastOverview = 0, playedAt = null, frames = 0, pauseMs = FRAME_MS;
 
 // ---- panes
 
@@ -78,6 +78,7 @@ function connect() {
     offset = offset === null || Math.abs(wanted - offset) > 1 ? wanted : offset + (wanted - offset) * 0.1;
     dirty = true;
   };
+  addEventListener("pagehide", () => source.close());
   source.onerror = async () => {
     state("lost");
     if (source.readyState !== EventSource.CLOSED) return;  // the browser connects again by itself
@@ -462,7 +463,7 @@ function fillPanels() {
 
 function frame(now) {
   requestAnimationFrame(frame);
-  if (now - lastFrame < FRAME_MS || !panes.length || document.hidden) return;
+  if (now - lastFrame < pauseMs || !panes.length || document.hidden) return;
   if (replaying) play(now);
   else if (!paused && offset !== null) {
     const next = Math.min(now / 1000 + offset, panes[0].model.end + 0.3);
@@ -489,6 +490,8 @@ function frame(now) {
     lastOverview = now;
     drawOverview($("overview"), panes.map((pane) => pane.model), view, begin(), end(), colours);
   }
+  // at most a third of the time is spent drawing, however much there is to draw
+  pauseMs = Math.min(SLOWEST_MS, Math.max(FRAME_MS, 3 * (performance.now() - now)));
 }
 
 // ---- controls
@@ -556,5 +559,6 @@ addEventListener("resize", () => { dirty = true; });
 document.addEventListener("visibilitychange", () => { dirty = true; });
 // for tests: what is known and what is shown
 globalThis.shoalLive = {panes: () => panes, view, filter, picked: () => picked, laneUnder, scrub, frames: () => frames};
+addEventListener("pageshow", (event) => { if (event.persisted && !replaying) connect(); });  // back on a page that was left
 if (replaying) replay(); else connect();
 requestAnimationFrame(frame);
