@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.kernels.block_weight import BlockWeight, quantize_int4
 from shoal.kernels.triton import products4
-from shoal.kernels.triton.products4 import Tiling4
+from shoal.kernels.triton.products4 import Tiling
 from shoal.kernels.triton.skinny import linear
 
 SHAPES = {
@@ -47,13 +47,13 @@ def microseconds(works: Sequence[Callable[[], object]], replays: int = 5) -> flo
     return 1000 * begun.elapsed_time(ended) / (replays * len(works))
 
 
-def candidates(rows: int, outputs: int) -> list[Tiling4]:
+def candidates(rows: int, outputs: int) -> list[Tiling]:
     if rows == 1:
         sizes = product((1, 2, 4, 8), (256, 512, 1024, 2048), (2, 4), (2, 3))
-        return [Tiling4(1, columns, tile, 1, warps, stages) for columns, tile, warps, stages in sizes]
+        return [Tiling(1, columns, tile, 1, warps, stages) for columns, tile, warps, stages in sizes]
     tall = 16 if rows <= 16 else 32 if rows <= 32 else 64
     sizes = product({tall, 64 if rows > 64 else tall}, (32, 64, 128), (64, 128, 256), (1, 2, 4), (4, 8), (3, 4))
-    return [Tiling4(*one) for one in sizes if outputs % one[1] == 0]
+    return [Tiling(*one) for one in sizes if outputs % one[1] == 0]
 
 
 def timed(works: Sequence[Callable[[], object]]) -> float:

@@ -58,7 +58,7 @@ def test_products(outputs: int, inputs: int, rows: int) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 4])
 def test_programs_that_share_the_inputs(splits: int) -> None:
     weight, x = weights(64, 576)[0], torch.randn(20, 576).to(KIND).to(DEVICE)
-    shape = products4.Tiling4(16, 32, 128, splits, 4, 2)
+    shape = products4.Tiling(16, 32, 128, splits, 4, 2)
     wanted = REF.linear(x.float(), weight, None)
     for _ in range(2):  # the counters are zero again
         close(products4.few_rows(x, weight, None, None, shape), wanted)

@@ -207,12 +207,13 @@ def test_killed_while_blocks_are_swapped(tiny_model: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_killed_while_draining(tiny_model: Path, tmp_path: Path) -> None:
     with running(tmp_path, tiny_model, *SMALL, "--max-model-len", "4096") as server:
-        wanted = asks(8, 1500)
+        wanted = asks(8, 3500)
         undisturbed = asyncio.run(all_answers(server, wanted, lambda: None))
 
         def drain_and_kill() -> None:
-            server.wait_for("all to speak", lambda: speaking(server) == 8)
             (pid,) = server.engine_pids()
+            server.wait_for("all to speak", lambda: speaking(server) == 8)
+            os.kill(pid, signal.SIGSTOP)  # so that none ends before it is killed, however late this process is
             server.terminate()
             server.wait_for("draining", lambda: "draining: 8 running requests" in server.log())
             os.kill(pid, signal.SIGKILL)

@@ -25,7 +25,7 @@ MOST_GROUPS = 4096  # of columns, where their inputs are split
 
 
 @dataclass(frozen=True)
-class Tiling4:
+class Tiling:
     """How the work is split: rows, columns and inputs of a tile, parts of the inputs, warps, stages."""
 
     rows: int
@@ -173,7 +173,7 @@ def part_of(weight: BlockWeight, tile: int) -> int:
     return tile if weight.scale_group % tile == 0 or weight.scale_group >= weight.inputs else weight.scale_group
 
 
-def one_row(x: Tensor, weight: BlockWeight, bias: Tensor | None, residual: Tensor | None, shape: Tiling4) -> Tensor:
+def one_row(x: Tensor, weight: BlockWeight, bias: Tensor | None, residual: Tensor | None, shape: Tiling) -> Tensor:
     """x [1, in]; the outputs must be a multiple of the shape's columns."""
     outputs, inputs = weight.shape
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
@@ -187,7 +187,7 @@ def one_row(x: Tensor, weight: BlockWeight, bias: Tensor | None, residual: Tenso
     return out
 
 
-def few_rows(x: Tensor, weight: BlockWeight, bias: Tensor | None, residual: Tensor | None, shape: Tiling4) -> Tensor:
+def few_rows(x: Tensor, weight: BlockWeight, bias: Tensor | None, residual: Tensor | None, shape: Tiling) -> Tensor:
     """x [rows, in]; the outputs must be a multiple of the shape's columns, and few enough if it splits."""
     rows, (outputs, inputs) = x.shape[0], weight.shape
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -204,15 +204,15 @@ def few_rows(x: Tensor, weight: BlockWeight, bias: Tensor | None, residual: Tens
     return out
 
 
-def shape_for(rows: int, outputs: int, processors: int = 132) -> Tiling4 | None:
+def shape_for(rows: int, outputs: int, processors: int = 132) -> Tiling | None:
     """None: the matrix is unpacked first. Not tuned: the bytes of the weights decide, and these tiles are large."""
     if rows > MOST_ROWS or outputs % 32:
         return None
     if rows == 1:
-        return Tiling4(1, 4, 512, 1, 4, 3)
+        return Tiling(1, 4, 512, 1, 4, 3)
     columns = 64 if outputs % 64 == 0 and outputs >= 64 * processors else 32
     splits = 1 if outputs // columns >= processors else 4
-    return Tiling4(16 if rows <= 16 else 32 if rows <= 32 else 64, columns, 128, splits, 4, 4)
+    return Tiling(16 if rows <= 16 else 32 if rows <= 32 else 64, columns, 128, splits, 4, 4)
 
 
 def linear4(x: Tensor, weight: BlockWeight, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
