@@ -67,11 +67,19 @@ def busy() -> Iterator[LiveServer]:
 
 
 def under(tab: Tab, tenant: str) -> tuple[float, float]:
-    """Where a lane of this tenant is on the screen."""
+    """Where a lane of this tenant is on the screen, once it is drawn."""
+    part = f"[...pane.model.lanes.values()].find((lane) => lane.tenant === {json.dumps(tenant)})?.parts.at(-1)"
+    tab.wait(
+        f"""(() => {{
+          const pane = shoalLive.panes()[0], part = {part};
+          const band = pane.drawn?.layout.bands.find((one) => one.engine.number === part?.engine);
+          return band?.slots.includes(part.slot);
+        }})()"""
+    )
     x, y = tab.run(
         f"""(() => {{
           const pane = shoalLive.panes()[0], {{layout, scale}} = pane.drawn, box = pane.lanes.getBoundingClientRect();
-          const part = [...pane.model.lanes.values()].find((lane) => lane.tenant === {json.dumps(tenant)}).parts.at(-1);
+          const part = {part};
           const band = layout.bands.find((one) => one.engine.number === part.engine);
           const t = (Math.max(part.a, scale.from) + shoalLive.view.edge) / 2;
           return [box.left + scale.x(t), box.top + band.y + (band.slots.indexOf(part.slot) + 0.5) * layout.step];
@@ -103,7 +111,7 @@ def test_every_running_request_is_a_lane(browser: Browser, count: int) -> None:
         with opened(browser, server.url) as tab:
             tab.wait(f"{MODEL}.engine(0).decoding.size === {count}")
             assert tab.run(f"{ALIVE}.length") == count
-            tab.wait(f"document.querySelector('#tiles dd').textContent === '{count}'")
+            tab.wait(f"document.querySelector('#tiles dd')?.textContent === '{count}'")
             drawn = tab.run("shoalLive.panes()[0].drawn.layout.bands[0].slots.length")
             assert drawn == count
             tab.wait(f"{PAINTED} > {0.001 if count == 1 else 0.02}")  # decodes are drawn

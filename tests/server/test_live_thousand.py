@@ -73,7 +73,7 @@ def test_the_page_stays_right(server: MadeUpServer, tmp_path: Path) -> None:
             )
             assert tokens == {f"{number:06x}.0": count for number, count in made.outputs.items()}
             tab.wait(f"shoalLive.panes()[0].drawn.layout.bands[0].slots.length >= {LANES}")
-            tab.wait("document.querySelector('#tiles dd').textContent === '1,000'")
+            tab.wait("document.querySelector('#tiles dd')?.textContent === '1,000'")
             tab.wait("document.querySelectorAll('#queue li').length === 6")
             assert tab.complaints() == []
     finally:

@@ -99,7 +99,7 @@ def test_every_stream_of_a_real_server_is_a_lane(tiny_model: Path, tmp_path: Pat
             tab.wait(f"{MODEL}.engine(0).decoding.size === {count}")
             assert tab.run(f"{ALIVE}.length") == count
             tab.wait(f"shoalLive.panes()[0].drawn.layout.bands[0].slots.length >= {count}")
-            tab.wait(f"document.querySelector('#tiles dd').textContent === '{count}'")
+            tab.wait(f"document.querySelector('#tiles dd')?.textContent === '{count}'")
             tab.wait("document.querySelector('#maps canvas')?.grid")
             assert tab.complaints() == []
         finally:

@@ -447,8 +447,8 @@ def meanings(table: str) -> Mapping[str, Meaning]:
     return found
 
 
-def meaning_of(schema: str, name: str, of_request: bool) -> Meaning:
-    """The words about a field; a field without any is a KeyError."""
+def meaning_of(schema: str, name: str, of_request: bool) -> Meaning | None:
+    """The words about a field; None: another API's."""
     tables = [meanings(table) for table in ((REQUESTS, ANSWERS) if of_request else (ANSWERS, REQUESTS))]
     apart: dict[str, str] = {}
     if of_request:
@@ -459,14 +459,11 @@ def meaning_of(schema: str, name: str, of_request: bool) -> Meaning:
             return table[f"{schema}.{name}"]
     if name in apart:
         return Meaning(apart[name])
-    for table in tables:
-        if name in table:
-            return table[name]
-    raise KeyError(f"{schema}.{name} has no meaning in field_meanings.py")
+    return next((table[name] for table in tables if name in table), None)
 
 
 def explain(schemas: Json, requests: Iterable[str]) -> None:
-    """Give every field its words. `requests`: the schemas of bodies; all that they contain belongs to requests, too."""
+    """Give every field its words. `requests`: the schemas of bodies; all that they contain belongs to requests."""
     asked = contained(schemas, requests)
     for schema, described in schemas.items():
         for name, field in described.get("properties", {}).items():
@@ -475,7 +472,8 @@ def explain(schemas: Json, requests: Iterable[str]) -> None:
                 field["x-no-effect"] = True
             if told and not told.startswith(("Only", "Refused")):
                 continue
-            meaning = meaning_of(schema, name, schema in asked)
+            if (meaning := meaning_of(schema, name, schema in asked)) is None:
+                continue
             known = field.get("default") is not None or not meaning.default or schema not in asked
             must = name in described.get("required", ())
             field["description"] = meaning.text if known or must else f"{meaning.text} Default: {meaning.default}."

@@ -160,7 +160,9 @@ def _tighten(schemas: Json) -> None:
     schemas["ResponseFormat"]["anyOf"] = [
         _format("text"),
         _format("json_object"),
+        _format("json_object", schema="object"),
         _format("json_schema", json_schema="object"),
+        _format("json_schema", schema="object"),
         _format("structural_tag", format="object"),
         _format("structural_tag", structures="array", triggers="array"),
     ]
@@ -177,14 +179,10 @@ def _format(kind: str, **types: str) -> Json:
 
 
 def _exactly_one(**types: Any) -> list[Json]:
-    """Exactly one of these fields is set; the others are missing or null."""
-    return [
-        {
-            "required": [name],
-            "properties": {other: {"type": kind if other == name else "null"} for other, kind in types.items()},
-        }
-        for name in types
-    ]
+    """Exactly one of these fields is set; the others are missing or null, and a switch may also be off."""
+    is_set: Json = {name: {"enum": [True]} if kind == "boolean" else {"type": kind} for name, kind in types.items()}
+    is_not: Json = {name: {"enum": [None, False] if kind == "boolean" else [None]} for name, kind in types.items()}
+    return [{"required": [name], "properties": {**is_not, name: is_set[name]}} for name in types]
 
 
 def _paths(settings: ServerSettings, operations: Mapping[str, Operation]) -> Json:
