@@ -155,6 +155,7 @@ def test_pause_scrub_and_zoom(browser: Browser, busy: LiveServer) -> None:
 def test_hover_and_click_tell_a_request(browser: Browser, busy: LiveServer) -> None:
     with opened(browser, busy.url) as tab:
         tab.wait(f"{MODEL}.engine(0).decoding.size === 8 && shoalLive.panes()[0].drawn")
+        under(tab, "ada")  # what is not drawn yet is not drawn while the page is paused
         tab.click("#pause")
         x, y = under(tab, "ada")
         mouse(tab, "mouseMoved", x, y)
