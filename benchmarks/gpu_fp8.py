@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpu_times import microseconds
 from torch import Tensor
 
 from shoal.kernels import Batch, fp8
@@ -43,25 +44,6 @@ ONE_ROW = [
 DECODES = [(128, 4, 3), (128, 4, 4), (128, 4, 5), (64, 4, 3), (64, 4, 5), (64, 2, 4), (256, 8, 3), (256, 4, 3)]
 PROMPTS = [(64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 8, 3), (128, 4, 3), (32, 4, 4)]
 REF = RefOps()
-
-
-def microseconds(works: Sequence[Callable[[], object]], replays: int = 5) -> float:
-    """Mean time of one of the works, all of them in one graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        works[0]()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for work in works:
-                work()
-        graph.replay()
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        for _ in range(replays):
-            graph.replay()
-        ended.record()
-        ended.synchronize()
-    return 1000 * begun.elapsed_time(ended) / (replays * len(works))
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import product
 
 import torch
+from gpu_times import microseconds
 from torch import Tensor
 
 from shoal.kernels.block_weight import BlockWeight, quantize_int4
@@ -26,25 +27,6 @@ SHAPES = {
 }  # fmt: skip
 BANDWIDTH = 4.24e12  # measured on an H200
 CACHE = 150e6  # bytes of weights that no cache holds
-
-
-def microseconds(works: Sequence[Callable[[], object]], replays: int = 5) -> float:
-    """Mean time of one of the works, all of them in one graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        works[0]()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for work in works:
-                work()
-        graph.replay()
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        for _ in range(replays):
-            graph.replay()
-        ended.record()
-        ended.synchronize()
-    return 1000 * begun.elapsed_time(ended) / (replays * len(works))
 
 
 def candidates(rows: int, outputs: int) -> list[Tiling]:

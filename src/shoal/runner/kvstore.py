@@ -5,6 +5,7 @@ Owns the memory, not its use: the KV manager decides which request holds a block
 
 import logging
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +87,7 @@ class KVStore:
         self.host: Tensor | None = None
         self.outbox, self.peers = outbox, peers
         self._one_block = (spec.layers, 2, *of_block)
+        self._unpin: weakref.finalize[[int], KVStore] | None = None
         if outbox is not None:
             self.host = self._opened(outbox)
         elif host_blocks:
@@ -102,8 +104,10 @@ class KVStore:
     def _opened(self, outbox: BlockOutbox) -> Tensor:
         """Its blocks, indexed as the device's are. Each lies in one piece, so that it can be sent."""
         raw = outbox.memory if isinstance(outbox.memory, Tensor) else torch.from_numpy(outbox.memory)
-        if self.data.is_cuda and not raw.is_cuda:
-            pin(raw)
+        if self.data.is_cuda and not raw.is_cuda and pin(raw):
+            # before the memory goes: pages that stay registered would be taken for others at the same address
+            self._unpin = weakref.finalize(self, unpin, raw.data_ptr())
+            self._unpin.atexit = False
         blocks = raw.view(self.data.dtype).view(len(raw), *self._one_block)
         return blocks.permute(1, 2, 0, *range(3, blocks.dim()))
 
@@ -143,13 +147,21 @@ class KVStore:
 
     def close(self) -> None:
         """No more copies between engines; those under way end soon."""
+        if self._unpin is not None:
+            torch.cuda.synchronize()
+            self._unpin()
         for one in (self.outbox, self.peers):
             if one is not None:
                 one.close()
 
 
-def pin(memory: Tensor) -> None:
+def pin(memory: Tensor) -> bool:
     """Have a GPU copy from and to this host memory at full speed, if it can."""
     problem = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
     if int(problem):
         log.warning("the KV outbox could not be pinned (CUDA error %d); copies to it are slower", int(problem))
+    return not int(problem)
+
+
+def unpin(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
