@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from restart_bf16 import Server
+from tqdm import tqdm
 
 from shoal.bench.cpu_noise import NoiseWatch, banner, noise_figures
 
@@ -98,11 +99,15 @@ def figures(taken_s: list[float]) -> dict[str, float]:
 
 def measure(url: str, asked: list[Asked], at_once: int, rounds: int) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
-    with ThreadPoolExecutor(at_once) as threads:
-        list(threads.map(lambda one: one.note(url), asked))
+    requests = len(asked) * (1 + len(WAYS) * rounds)
+    with ThreadPoolExecutor(at_once) as threads, tqdm(total=requests, unit="request", disable=None) as bar:
+        for _ in threads.map(lambda one: one.note(url), asked):
+            bar.update()
         for number in range(rounds):
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
-                taken[way] += threads.map(lambda one, way=way: one.time(url, way), asked)
+                for taken_s in threads.map(lambda one, way=way: one.time(url, way), asked):
+                    taken[way].append(taken_s)
+                    bar.update()
     return taken
 
 
