@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from tests.story.models import backend
 from tests.story_server.asks import ON, STORY
-from tests.story_server.servers import Server
+from tests.story_server.servers import Server, assert_error_shape, events_of
 
 PROMPT = [0, 40, 41, 42, 43, 44, 45, 46, 50, 60, 70, 80, 90]
 
@@ -85,6 +85,23 @@ def test_the_end_token_can_be_the_only_one_that_is_allowed(tiny: Server) -> None
     assert found["finish_reason"] == "stop"
     held = choice(tiny, allowed_token_ids=[1, 66], ignore_eos=False, min_tokens=4)["token_ids"]
     assert held[:4] == [66] * 4
+
+
+@pytest.mark.parametrize("text", ["b", "aab"])
+def test_a_grammar_that_allowed_tokens_cannot_follow_is_the_request_s_fault(tiny: Server, text: str) -> None:
+    """At once, and after some tokens. A stream that has its status by then ends with the error."""
+    body: dict[str, Any] = {"prompt": PROMPT, "allowed_token_ids": encoded("a"), "guided_regex": text, "max_tokens": 9}
+    answer = tiny.complete(**body)
+    assert answer.status_code == 400
+    refused = assert_error_shape(answer)
+    assert "leave no token" in refused["message"]
+    streamed = tiny.complete(**body, stream=True)
+    if streamed.status_code == 400:
+        assert (assert_error_shape(streamed), text) == (refused, "b")
+        return
+    events = list(events_of(iter(streamed.text.split("\n"))))
+    assert events[-1]["error"] == refused
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text[:-1]
 
 
 @pytest.mark.parametrize("seed", range(3))

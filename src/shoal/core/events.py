@@ -57,6 +57,7 @@ class Finished:
     tier: str = ""
     kept_ttft: bool | None = None  # whether its first token came as soon as promised; None: nothing was promised
     kept_itl: bool | None = None  # … and the others, on average
+    kind: str = ""  # of its error: a class in shoal.errors, where the engine is not to blame
 
 
 @dataclass(slots=True)

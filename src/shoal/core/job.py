@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal import errors
+from shoal.core.events import Finished
 from shoal.core.grammar import Grammar
 from shoal.core.params import SamplingParams
 from shoal.core.request import Group, Logprobs, Request
@@ -150,6 +151,18 @@ class Ending:
     preemptions: int = 0
     queue_s: float = 0.0
     error: str = ""
+    kind: str = ""  # of the error: the name of a class in shoal.errors, where the engine is not to blame
+
+    @classmethod
+    def of(cls, end: Finished, queue_s: float) -> "Ending":
+        """As the engine recorded it. `queue_s`: how long it waited."""
+        return cls(end.reason.value, end.stop_token, end.cached_tokens, end.preemptions, queue_s, end.error, end.kind)
+
+    def as_error(self) -> ShoalError:
+        """The exception of a sample that failed."""
+        if self.kind:
+            return Refusal(self.kind, self.error).as_error()
+        return EngineError(self.error or "the engine failed on this request")
 
 
 @dataclass(frozen=True, slots=True)

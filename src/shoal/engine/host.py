@@ -406,10 +406,7 @@ class Host:
             owner = self._let_go(end.id)
             queue_s = self.queue_s.pop(end.id, 0.0)
             if owner and end.reason is not Reason.REJECTED:
-                ending = Ending(
-                    end.reason.value, end.stop_token, end.cached_tokens, end.preemptions, queue_s, end.error
-                )
-                self._news(owner.front).ended.append((owner.key, ending))
+                self._news(owner.front).ended.append((owner.key, Ending.of(end, queue_s)))
 
     def _sort_tokens(self, events: PassEvents) -> None:
         logprobs = events.logprobs

@@ -163,10 +163,7 @@ class LocalClient:
             live, sample = owner
             del live.running[sample]
             self._accept(live)
-            live.sink.ended(
-                sample,
-                Ending(end.reason.value, end.stop_token, end.cached_tokens, end.preemptions, queue_s, end.error),
-            )
+            live.sink.ended(sample, Ending.of(end, queue_s))
             touched[live.job.id] = live
 
     def _accept(self, live: LocalJob) -> None:

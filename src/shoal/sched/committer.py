@@ -18,7 +18,7 @@ import numpy as np
 from shoal.core.events import PassEvents
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Reason, Request, State
-from shoal.errors import EngineError
+from shoal.errors import BadGrammar, EngineError
 from shoal.sched.endings import Endings
 from shoal.sched.flight import Flight
 from shoal.sched.steady import Steady
@@ -168,7 +168,8 @@ class Committer:
             request.pending -= draws
             if draws and row in failed:
                 why = request.grammar.error if request.grammar is not None else ""
-                self._endings.end(request, Reason.ERROR, out, error=why or failed[row])
+                kind = BadGrammar if why else None
+                self._endings.end(request, Reason.ERROR, out, error=why or failed[row], kind=kind)
                 continue
             known = len(request.tokens)
             for number in range(first, first + taken):

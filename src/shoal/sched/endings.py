@@ -7,7 +7,7 @@ import math
 
 from shoal.core.events import Finished, PassEvents, Rejection
 from shoal.core.request import Reason, Request, State
-from shoal.errors import DeadlinePassed, Evicted, PromiseBroken
+from shoal.errors import DeadlinePassed, Evicted, PromiseBroken, ShoalError
 from shoal.sched.tables import Blocks, SharedTables
 
 EVICTED = "evicted: KV memory ran out; ask again, or raise --kv-memory"
@@ -20,9 +20,16 @@ class Endings:
         self._tables = tables
 
     def end(
-        self, request: Request, reason: Reason, events: PassEvents, stop_token: int | None = None, error: str = ""
+        self,
+        request: Request,
+        reason: Reason,
+        events: PassEvents,
+        stop_token: int | None = None,
+        error: str = "",
+        kind: type[ShoalError] | None = None,
     ) -> None:
-        """Finish a request and give back all it holds; `events` is the record of the moment."""
+        """Finish a request and give back all it holds; `events` is the record of the moment. `kind`: of the error, if
+        the engine is not to blame for it."""
         tables = self._tables
         out = tables.groups.record(request, events)
         if request.state is State.RUNNING:
@@ -49,6 +56,7 @@ class Endings:
                 request.promise.name,
                 kept_ttft,
                 kept_itl,
+                "" if kind is None else kind.__name__,
             )
         )
 
@@ -88,7 +96,7 @@ class Endings:
         """End a request that is preempted for good: with an error if it has output, else as rejected."""
         request.preemptions += 1
         if request.outputs:
-            self.end(request, Reason.ERROR, self._tables.between, error=EVICTED)
+            self.end(request, Reason.ERROR, self._tables.between, error=EVICTED, kind=Evicted)
         else:
             self._reject(request, Rejection(request.id, Evicted.__name__, EVICTED))
 

@@ -53,7 +53,7 @@ class StepSink(Sink):
 
     def ended(self, sample: int, ending: Ending) -> None:
         if ending.reason == Reason.ERROR.value:
-            self._fail(EngineError(ending.error or "the engine failed on this request"))
+            self._fail(ending.as_error())
         elif not self.done.done():
             self.done.set_result(self.logprobs)
 

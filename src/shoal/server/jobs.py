@@ -13,7 +13,7 @@ from shoal.core.job import Ending, Refusal, Sink
 from shoal.core.ports import EngineClient
 from shoal.core.request import Logprobs, Reason
 from shoal.core.turns import TurnTaker
-from shoal.errors import DeadlinePassed, EngineError
+from shoal.errors import DeadlinePassed
 from shoal.keys.ledger_client import Reservation
 from shoal.output.outputs import Outputs
 from shoal.output.sample import Sample
@@ -145,7 +145,7 @@ class Call:
     def ended(self, sample: Sample, ending: Ending) -> str:
         """Returns the rest of its text. A sample that failed fails the whole request."""
         if ending.reason == Reason.ERROR.value:
-            self.fail(EngineError(ending.error or "the engine failed on this request"))
+            self.fail(ending.as_error())
             return ""
         rest = self.outputs.end(sample, ending)
         if self.outputs.running == 0:
