@@ -105,6 +105,9 @@ def test_a_client_that_leaves_goes_on_where_it_was(store: SqliteStore) -> None:
                 seen += await anext(pieces)
             await stream.aclose()
         (id,) = app.responses.running._running
+        head = await http.head(f"{PATH}/{id}?stream=true")  # ends, although more events come
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"].startswith("text/event-stream")
         await ticks(client)
         number = seen.count(b"event: ") - 1
         rest = (await http.get(f"{PATH}/{id}?stream=true&starting_after={number}")).content

@@ -162,6 +162,9 @@ async def send_events(
     """Send events as they come, while the client is there. b"": there is none yet, and the server may end."""
     kind = (b"content-type", b"text/event-stream; charset=utf-8")
     await exchange.start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"), *headers])
+    if exchange.method == "HEAD":  # has no body, and its connection is used again
+        await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+        return
 
     async def send_all() -> None:
         async for body in events:
