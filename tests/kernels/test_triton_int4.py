@@ -41,7 +41,7 @@ def test_the_matrix_as_numbers(outputs: int, inputs: int) -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (64, 288), (40, 96)])
-@pytest.mark.parametrize("rows", [1, 5, 40, 129])
+@pytest.mark.parametrize("rows", [1, 5, 20, 40])
 def test_products(outputs: int, inputs: int, rows: int) -> None:
     """Every way, with and without bias and residual."""
     ops = triton_ops()
