@@ -30,9 +30,11 @@ from shoal.cli.live import joined, make_handler
 from tests.server.chromium import Browser, Tab
 
 SIZE = (1440, 900)
-FRAMES, FRAME_S, SHOWN_MS, WIDTH, BEFORE_S = 56, 0.4, 160, 960, 6.0
+FRAMES, FRAME_S, SHOWN_MS, BEFORE_S = 56, 0.4, 160, 6.0
 MOST_BYTES = 1_950_000
-COLOURS, CLEAR, BITS = (160, 96, 64, 48), 255, 6  # to try; what leaves a pixel as it was; of a colour's parts
+SMOOTH = Image.Resampling.LANCZOS
+SIZES = ((960, 160), (960, 96), (960, 64), (960, 48), (880, 48), (800, 48), (720, 48))  # width and colours to try
+CLEAR, BITS = 255, 6  # what leaves a pixel as it was; of a colour's parts
 
 Colours = np.ndarray[Any, np.dtype[np.int32]]  # one in each row
 
@@ -130,8 +132,7 @@ def film(tab: Tab, begin_s: float) -> list[Image.Image]:
             time.sleep(0.35)  # the panels follow
             path = Path(folder) / "frame.png"
             tab.shot(path)
-            image = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
-            frames.append(image.resize((WIDTH, round(image.height * WIDTH / image.width)), Image.Resampling.LANCZOS))
+            frames.append(Image.open(io.BytesIO(path.read_bytes())).convert("RGB"))
     return frames
 
 
@@ -146,13 +147,13 @@ def replaying(lines: list[str]) -> Iterator[str]:
 def write_gif(frames: list[Image.Image], path: Path) -> None:
     """One palette for all frames: the page's own colours, and the most frequent blends of them, as many as there is
     room for. What stands still is transparent in the next frame and takes none. No dithering: flat areas stay flat."""
-    pixels = np.stack([np.asarray(frame) for frame in frames])
     levels = np.arange(2**BITS) * 255 // (2**BITS - 1)
     cells = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(-1, 3)
-    places = (pixels.astype(np.int32) * (2**BITS - 1) + 127) // 255
-    places = (places[..., 0] << 2 * BITS) | (places[..., 1] << BITS) | places[..., 2]
-    counts = np.bincount(places.ravel(), minlength=len(cells))
-    for colours in COLOURS:
+    for width, colours in SIZES:
+        small = [frame.resize((width, frame.height * width // frame.width), SMOOTH) for frame in frames]
+        places = (np.stack([np.asarray(frame, np.int32) for frame in small]) * (2**BITS - 1) + 127) // 255
+        places = (places[..., 0] << 2 * BITS) | (places[..., 1] << BITS) | places[..., 2]
+        counts = np.bincount(places.ravel(), minlength=len(cells))
         palette = choose_palette(page_colours(), cells, counts, colours)
         drawn = nearest(palette, cells)[places]
         still = drawn[1:] == drawn[:-1]
@@ -160,7 +161,7 @@ def write_gif(frames: list[Image.Image], path: Path) -> None:
         save_frames(drawn, palette, path)
         if path.stat().st_size < MOST_BYTES:
             break
-    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, {colours} colours")
+    print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, {width} pixels wide, {colours} colours")
 
 
 def save_frames(drawn: "np.ndarray[Any, np.dtype[np.uint8]]", palette: Colours, path: Path) -> None:

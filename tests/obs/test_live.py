@@ -158,6 +158,22 @@ def test_a_request_goes_on_in_its_lane_when_its_engine_is_restarted() -> None:
     assert line["passes"][1]["in"] == [1]
 
 
+def test_a_request_that_ended_as_its_engine_went_down_does_not_wait_for_ever() -> None:
+    """The engine died before it could say so; a request that was aborted before has its end already."""
+    summary = LiveSummary(0.0)
+    summary.up(0, 0, 0.0)
+    summary.came(0, 0, [request(1, "a"), request(2, "b"), request(3, "c")], 0.0)
+    summary.passed(0, 0, one_pass(1, 0.1, [(1, 0, 4), (2, 0, 4), (3, 0, 4)], ended=[(3, "abort", 0, None, None)]))
+    assert [one[0] for one in summary.line(0.3)["ev"]] == ["up", "end"]
+    summary.down(0, 0.4)
+    summary.up(0, 1, 9.0)
+    summary.came(0, 1, [request(7, "b", outputs=1, resumed=True)], 9.1)
+    assert "lost" not in str(summary.line(10.9))
+    ended = summary.line(11.1)["ev"]
+    assert ended == [["end", 0.4, 1, "lost", 0, None, None]]
+    assert "ev" not in summary.line(99.0)
+
+
 def test_a_request_that_moves_to_another_engine_jumps_and_ends_once() -> None:
     summary = LiveSummary(0.0)
     for engine in (0, 1):

@@ -16,7 +16,8 @@ from shoal.core.live import LivePass, LiveRequest
 FORMAT = 1  # of recordings
 KEY_LINES = 50  # every so many lines one has a key
 WINDOW_S = 30.0  # of the percentiles
-FORGET_S = 60.0  # a request of an engine that went down is given up after so long
+FORGET_S = 60.0  # a request of an engine that went down is given up after so long …
+RESUME_S = 2.0  # … or so long after the engine is up again: it had ended, and the engine could not say so any more
 PROMPT, RECOMPUTE = 0, 1  # kinds of chunks
 MOVES = ("abort", "handed")  # ends after which another engine may go on
 
@@ -41,6 +42,7 @@ class EngineLanes:
 
     epoch: int
     up: bool = True
+    up_s: float = 0.0  # since when
     by_number: dict[int, LiveLane] = field(default_factory=dict)
     decoding: dict[LiveLane, None] = field(default_factory=dict)
     last_s: float = 0.0  # when the last pass with decodes ended
@@ -57,7 +59,8 @@ class LiveSummary:
         self.began_s = began_s
         self.engines: dict[int, EngineLanes] = {}
         self._lanes: dict[str, LiveLane] = {}  # by request id
-        self._moving: dict[str, tuple[LiveLane, float]] = {}  # ended on one engine, perhaps to go on elsewhere
+        # ended on one engine, perhaps to go on elsewhere: since when, and whether a line has said that it ended
+        self._moving: dict[str, tuple[LiveLane, float, bool]] = {}
         self._count = 0
         self._lines = 0
         self._samples: dict[tuple[str, str], deque[tuple[float, float, int]]] = {}  # (tier, what) → at, value, weight
@@ -78,7 +81,7 @@ class LiveSummary:
 
     def up(self, engine: int, epoch: int, at_s: float) -> None:
         known = self.engines.get(engine)
-        self.engines[engine] = EngineLanes(epoch)
+        self.engines[engine] = EngineLanes(epoch, up_s=at_s)
         if known is None or known.epoch != epoch or not known.up:
             self._events.append(["up", self._at(at_s), engine, epoch])
 
@@ -89,7 +92,7 @@ class LiveSummary:
         known.up = False
         self._leave(known, list(known.decoding))
         for lane in known.by_number.values():
-            self._moving[lane.live.id] = (lane, at_s)
+            self._moving[lane.live.id] = (lane, at_s, False)
         self._events.append(["down", self._at(at_s), engine])
 
     def _of(self, engine: int, epoch: int) -> EngineLanes:
@@ -287,7 +290,7 @@ class LiveSummary:
             return  # it runs elsewhere by now
         self._events.append(["end", self._at(at_s), lane.number, reason, *rest])
         if reason in MOVES:
-            self._moving[lane.live.id] = (lane, at_s)
+            self._moving[lane.live.id] = (lane, at_s, True)
         else:
             self._lanes.pop(lane.live.id, None)
 
@@ -352,11 +355,15 @@ class LiveSummary:
         return {"lanes": lanes, "decoding": decoding, "engines": {str(n): one.up for n, one in self.engines.items()}}
 
     def _forget(self, now_s: float) -> None:
-        for id, (lane, at_s) in list(self._moving.items()):
-            if now_s - at_s > FORGET_S:
+        for id, (lane, at_s, told) in list(self._moving.items()):
+            known = self.engines[lane.engine]
+            restarted = known.up and known.up_s > at_s
+            if now_s - at_s > FORGET_S or (restarted and now_s - known.up_s > RESUME_S):
                 del self._moving[id]
                 self._lanes.pop(id, None)
-                self._events.append(["end", self._at(now_s), lane.number, "lost", 0, None, None])
+                if not told:
+                    ended_s = at_s if restarted else now_s
+                    self._events.append(["end", self._at(ended_s), lane.number, "lost", 0, None, None])
 
 
 def weighted(samples: Iterable[tuple[float, float, int]], shares: Iterable[float]) -> list[float]:

@@ -4,7 +4,7 @@
 import {DECODE, PROMPT, lastAt} from "./live-model.js";
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif";
-const AXIS = 22, BAND = 8;
+const AXIS = 22, BAND = 8, LONGEST_LINE = 40;
 const NAMES = ["paper", "ink", "soft", "line", "head", "stripe", "prompt", "decode", "again", "swap", "cached", "accepted",
   "padding", "wait", "held", "shared", "free", "pick"];
 
@@ -442,19 +442,24 @@ function note(context, text, x, y, colours, colour = colours.soft) {
   write(context, text, x, y, colour, {weight});
 }
 
-// MFU and MBU as lines, where passes have them
+// MFU and MBU as lines, broken where passes lack them and where there is none
 function drawShares(context, columns, top, room, colours) {
+  const points = [...columns];
+  if (points.some(([x], n) => n && x < points[n - 1][0])) points.sort((a, b) => a[0] - b[0]);  // of several engines
   for (const [name, colour] of [["mfu", colours.cached], ["mbu", colours.swap]]) {
-    const points = [...columns].filter(([, {one}]) => one[name] !== undefined);
-    if (points.some(([x], n) => n && x < points[n - 1][0])) points.sort((a, b) => a[0] - b[0]);  // of several engines
-    if (points.length < 2) continue;
     context.strokeStyle = colour;
     context.lineWidth = 1.2;
     context.beginPath();
-    points.forEach(([x, {one}], n) => {
+    let before = -Infinity;
+    for (const [x, {one}] of points) {
+      if (one[name] === undefined) {
+        before = -Infinity;
+        continue;
+      }
       const y = top + room * (1 - Math.min(1, one[name]));
-      if (n) context.lineTo(x, y); else context.moveTo(x, y);
-    });
+      if (x - before > LONGEST_LINE) context.moveTo(x, y); else context.lineTo(x, y);
+      before = x;
+    }
     context.stroke();
   }
 }

@@ -5,7 +5,7 @@ import {ms} from "./live-draw.js";
 
 const REASONS = {
   stop: "ended by itself", length: "reached its max_tokens", abort: "its client left", timeout: "its time was over",
-  rejected: "refused", error: "failed", lost: "was lost with its engine", handed: "handed to a decode engine",
+  rejected: "refused", error: "failed", lost: "ended as its engine went down", handed: "handed to a decode engine",
 };
 
 const tokens = (n) => `${n.toLocaleString()} token${n === 1 ? "" : "s"}`;
