@@ -50,6 +50,7 @@ class Seen:
     token_s: list[float] = field(default_factory=list)
     reason: Reason | None = None
     refused: str = ""
+    kind: str = ""  # of the error that it ended with
 
     @property
     def ttft_s(self) -> float:
@@ -198,7 +199,7 @@ class Sim:
         for one in events.rejected:
             self.seen[one.id].refused = one.kind
         for end in events.finished:
-            self.seen[end.id].reason = end.reason
+            self.seen[end.id].reason, self.seen[end.id].kind = end.reason, end.kind
 
     # ---- figures --------------------------------------------------------------------------------------------------
 

@@ -168,8 +168,8 @@ def test_a_request_that_ended_as_its_engine_went_down_does_not_wait_for_ever() -
     summary.down(0, 0.4)
     summary.up(0, 1, 9.0)
     summary.came(0, 1, [request(7, "b", outputs=1, resumed=True)], 9.1)
-    assert "lost" not in str(summary.line(10.9))
-    ended = summary.line(11.1)["ev"]
+    assert "lost" not in str(summary.line(13.9))
+    ended = summary.line(14.1)["ev"]
     assert ended == [["end", 0.4, 1, "lost", 0, None, None]]
     assert "ev" not in summary.line(99.0)
 

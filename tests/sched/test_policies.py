@@ -565,6 +565,7 @@ def test_dropped_requests_end_with_an_error_or_a_refusal() -> None:
     assert len(dropped) == sim.preemptions > 3
     for seen in dropped:
         assert (seen.reason is Reason.REJECTED) == (not seen.token_s) == (seen.refused == "Evicted")
+        assert (seen.reason is Reason.ERROR) == (seen.kind == "Evicted"), "the engine is not to blame"
     assert scheduler.kv.pool.held == 0
 
 

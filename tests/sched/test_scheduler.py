@@ -211,6 +211,7 @@ def test_a_failed_row_ends_its_request_alone() -> None:
     )
     events = scheduler.commit(broken, 0.0)
     assert [(end.id, end.reason, end.error) for end in events.finished] == [("bad", Reason.ERROR, "not finite")]
+    assert not events.finished[0].kind, "the engine is to blame"
     assert events.owners == ["good"]
 
 

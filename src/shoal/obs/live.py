@@ -17,7 +17,7 @@ FORMAT = 1  # of recordings
 KEY_LINES = 50  # every so many lines one has a key
 WINDOW_S = 30.0  # of the percentiles
 FORGET_S = 60.0  # a request of an engine that went down is given up after so long …
-RESUME_S = 2.0  # … or so long after the engine is up again: it had ended, and the engine could not say so any more
+RESUME_S = 5.0  # … or so long after the engine is up again: it had ended, and the engine could not say so any more
 PROMPT, RECOMPUTE = 0, 1  # kinds of chunks
 MOVES = ("abort", "handed")  # ends after which another engine may go on
 
