@@ -2,7 +2,6 @@
 machine share memory instead. What all transports do is tested in tests/disagg/test_transport.py."""
 
 import contextlib
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from shoal.engine.curve import KeyPair
 from shoal.engine.curve_outbox import CurveAddress, CurveOutbox, CurvePeer, network_links, open_nearest
 from shoal.errors import BadConfig, TransferFailed
 from tests.disagg.test_transport import CHILD
+from tests.processes.stopping import stop
 
 BLOCKS, BYTES = 40, 70_000
 
@@ -182,7 +182,7 @@ def test_a_machine_that_falls_silent_is_noticed(tmp_path: Path, peers: PeerOutbo
     assert child.stdout is not None
     address = child.stdout.readline().strip()
     peers.read(address, [2], [b"n" * 32], lambda number, data: None)
-    child.send_signal(signal.SIGSTOP)
+    stop(child.pid)
     try:
         with pytest.raises(TransferFailed, match="went away"):
             peers.read(address, [3], [b"m" * 32], lambda number, data: None)

@@ -9,6 +9,8 @@ import textwrap
 import time
 from pathlib import Path
 
+from tests.processes.stopping import stop
+
 CHILD = """
 import json, os, signal, sys, time
 sys.path.insert(0, {source!r})
@@ -263,9 +265,9 @@ def test_a_pause_of_all_processes_is_no_hang(tmp_path: Path) -> None:
     children = [family.pid("engine"), family.pid("front")]
     before = family.lines()
     for pid in children:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     time.sleep(0.5)  # the supervisor reads their last heartbeats
-    family.process.send_signal(signal.SIGSTOP)
+    stop(family.process.pid)
     time.sleep(6.0)
     family.process.send_signal(signal.SIGCONT)
     time.sleep(1.5)

@@ -14,6 +14,7 @@ import pytest
 
 from shoal.errors import BadConfig, EngineLost
 from shoal.runner.ranks import Ranks
+from tests.processes.stopping import stop
 from tests.story.models import greedy, open_llm, save_model, token_ids
 from tests.story_server.servers import command_of, family_of
 
@@ -86,7 +87,7 @@ def test_a_rank_that_fails_says_why(ranks: Ranks) -> None:
 def test_a_rank_that_hangs_is_named() -> None:
     ranks = toys(silence_s=3.0)
     pids = [one["pid"] for one in ranks.answers()]
-    os.kill(pids[0], signal.SIGSTOP)
+    stop(pids[0])
     until("the loss", lambda: ranks.lost is not None)
     assert f"rank 1 (process {pids[0]}) has given no sign of life for" in str(ranks.lost)
     ranks.close()
@@ -110,7 +111,7 @@ def test_no_rank_outlives_rank_0(stopped: bool) -> None:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
         if stopped:
-            os.kill(pids[0], signal.SIGSTOP)
+            stop(pids[0])
         parent.kill()
     until("the end of the ranks", lambda: not any(map(command_of, pids)))
 

@@ -17,6 +17,7 @@ from shoal.server.errors import BadField, HttpError
 from shoal.server.templates import TemplateWorker
 from shoal.text.chat import ChatRenderer
 from shoal.text.special import SecretNames
+from tests.processes.stopping import stop
 from tests.server.fronts import ask_async, error_of, front, run, tokenizer
 
 LIMIT_S = 0.5  # of the worker's own CPU time
@@ -198,7 +199,7 @@ def test_a_worker_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPat
         async with worker(LOOPS) as made:
             assert await said(made) == "Hi"
             assert made._process is not None
-            os.kill(made._process.pid, signal.SIGSTOP)
+            stop(made._process.pid)
             monkeypatch.setattr(module, "WAIT_LIMIT_S", 0.2)
             with pytest.raises(Rejected, match="try again") as caught:
                 await said(made)

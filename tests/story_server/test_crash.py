@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.processes.stopping import stop
 from tests.story_server.poison import poison_env
 from tests.story_server.servers import (
     RESTARTS,
@@ -139,7 +140,7 @@ def test_requests_that_come_during_a_restart_wait_and_are_answered(steady: Serve
     before = steady.metrics()[RESTARTS]
     (pid,) = steady.engine_pids()
     try:
-        os.kill(steady.process.pid, signal.SIGSTOP)  # the next engine cannot come too early for this test
+        stop(steady.process.pid)  # the next engine cannot come too early for this test
         os.kill(pid, signal.SIGKILL)
         steady.wait_for("/health to say 503", lambda: steady.health() == 503)
         disturbed = asyncio.run(all_answers(steady, wanted, lambda: os.kill(steady.process.pid, signal.SIGCONT)))
@@ -152,9 +153,9 @@ def test_requests_that_come_during_a_restart_wait_and_are_answered(steady: Serve
 
 def test_a_request_that_cannot_wait_for_the_next_engine_is_a_503(steady: Server) -> None:
     (pid,) = steady.engine_pids()
-    os.kill(pid, signal.SIGSTOP)  # not dead yet: the next engine cannot come too early for this test
+    stop(pid)  # not dead yet: the next engine cannot come too early for this test
     try:
-        os.kill(steady.process.pid, signal.SIGSTOP)
+        stop(steady.process.pid)
         os.kill(pid, signal.SIGKILL)
         steady.wait_for("/health to say 503", lambda: steady.health() == 503)
         got = steady.complete(max_tokens=1, timeout=0.5)
@@ -213,7 +214,7 @@ def test_killed_while_draining(tiny_model: Path, tmp_path: Path) -> None:
         def drain_and_kill() -> None:
             (pid,) = server.engine_pids()
             server.wait_for("all to speak", lambda: speaking(server) == 8)
-            os.kill(pid, signal.SIGSTOP)  # so that none ends before it is killed, however late this process is
+            stop(pid)  # so that none ends before it is killed, however late this process is
             server.terminate()
             server.wait_for("draining", lambda: "draining: 8 running requests" in server.log())
             os.kill(pid, signal.SIGKILL)
@@ -352,7 +353,7 @@ def test_a_request_that_hangs_the_engine_is_found(watched: Server) -> None:
 @pytest.mark.slow
 def test_a_front_that_hangs_is_found(watched: Server) -> None:
     (front,), engines = watched.front_pids(), watched.engine_pids()
-    os.kill(front, signal.SIGSTOP)
+    stop(front)
     watched.wait_for("another front", lambda: watched.front_pids() not in ([], [front]))
     watched.wait_for("/health to say 200 again", lambda: watched.health() == 200)
     assert watched.complete(max_tokens=5).status_code == 200
@@ -371,7 +372,7 @@ def test_a_server_that_was_paused_goes_on_as_if_nothing_had_been(watched: Server
     def pause() -> None:
         watched.wait_for("all to speak", lambda: speaking(watched) == 4)
         for pid in (front, engine, supervisor):
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
         time.sleep(8)
         for pid in (supervisor, engine, front):
             os.kill(pid, signal.SIGCONT)

@@ -19,6 +19,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from shoal import LLM, SamplingParams
+from tests.processes.stopping import stop
 from tests.story.models import first, greedy, open_llm
 from tests.story_server.asks import ASKED, ON, PARIS, STORY
 from tests.story_server.servers import HELD, RUNNING, SMALL, WAITING, Server, assert_error_shape, running
@@ -236,7 +237,7 @@ def test_one_connection_hears_of_all_fronts(tiny_model: Path, tmp_path: Path) ->
         server.wait_for("all of them to be counted", lambda: sum(told().values()) == before + asked)
 
         stuck = server.front_pids()[0]
-        os.kill(stuck, signal.SIGSTOP)
+        stop(stuck)
         try:  # a new connection is taken by the other one, which does not wait for long
             assert len(health_answers(httpx.get(url, timeout=5).text)) == 1
         finally:

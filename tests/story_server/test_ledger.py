@@ -18,6 +18,7 @@ import pytest
 from shoal.keys.api_key import ApiKey, digest_of
 from shoal.keys.file import line_of
 from shoal.keys.ledger import DEBT_MINUTES
+from tests.processes.stopping import stop
 from tests.story_server.servers import SMALL, Server, assert_error_shape, long_stream, running, tokens_in
 
 LIMIT = 60  # tokens a minute: one each second
@@ -182,7 +183,7 @@ def test_a_priority_needs_a_right_in_the_key(server: Server) -> None:
 
 def test_without_the_ledger_limited_keys_get_a_503_and_others_are_served(server: Server) -> None:
     assert generate(server, "four", 1).status_code == 200
-    server.process.send_signal(signal.SIGSTOP)
+    stop(server.process.pid)
     try:
         refused = generate(server, "four", 1)
         assert refused.status_code == 503

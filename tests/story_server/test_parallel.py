@@ -1,13 +1,13 @@
 """A server whose engine has two ranks: a dead or hung rank is a dead engine, and every stream goes on."""
 
 import asyncio
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.processes.stopping import stop
 from tests.story_server.servers import RESTARTS, SMALL, Server, command_of, family_of, running
 from tests.story_server.test_crash import all_answers, asks
 
@@ -53,6 +53,6 @@ def test_a_stopped_rank_is_a_dead_engine(split: Server) -> None:
     (rank,) = rank_pids(split)
     wanted = asks(4, 40)
     undisturbed = asyncio.run(all_answers(split, wanted, lambda: None))
-    os.kill(rank, signal.SIGSTOP)
+    stop(rank)
     assert asyncio.run(all_answers(split, wanted, lambda: None)) == undisturbed
     assert f"rank 1 (process {rank}) has given no sign of life" in split.log()
