@@ -1,5 +1,6 @@
 """One comparison, drawn once for all tests of plots and pages."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from shoal.bench import giant_plots, plot_style, plots
 from shoal.bench.record import Promise, RunRecord, summarise
 from tests.bench.made import PRESETS, giant_run, made_run
+from tests.server.chromium import Browser
 
 PROMISE = Promise(ttft_s=1.0, gap_s=0.1)
 
@@ -34,3 +36,10 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     giants = {prefill: giant_run(prefill) for prefill in ("inline", "exclusive", "chunked")}
     svgs["giant"] = plot_style.save(giant_plots.giant_plot(giants), folder, "giant")
     return Drawn(runs, rows_of(runs), svgs)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

@@ -40,8 +40,9 @@ from shoal.engine.loop import EngineLoop
 from shoal.sched.admission import Limits
 from shoal.sched.make import make_scheduler
 from shoal.workload.traces import TraceRequest
-from tests.bench.test_page import CHROMIUM, chromium
 from tests.fakes import VOCAB, FakeExecutor
+from tests.server.chromium import Browser
+from tests.server.page_server import needs_chromium
 from tests.story.models import save_model
 
 
@@ -125,9 +126,15 @@ def test_a_closed_loop_smaller_than_a_group_does_not_wait_for_ever() -> None:
     assert all(record.reason for record in run.requests)
 
 
-def test_everything_is_compared_on_the_same_requests() -> None:
+@pytest.fixture(scope="module")
+def compared() -> tuple[ComparePlan, Results]:
+    """Every preset, on the virtual device."""
     plan = make_plan()
-    results = compare(plan, make_engine, progress=False)
+    return plan, compare(plan, make_engine, progress=False)
+
+
+def test_everything_is_compared_on_the_same_requests(compared: tuple[ComparePlan, Results]) -> None:
+    plan, results = compared
     assert [(run.preset, run.rate) for run in results.kept] == [(p, r) for p in PRESETS for r in plan.rates]
     assert len(results.tried) == 2 + 2 + 2, "two more group sizes for each static preset, two more windows"
     for row in rows_of(results.kept, plan):
@@ -161,11 +168,10 @@ def test_arrivals_by_name() -> None:
     assert arrive(plan, 0.0)[-1].at_s == 0
 
 
-def test_throughput_at_equal_latency() -> None:
+def test_throughput_at_equal_latency(compared: tuple[ComparePlan, Results]) -> None:
     assert at_latency([(1.0, 2.0), (3.0, 4.0)], 0.5) is None
     assert at_latency([(1.0, 2.0), (3.0, 4.0)], 9.0) == 4.0
-    plan = make_plan()
-    results = compare(plan, make_engine, progress=False)
+    plan, results = compared
     found = speed_up(results.kept, plan, ["shoal"], ["transformers", "fastertransformer"])
     assert found is not None
     assert found.times == found.ours / found.theirs > 1
@@ -233,22 +239,14 @@ def test_the_command_writes_the_whole_report(report: Path) -> None:
     assert "timeline.png" in (report / "report.md").read_text()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_the_report_opens_in_chromium_with_every_plot(report: Path, tmp_path: Path) -> None:
-    page = (report / "report.html").read_text()
-    script = (
-        "<script>document.body.append(Object.assign(document.createElement('pre'), {id: 'sizes', textContent: "
-        "[...document.querySelectorAll('figure svg')].map(s => Math.round(s.getBoundingClientRect().height))"
-        ".join(' ')}))</script></body>"
-    )
-    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
-    (tmp_path / "page.html").write_text(page.replace("</body>", script))
-    dom = chromium(tmp_path / "profile", (tmp_path / "page.html").as_uri(), "--dump-dom")
-    found = re.search(r'<pre id="sizes">(.*?)</pre>', dom)
-    assert found
-    sizes = [int(size) for size in found[1].split()]
+@needs_chromium
+def test_the_report_opens_in_chromium_with_every_plot(report: Path, browser: Browser) -> None:
+    tab = browser.open((report / "report.html").as_uri())
+    sizes = tab.run("[...document.querySelectorAll('figure svg')].map((one) => one.getBoundingClientRect().height)")
     assert len(sizes) == 7
     assert min(sizes) > 100
+    assert tab.complaints() == []
+    tab.close()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """The report: complete, escaped, self-contained, and visible in a real browser."""
 
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ from PIL import Image
 from shoal.bench import page, plots
 from tests.bench.conftest import Drawn, rows_of
 from tests.bench.made import empty_run, failed_run, made_run
+from tests.server.chromium import Browser
+from tests.server.page_server import needs_chromium
 
 META = {
     "model": "a-model in float32",
@@ -159,57 +159,37 @@ def test_the_markdown_table_is_aligned(drawn: Drawn, tmp_path: Path) -> None:
 
 # ---- in a real browser
 
-MEASURE = """<script>
-addEventListener("load", function () {
-  var found = Array.from(document.querySelectorAll("figure svg")).map(function (svg) {
-    var box = svg.getBoundingClientRect(), name = svg.closest("section").id;
-    var shapes = Array.from(svg.querySelectorAll("path, use, text")).filter(function (one) {
-      var b = one.getBoundingClientRect();
-      return b.width + b.height > 0 && b.right > box.left && b.left < box.right;
-    }).length;
-    return [name, Math.round(box.left), Math.round(box.width), Math.round(box.height), shapes].join(" ");
-  });
-  document.querySelector("table.figures thead th:nth-child(3) button").click();
-  found.push("top " + document.querySelector("table.figures tbody tr").cells[2].dataset.v);
-  var out = document.createElement("pre");
-  out.id = "measured";
-  out.textContent = found.join("\\n");
-  document.body.appendChild(out);
-});
-</script></body>"""
-CHROMIUM = shutil.which("chromium")
-QUIET = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-QUIET += " --disable-component-update --disable-sync --hide-scrollbars"
+MEASURE = """[...document.querySelectorAll("figure svg")].map((svg) => {
+  const box = svg.getBoundingClientRect();
+  const shapes = [...svg.querySelectorAll("path, use, text")].filter((one) => {
+    const {width, height, left, right} = one.getBoundingClientRect();
+    return width + height > 0 && right > box.left && left < box.right;
+  }).length;
+  return [svg.closest("section").id, box.left, box.width, box.height, shapes];
+})"""
 
 
-def chromium(profile: Path, url: str, *flags: str) -> str:
-    assert CHROMIUM is not None
-    command = [CHROMIUM, "--headless", *QUIET.split(), f"--user-data-dir={profile}", *flags, url]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-@pytest.mark.parametrize("flags", [(), ("--blink-settings=preferredColorScheme=0",)], ids=["light", "dark"])
-def test_every_plot_is_visible_in_chromium(drawn: Drawn, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    text = write(drawn, tmp_path / "report.html")
-    text = re.sub(r"script-src [^;]*", "script-src 'unsafe-inline'", text)
-    (tmp_path / "measured.html").write_text(text.replace("</body>", MEASURE))
-    dom = chromium(tmp_path / "profile", (tmp_path / "measured.html").as_uri(), *flags, "--dump-dom")
-    measured = re.search(r'<pre id="measured">(.*?)</pre>', dom, re.DOTALL)
-    assert measured, "the page's script did not run"
-    *boxes, top = measured[1].splitlines()
-    assert [line.split()[0] for line in boxes] == [f"plot-{name}" for name in drawn.svgs]
-    for line in boxes:
-        left, width, height, shapes = map(int, line.split()[1:])
+@needs_chromium
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_plot_is_visible_in_chromium(drawn: Drawn, browser: Browser, tmp_path: Path, dark: bool) -> None:
+    write(drawn, tmp_path / "report.html")
+    tab = browser.open()
+    tab.look(width=1400, height=6000, dark=dark)
+    tab.go((tmp_path / "report.html").as_uri())
+    boxes = tab.run(MEASURE)
+    assert [box[0] for box in boxes] == [f"plot-{name}" for name in drawn.svgs]
+    for name, left, width, height, shapes in boxes:
         assert left >= 0
         assert width > 500
         assert height > 150
-        assert shapes > 30, f"{line}: nothing drawn"
-    assert float(top.split()[1]) == max(row["output_tok_s"] for row in drawn.rows), "a click sorts the table"
-    shot = tmp_path / "shot.png"
-    size = "--window-size=1400,6000"
-    chromium(tmp_path / "profile", (tmp_path / "report.html").as_uri(), *flags, f"--screenshot={shot}", size)
-    assert_not_blank(shot, dark=bool(flags))
+        assert shapes > 30, f"{name}: nothing drawn"
+    tab.shot(shot := tmp_path / "shot.png")
+    assert_not_blank(shot, dark)
+    tab.click("table.figures thead th:nth-child(3) button")
+    top = tab.run("document.querySelector('table.figures tbody tr').cells[2].dataset.v")
+    assert float(top) == max(row["output_tok_s"] for row in drawn.rows), "a click sorts the table"
+    assert tab.complaints() == []
+    tab.close()
 
 
 def assert_not_blank(shot: Path, dark: bool) -> None:

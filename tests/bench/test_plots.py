@@ -75,28 +75,36 @@ def test_the_giants_figures_are_written_out(drawn: Drawn) -> None:
 
 
 @pytest.mark.parametrize("name", list(ALL))
-@pytest.mark.parametrize(("presets", "rates"), [(1, 1), (2, 6), (14, 1)])
+@pytest.mark.parametrize(("presets", "rates"), [(1, 1), pytest.param(2, 6, marks=pytest.mark.slow), (14, 1)])
 def test_few_and_many(name: str, presets: int, rates: int) -> None:
     runs = [made_run(preset, rate, count=8) for preset in NAMES[-presets:] for rate in range(rates)]
     ALL[name](runs).draw_without_rendering()
 
 
 @pytest.mark.parametrize("name", list(ALL))
-@pytest.mark.parametrize(
-    "runs",
-    [[], [empty_run("vllm", 1.0)], [failed_run("vllm", 1.0), made_run("shoal", 1.0, count=3), empty_run("orca", 1.0)]],
-    ids=["nothing", "empty", "failed"],
-)
-def test_runs_that_failed(name: str, runs: list[RunRecord], tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs", [[], [empty_run("vllm", 1.0)]], ids=["nothing", "empty"])
+def test_runs_without_a_request(name: str, runs: list[RunRecord]) -> None:
+    ALL[name](runs).draw_without_rendering()
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_runs_that_failed(name: str, tmp_path: Path) -> None:
+    runs = [failed_run("vllm", 1.0), made_run("shoal", 1.0, count=3), empty_run("orca", 1.0)]
     assert ElementTree.fromstring(plot_style.save(ALL[name](runs), tmp_path, name).read_text()) is not None
 
 
-@pytest.mark.parametrize("label", ["$x$ $", "_hidden", "<script>&\"'", "a\nb\x00c", "\N{FISH}" * 40, "x" * 300, ""])
-def test_strange_labels(label: str, tmp_path: Path) -> None:
-    run = made_run("shoal", 2.0, count=3)
-    run.preset = run.label = label
+STRANGE = ["$x$ $", "_hidden", "<script>&\"'", "a\nb\x00c", "\N{FISH}" * 40, "x" * 300, ""]
+
+
+@pytest.mark.parametrize(
+    "labels", [STRANGE, *(pytest.param([label], marks=pytest.mark.slow) for label in STRANGE)], ids=repr
+)
+def test_strange_labels(labels: list[str], tmp_path: Path) -> None:
+    runs = [made_run("shoal", 2.0, count=3) for _ in labels]
+    for run, label in zip(runs, labels, strict=True):
+        run.preset = run.label = label
     for name in ("timeline", "tokens", "throughput"):
-        ElementTree.fromstring(plot_style.save(ALL[name]([run]), tmp_path, name).read_text())
+        ElementTree.fromstring(plot_style.save(ALL[name](runs), tmp_path, name).read_text())
 
 
 def test_titles_and_legends_do_not_overlap() -> None:

@@ -4,8 +4,16 @@ import gzip
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.server.chromium import Tab
 
+LOOKS = [  # each width and each set of colours in `make test`, and all pairs in `make test-all`
+    pytest.param(1280, False, id="desk-light"),
+    pytest.param(360, True, id="phone-dark"),
+    pytest.param(1280, True, id="desk-dark", marks=pytest.mark.slow),
+    pytest.param(360, False, id="phone-light", marks=pytest.mark.slow),
+]
 AXE = Path(__file__).parent / "axe.min.js.gz"  # axe-core 4.14.0, MPL-2.0
 
 

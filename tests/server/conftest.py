@@ -9,7 +9,7 @@ from tests.server.chromium import Browser, Tab
 from tests.server.page_server import FakeServer, ready
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fake_server() -> Iterator[FakeServer]:
     server = FakeServer()
     yield server
@@ -28,8 +28,9 @@ def base_url(request: pytest.FixtureRequest) -> str:
     return given or request.getfixturevalue("fake").url
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all: each tab has a storage of its own."""
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()

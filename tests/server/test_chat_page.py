@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.server.axe import serious
+from tests.server.axe import LOOKS, serious
 from tests.server.chromium import ALT, PATIENCE_S, Browser, Tab
 from tests.server.page_server import MARKDOWN, WORDS, FakeServer, ask, needs_chromium, ready
 
@@ -286,8 +286,7 @@ def test_on_a_phone_chats_are_in_a_drawer(browser: Browser, fake: FakeServer) ->
     tab.close()
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280], ids=["phone", "desk"])
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_axe_finds_no_serious_issue(browser: Browser, fake: FakeServer, dark: bool, width: int) -> None:
     tab = browser.open()
     tab.look(width=width, height=800, dark=dark)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.server.axe import serious
+from tests.server.axe import LOOKS, serious
 from tests.server.chromium import PATIENCE_S, Browser, Tab
 from tests.server.page_server import EVIL, FULL, WORDS, FakeServer, needs_chromium
 
@@ -178,8 +178,7 @@ def test_a_key_is_sent_with_it(browser: Browser, fake: FakeServer) -> None:
     tab.close()
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280], ids=["phone", "desk"])
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_axe_finds_no_serious_issue(browser: Browser, fake: FakeServer, dark: bool, width: int) -> None:
     tab = browser.open()
     tab.look(width=width, height=800, dark=dark)

@@ -62,7 +62,6 @@ def test_a_call_does_not_outlive_its_answer(
     monkeypatch.setattr(Call, "__init__", noted)
     store = SqliteStore(tmp_path / "responses.sqlite", 2**20, 100.0)
     app: Front = front(FakeClient(), api_keys=[KEY], limiter=ReservesAll(), store=store)
-    gc.collect()
     gc.disable()
     try:
         answer = ask(app, "POST", path, json=body, headers={"authorization": "Bearer sk-alice-key"})

@@ -1,6 +1,5 @@
 """The live page in a real browser: on made-up engines with 1, 64 and 500 requests, on restarts, and on recordings."""
 
-import gzip
 import json
 import re
 import threading
@@ -15,20 +14,13 @@ import pytest
 from shoal.bench.live_recording import write_recording
 from shoal.cli.live import joined, make_handler
 from tests.bench.recorded import recorded_run, requests
+from tests.server.axe import LOOKS, serious
 from tests.server.chromium import CHROMIUM, Browser, Tab
 from tests.server.live_traffic import LiveServer
 
-AXE = Path(__file__).parent / "axe.min.js.gz"  # axe-core 4.14.0, MPL-2.0
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 MODEL = "shoalLive.panes()[0].model"
 ALIVE = f"[...{MODEL}.lanes.values()].filter((lane) => lane.end === Infinity)"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @contextmanager
@@ -296,13 +288,9 @@ def test_a_recording_of_a_run_shows_its_blocks_queue_and_tenants(browser: Browse
         assert not tab.text("#queue-count")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280], ids=["phone", "desk"])
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
 def test_it_fits_and_axe_finds_no_serious_issue(browser: Browser, busy: LiveServer, width: int, dark: bool) -> None:
     with opened(browser, f"{busy.url}#demo", width=width, height=800, dark=dark) as tab:
         tab.wait("document.querySelector('#maps canvas')?.grid && document.querySelector('#promises td')")
         assert tab.run("document.documentElement.scrollWidth") <= width, "it must not scroll sideways"
-        tab.run(gzip.decompress(AXE.read_bytes()).decode() + "; 1")
-        found = tab.run("axe.run(document, {resultTypes: ['violations']}).then((all) => all.violations)")
-        serious = [one for one in found if one["impact"] in ("serious", "critical")]
-        assert not serious, [(one["id"], [node["html"] for node in one["nodes"]]) for one in serious]
+        assert serious(tab) == []

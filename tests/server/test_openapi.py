@@ -35,6 +35,8 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
+EXAMPLES = [pytest.param(4, id="some"), pytest.param(20, id="many", marks=pytest.mark.slow)]
+MORE = {"/generate": 10}  # until one is served
 OPERATIONS = [
     ("/api/chat", "POST"), ("/api/generate", "POST"), ("/api/tags", "GET"), ("/api/ps", "GET"), ("/api/show", "POST"),
     ("/api/version", "GET"),
@@ -181,12 +183,13 @@ def schema() -> Any:
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_generated_requests_get_answers_that_are_described(schema: Any, path: str, method: str) -> None:
+@pytest.mark.parametrize("count", EXAMPLES)
+def test_generated_requests_get_answers_that_are_described(schema: Any, count: int, path: str, method: str) -> None:
     operation = schema[path][method]
     modes = [GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if method == "POST" else [])]
 
     @settings(
-        max_examples=10,
+        max_examples=max(count, MORE.get(path, 0)),
         deadline=None,
         derandomize=True,
         database=None,

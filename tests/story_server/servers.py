@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 READY = re.compile(r"https?://127\.0\.0\.1:([1-9][0-9]*)")
@@ -92,10 +92,12 @@ class Server:
             return 0
 
     def openai(self, key: str = "none") -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+        http = DefaultHttpxClient(verify=False)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, http_client=http)
 
     def async_openai(self, key: str = "none") -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+        http = DefaultAsyncHttpxClient(verify=False)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120, http_client=http)
 
     def post(self, path: str, body: Any, key: str | None = None, timeout_s: float = 120) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -286,7 +288,7 @@ def long_stream(server: Server, max_tokens: int = 20_000, key: str | None = None
     body.update(ignore_eos=True, stream=True, return_token_ids=True)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as answer:
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=120, verify=False) as answer:
         assert answer.status_code == 200, answer.read()
         events = events_of(lines_of(answer))
         seen = []

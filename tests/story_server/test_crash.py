@@ -66,7 +66,7 @@ async def answer(client: httpx.AsyncClient, url: str, ask: Ask) -> tuple[int, li
 
 async def all_answers(server: Server, wanted: list[Ask], meanwhile: Callable[[], Any]) -> list[tuple[int, list[int]]]:
     limits = httpx.Limits(max_connections=200)
-    async with httpx.AsyncClient(timeout=180, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=180, limits=limits, verify=False) as client:
         asked = [asyncio.create_task(answer(client, server.url, one)) for one in wanted]
         await asyncio.to_thread(meanwhile)
         return await asyncio.gather(*asked)
@@ -81,16 +81,15 @@ def steady(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_64_streams_survive_three_kills(steady: Server) -> None:
-    wanted = asks(64, 300)
+    wanted = asks(64, 120)
     undisturbed = asyncio.run(all_answers(steady, wanted, lambda: None))
     assert {status for status, _ in undisturbed} == {200}
     assert all(len(tokens) == ask["max_tokens"] for (_, tokens), ask in zip(undisturbed, wanted, strict=True))
-    chance = random.Random(time.time_ns())
 
     def kills() -> None:
-        for _ in range(3):
-            time.sleep(chance.uniform(0.1, 0.6))
-            steady.kill_engine()
+        kill_when(steady, "some to speak", lambda: speaking(steady) > 0)
+        for _ in range(2):  # all may have ended by then, if this process is late
+            kill_when(steady, "some to speak, or none", lambda: speaking(steady) > 0 or not requests_of(steady))
 
     before = steady.metrics()[RESTARTS]
     disturbed = asyncio.run(all_answers(steady, wanted, kills))
@@ -102,12 +101,11 @@ def test_64_streams_survive_three_kills(steady: Server) -> None:
 def test_a_spare_process_becomes_the_next_engine(steady: Server) -> None:
     asked = {"max_tokens": 20, "ignore_eos": True, "temperature": 0}
     text = steady.complete(**asked).json()["choices"][0]["text"]
-    for _ in range(2):
-        steady.wait_for("a spare process", lambda: len(steady.spare_pids()) == 1)
-        (spare,) = steady.spare_pids()
-        steady.kill_engine()
-        assert steady.engine_pids() == [spare]
-        assert steady.complete(**asked).json()["choices"][0]["text"] == text
+    steady.wait_for("a spare process", lambda: len(steady.spare_pids()) == 1)
+    (spare,) = steady.spare_pids()
+    steady.kill_engine()
+    assert steady.engine_pids() == [spare]
+    assert steady.complete(**asked).json()["choices"][0]["text"] == text
     steady.wait_for("a spare process", lambda: len(steady.spare_pids()) == 1)
     (spare,) = steady.spare_pids()
     os.kill(spare, signal.SIGKILL)
@@ -134,7 +132,7 @@ def kill_when(server: Server, what: str, holds: Callable[[], bool]) -> None:
     server.kill_engine()
 
 
-def test_requests_that_come_during_a_restart_wait_and_are_answered(steady: Server) -> None:
+def test_requests_that_come_during_a_restart_wait_or_are_refused_when_they_cannot(steady: Server) -> None:
     wanted = asks(24, 20)
     undisturbed = asyncio.run(all_answers(steady, wanted, lambda: None))
     before = steady.metrics()[RESTARTS]
@@ -143,29 +141,16 @@ def test_requests_that_come_during_a_restart_wait_and_are_answered(steady: Serve
         stop(steady.process.pid)  # the next engine cannot come too early for this test
         os.kill(pid, signal.SIGKILL)
         steady.wait_for("/health to say 503", lambda: steady.health() == 503)
+        hurried = steady.complete(max_tokens=1, timeout=0.5)
         disturbed = asyncio.run(all_answers(steady, wanted, lambda: os.kill(steady.process.pid, signal.SIGCONT)))
     finally:
         os.kill(steady.process.pid, signal.SIGCONT)
+    assert hurried.status_code == 503
+    assert assert_error_shape(hurried)["code"] == "deadline_passed"
+    assert int(hurried.headers["retry-after"]) > 0
     assert disturbed == undisturbed
     assert steady.metrics()[RESTARTS] == before + 1
     steady.wait_until_idle()
-
-
-def test_a_request_that_cannot_wait_for_the_next_engine_is_a_503(steady: Server) -> None:
-    (pid,) = steady.engine_pids()
-    stop(pid)  # not dead yet: the next engine cannot come too early for this test
-    try:
-        stop(steady.process.pid)
-        os.kill(pid, signal.SIGKILL)
-        steady.wait_for("/health to say 503", lambda: steady.health() == 503)
-        got = steady.complete(max_tokens=1, timeout=0.5)
-    finally:
-        os.kill(steady.process.pid, signal.SIGCONT)
-    assert got.status_code == 503
-    assert assert_error_shape(got)["code"] == "deadline_passed"
-    assert int(got.headers["retry-after"]) > 0
-    steady.wait_for("/health to say 200 again", lambda: steady.health() == 200)
-    assert steady.complete(max_tokens=1).status_code == 200
 
 
 def test_killed_during_prefill(steady: Server) -> None:
@@ -312,7 +297,7 @@ def test_an_engine_that_runs_out_of_memory_costs_nobody_a_token(tiny_model: Path
 
 @pytest.mark.parametrize("how", ["raise", pytest.param("crash", marks=pytest.mark.slow)])
 def test_a_poisoned_request_fails_alone(tiny_model: Path, tmp_path: Path, how: str) -> None:
-    wanted = asks(31, 120)
+    wanted = asks(15, 80)
     poisoned = {**wanted[0], "prompt": [9, POISON, 9], "stream": False}
     flags = (*SMALL, "--max-model-len", "2048")
     with running(tmp_path, tiny_model, *flags, env=poison_env(POISON, how)) as server:

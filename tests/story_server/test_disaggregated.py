@@ -25,10 +25,9 @@ def apart(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, list[int]]]:
+def alone(tiny: Server) -> list[tuple[int, list[int]]]:
     """What one engine answers."""
-    with running(tmp_path_factory.mktemp("alone"), tiny_model, *SMALL, *FLAGS) as server:
-        return asyncio.run(all_answers(server, wanted(), lambda: None))
+    return asyncio.run(all_answers(tiny, wanted(), lambda: None))
 
 
 def wanted() -> list[Ask]:

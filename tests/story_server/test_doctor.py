@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from shoal.cli import main
@@ -29,7 +28,7 @@ def load(server: Server, requests: list[tuple[int, int]], together: int) -> None
             "ignore_eos": True,
             "temperature": 0,
         }
-        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code
+        return server.http.post(f"{server.url}/v1/completions", json=body).status_code
 
     with ThreadPoolExecutor(together) as pool:
         assert set(pool.map(send, requests)) == {200}

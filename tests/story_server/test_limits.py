@@ -112,9 +112,18 @@ def test_a_key_has_so_many_tokens_a_minute(keyed: Server) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One runs, two wait, at most five seconds."""
-    flags = ("--max-num-seqs", "1", "--max-queue", "2", "--max-wait", "5")
+    """One runs, two wait."""
+    flags = ("--max-num-seqs", "1", "--max-queue", "2")
     with running(tmp_path_factory.mktemp("narrow"), tiny_model, *SMALL, *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One runs, others wait for a second, and so long may the rest take when it ends. The last test that uses it ends
+    it."""
+    flags = ("--max-num-seqs", "1", "--max-wait", "1", "--drain-timeout", "1")
+    with running(tmp_path_factory.mktemp("hasty"), tiny_model, *SMALL, *flags) as server:
         yield server
 
 
@@ -187,13 +196,13 @@ def test_a_deadline_ends_a_running_stream(narrow: Server) -> None:
     narrow.wait_until_idle()
 
 
-def test_waiting_longer_than_max_wait_is_a_503(narrow: Server) -> None:
-    with long_stream(narrow):
-        answer = narrow.complete(max_tokens=1)
+def test_waiting_longer_than_max_wait_is_a_503(hasty: Server) -> None:
+    with long_stream(hasty):
+        answer = hasty.complete(max_tokens=1)
         assert answer.status_code == 503
         assert 1 <= int(answer.headers["retry-after"]) <= 60
         assert_error_shape(answer)
-    narrow.wait_until_idle()
+    hasty.wait_until_idle()
 
 
 def test_a_client_that_hangs_up_while_it_waits_leaves_the_queue(narrow: Server) -> None:
@@ -283,16 +292,15 @@ def test_sigterm_lets_running_requests_finish(tiny_model: Path, tmp_path: Path) 
         assert server.stop() == 0
 
 
-def test_the_drain_timeout_cuts_what_still_runs(tiny_model: Path, tmp_path: Path) -> None:
-    with running(tmp_path, tiny_model, *SMALL, "--drain-timeout", "1") as server:
-        with long_stream(server, 30_000) as events:
-            server.terminate()
-            came = 0
-            with contextlib.suppress(EOFError, httpx.TransportError):
-                for _ in events:
-                    came += 1
-            assert came < 29_000
-        assert server.stop() == 0
+def test_the_drain_timeout_cuts_what_still_runs(hasty: Server) -> None:
+    with long_stream(hasty, 30_000) as events:
+        hasty.terminate()
+        came = 0
+        with contextlib.suppress(EOFError, httpx.TransportError):
+            for _ in events:
+                came += 1
+        assert came < 29_000
+    assert hasty.stop() == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import pickle
 import signal
 import stat
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,26 +128,23 @@ def test_pickles_on_the_engines_socket_are_dropped(safe: Server, home: Path, tmp
 # ---- long texts -----------------------------------------------------------------------------------------------------
 
 
-def test_health_is_quick_while_a_long_prompt_is_tokenized(tiny: Server) -> None:
-    text = "Once upon a time there was a little fish. " * 70_000
-    took_s: list[float] = []
-
-    def ask() -> None:
-        began_s = time.monotonic()
-        assert tiny.post("/v1/completions", {"prompt": text}).status_code == 400  # far too long
-        took_s.append(time.monotonic() - began_s)
-
+def test_health_is_answered_while_long_texts_are_tokenized(tiny: Server) -> None:
+    """Many times, however slow the machine is: if the event loop tokenized, it would answer before and after it."""
+    text = "Once upon a time there was a little fish. " * 10_000
+    statuses: list[int] = []
+    asking = [
+        threading.Thread(target=lambda: statuses.append(tiny.post("/tokenize", {"prompt": text}).status_code))
+        for _ in range(2)
+    ]
     assert tiny.health() == 200
-    asking = threading.Thread(target=ask)
-    asking.start()
-    worst_s, count = 0.0, 0
-    while asking.is_alive():
-        began_s = time.monotonic()
+    for one in asking:
+        one.start()
+    count = 0
+    while any(one.is_alive() for one in asking):
         assert tiny.health() == 200
-        worst_s, count = max(worst_s, time.monotonic() - began_s), count + 1
-    asking.join()
-    assert count > 1
-    assert worst_s < max(0.3, took_s[0] / 4), f"{worst_s:.2f} s of {took_s[0]:.2f} s"
+        count += 1
+    assert statuses == [200, 200]
+    assert count > 9
 
 
 # ---- signals --------------------------------------------------------------------------------------------------------

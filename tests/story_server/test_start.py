@@ -32,7 +32,7 @@ def refused(tmp_path: Path, model: Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("flag", ["--kv-memory", "--host-kv-memory"])
+@pytest.mark.parametrize("flag", ["--kv-memory", pytest.param("--host-kv-memory", marks=pytest.mark.slow)])
 def test_more_memory_than_there_is(tmp_path: Path, tiny_model: Path, flag: str) -> None:
     code, said = refused(tmp_path, tiny_model, flag, "900TiB")
     assert code == 2
@@ -66,7 +66,12 @@ def test_a_key_of_a_tier_that_there_is_not(tmp_path: Path, tiny_model: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["layers 1e9", "eos as text", "vocabulary as text", "panic of a regex", "fifo as weights"]
+    "name",
+    [
+        "panic of a regex",  # the fronts fail
+        "fifo as weights",  # the engine fails
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers 1e9", "eos as text", "vocabulary as text")),
+    ],
 )
 def test_hostile_model_files(tmp_path: Path, tiny_model: Path, name: str) -> None:
     """The engine and the fronts read the same files: the first that fails speaks for all."""

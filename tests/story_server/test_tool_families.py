@@ -81,8 +81,8 @@ async def many(server: Server, count: int) -> list[str]:
 
 
 def test_calls_of_a_random_model_fit_their_schemas(server: Server) -> None:
-    ended = asyncio.run(many(server, 20))
-    assert ended.count("valid") >= 17
+    ended = asyncio.run(many(server, 8))
+    assert ended.count("valid") >= 7
 
 
 @pytest.mark.slow

@@ -96,8 +96,8 @@ async def many(server: Server, numbers: range, at_once: int = 16, **more: Any) -
 
 
 def test_calls_of_a_random_model_fit_their_schemas(wide: Server) -> None:
-    ended = asyncio.run(many(wide, range(24)))
-    assert ended.count("valid") >= 22, "few are cut: texts and lists have limits"
+    ended = asyncio.run(many(wide, range(12)))
+    assert ended.count("valid") >= 11, "few are cut: texts and lists have limits"
 
 
 @pytest.mark.slow

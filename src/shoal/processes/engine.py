@@ -5,6 +5,7 @@ SIGTERM. SIGUSR1 has it end as soon as the fronts have moved their jobs to other
 config cannot be served; the reason is on standard error. main() and serve() are for other engine programs, too.
 """
 
+import gc
 import json
 import logging
 import os
@@ -70,11 +71,22 @@ def load_behind_others() -> None:
     def load() -> None:
         if sys.platform == "linux":  # elsewhere all threads of a process have one priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPARE_NICENESS)
-        import shoal.build  # noqa: F401  # loads torch
+        load_program()
 
     thread = threading.Thread(target=load, name="load")
     thread.start()
     thread.join()
+
+
+def load_program() -> None:
+    """Load torch and the rest of the engine. None of it is ever garbage: collecting meanwhile would take a tenth of the
+    time, and later collections need not go through it."""
+    gc.disable()
+    try:
+        import shoal.build  # noqa: F401  # loads torch
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def leave(code: int) -> None:
@@ -146,7 +158,8 @@ def make_host(config: Mapping[str, Any], socket: Inbox, suspects: Suspected | No
     if share.gpu and engine.device != "cpu":
         os.environ[VISIBLE] = share.gpu  # before torch is loaded
     log.info("starting: loading torch, then %s", engine.model or "the default model")
-    from shoal.build import build, pick_device  # loads torch
+    load_program()
+    from shoal.build import build, pick_device
     from shoal.build_rates import describe, measure_when_idle, work_of
 
     if share.of > 1 and pick_device(engine.device) == "cpu":

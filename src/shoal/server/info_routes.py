@@ -39,7 +39,7 @@ class InfoRoutes:
         self.front = front
         self.created = int(time.time())
         self.pages = load_pages()
-        self.description = msgspec.json.encode(openapi.describe(front.settings, front.dialects))
+        self._description = b""
 
     # ---- models -----------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,14 @@ class InfoRoutes:
     # ---- pages ------------------------------------------------------------------------------------------------------
 
     async def openapi(self, exchange: Exchange) -> None:
-        await exchange.reply(200, self.description)
+        await exchange.reply(200, await asyncio.get_running_loop().run_in_executor(PYTHON, self._described))
+
+    def _described(self) -> bytes:
+        """The API's description, composed when it is first asked for: most servers never are. PYTHON has one thread, so
+        that it is composed once."""
+        if not self._description:
+            self._description = encode(openapi.describe(self.front.settings, self.front.dialects))
+        return self._description
 
     async def page(self, exchange: Exchange) -> None:
         page = self.pages[exchange.path]
