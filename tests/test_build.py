@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,16 @@ def test_int8_on_a_gpu_is_refused() -> None:
     check_quantization(draft, "cpu")
     check_quantization(EngineConfig(quantization="fp8"), "cuda")
     check_quantization(EngineConfig(quantization="int4"), "cpu")
+
+
+def test_kernels_without_a_fixed_order_of_sums_are_not_batch_invariant() -> None:
+    with pytest.raises(BadConfig, match="batch_invariant with quantization=int4: on a GPU"):
+        check_quantization(EngineConfig(quantization="int4", batch_invariant=True), "cuda")
+    for config in (EngineConfig(quantization="fp8"), EngineConfig(kv_dtype="fp8")):
+        with pytest.raises(BadConfig, match="batch_invariant with fp8: a CPU"):
+            check_quantization(replace(config, batch_invariant=True), "cpu")
+        check_quantization(replace(config, batch_invariant=True), "cuda")
+    check_quantization(EngineConfig(quantization="int4", batch_invariant=True), "cpu")
 
 
 def test_int4_over_ranks_is_refused() -> None:

@@ -29,6 +29,16 @@ def check_quantization(config: EngineConfig, device: str) -> None:
         if kind == "int8" and device != "cpu":
             instead = "leave it out" if flag.startswith("draft") else "use --quantization fp8"
             raise BadConfig(f"{flag} int8 works on CPUs only; {instead} on a GPU, or use --device cpu")
+    if config.batch_invariant and config.quantization == "int4" and device != "cpu":
+        raise BadConfig(
+            "batch_invariant with quantization=int4: on a GPU, products in 4 bits add in an order that depends on the "
+            "batch; leave one of them out"
+        )
+    if config.batch_invariant and device == "cpu" and "fp8" in (config.quantization, config.kv_dtype):
+        raise BadConfig(
+            "batch_invariant with fp8: a CPU computes that by plain torch, which adds in an order that depends on the "
+            "batch; leave one of them out"
+        )
 
 
 def as_stored(config: EngineConfig, form: CheckpointFormat | None, device: str) -> EngineConfig:
@@ -96,7 +106,7 @@ def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> float:
 def pick_ops(config: EngineConfig, device: str) -> kernels.Ops:
     """The kernels of the device. There are none for fp8 on CPUs, where its plain meaning is computed instead."""
     if device != "cpu" or "fp8" not in (config.quantization, config.kv_dtype):
-        return kernels.pick(device, config.cpu_kernels)
+        return kernels.pick(device, config.cpu_kernels, config.batch_invariant)
     log.warning("fp8 on a CPU is computed by plain torch, which is good for measuring accuracy only: it is slow; "
                 "--quantization int8 is fast on CPUs")  # fmt: skip
     return kernels.plain()

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,12 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
 def test_waiting_without_reservation_is_refused_with_the_reason(memory: str) -> None:
     with pytest.raises(ImpossiblePair, match="deadlock"):
         EngineConfig(memory=memory, when_short="wait")
+
+
+@pytest.mark.parametrize("other", [{"layout": "padded"}, {"layout": "shrink"}, {"cpu_kernels": "off"}])
+def test_what_adds_in_an_order_of_the_batch_is_not_batch_invariant(other: dict[str, Any]) -> None:
+    with pytest.raises(ImpossiblePair, match=f"{next(iter(other))}=.* with batch_invariant=True: .* use "):
+        EngineConfig(batch_invariant=True, **other)
 
 
 def test_a_group_larger_than_the_slots_is_refused() -> None:

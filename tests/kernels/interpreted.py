@@ -41,11 +41,12 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor, interpreter._convert_float = mended, converted
 
 
-def triton_ops() -> Any:
-    """TritonOps, on DEVICE."""
+def triton_ops(ordered: bool = False) -> Any:
+    """TritonOps or OrderedOps, on DEVICE."""
     from shoal.kernels.triton import TritonOps
+    from shoal.kernels.triton.ordered import OrderedOps
 
-    made = TritonOps()
+    made = OrderedOps() if ordered else TritonOps()
     if DEVICE == "cpu":
         _arrived = torch.zeros(2**15, dtype=torch.int32)
         made._processors, made._arrived = PROCESSORS, _arrived

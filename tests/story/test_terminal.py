@@ -1,11 +1,13 @@
-"""shoal chat in a terminal: line editing, a history over sessions, commands and figures."""
+"""In a terminal: shoal chat with line editing, a history, commands and figures; shoal serve as it loads."""
 
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -21,6 +23,7 @@ class Terminal:
 
     def __init__(self, command: list[str], env: dict[str, str]) -> None:
         self.master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 200))
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, close_fds=True)
         os.close(slave)
         self.seen = ""
@@ -88,3 +91,18 @@ def test_a_chat_in_a_terminal(model: Path, tmp_path: Path) -> None:
     again.until("hello!")
     again.until(r"\(6 tokens")
     assert again.close() == 0
+
+
+def test_a_server_shows_what_it_loads(model: Path) -> None:
+    flags = ["--port", "0", "--threads", "1", "--kv-memory", "8MiB", "--no-spare-engine"]
+    terminal = Terminal([sys.executable, "-m", "shoal", "serve", str(model), *flags], {**os.environ, "TERM": "xterm"})
+    try:
+        assert "starting: loading torch" in terminal.until(rf"loading {model.name}: .* weights, on cpu")
+        terminal.until(r"weights: 100%.* \d+/\d+ ")
+        terminal.until("Shoal is ready")
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.process.wait(PATIENCE_S) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)

@@ -33,6 +33,14 @@ IMPOSSIBLE: tuple[tuple[Mapping[str, Container[object]], str], ...] = (
         "drafts are rows of different lengths, and a rectangle would pad all others to them; use layout=ragged, or "
         "speculate=off",
     ),
+    (
+        {"layout": ("padded", "shrink"), "batch_invariant": (True,)},
+        "sums over a rectangle depend on its size; use layout=ragged",
+    ),
+    (
+        {"cpu_kernels": ("off",), "batch_invariant": (True,)},
+        "plain torch adds in an order that depends on the batch; use cpu_kernels=auto",
+    ),
     ({"quantization": ("fp8",), **SPLIT}, FP8_IS_WHOLE),
     ({"kv_dtype": ("fp8",), **SPLIT}, FP8_IS_WHOLE),
     (
@@ -222,6 +230,11 @@ class EngineConfig(Options):
         "auto",
         "instruction set of the C kernels on a CPU; off: plain torch; auto: the best available",
         choices=("auto", "amx", "avx512", "avx2", "neon", "portable", "off"),
+    )
+    batch_invariant: bool = option(
+        False,
+        "the same tokens whatever else is in the batch, bit for bit, on a GPU too, where it is slower; on a CPU it is "
+        "always so",
     )
     speculate: str = option(
         "off",

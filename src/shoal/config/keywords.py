@@ -67,6 +67,7 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel_size: int
     threads: int | None
     cpu_kernels: Literal["auto", "amx", "avx512", "avx2", "neon", "portable", "off"]
+    batch_invariant: bool
     speculate: str
     draft_tokens: int
     draft_model: str | None

@@ -31,12 +31,24 @@ def _triton() -> Ops:
     return TritonOps()
 
 
+def _ordered() -> Ops:
+    from shoal.kernels.triton.ordered import OrderedOps
+
+    return OrderedOps()
+
+
 _TABLE: dict[str, Callable[[], Ops]] = {"cuda": _triton}
+_ORDERED: dict[str, Callable[[], Ops]] = {"cuda": _ordered}
 
 
-def pick(device_type: str, cpu_level: str = "auto") -> Ops:
-    """The kernels for a torch device type; devices without their own get the plain-torch ones."""
-    return _cpu(cpu_level) if device_type == "cpu" else _TABLE.get(device_type, plain)()
+def pick(device_type: str, cpu_level: str = "auto", batch_invariant: bool = False) -> Ops:
+    """The kernels for a torch device type; devices without their own get the plain-torch ones.
+
+    batch_invariant: those whose every sum has an order that the row alone decides, as the C kernels have.
+    """
+    if device_type == "cpu":
+        return _cpu(cpu_level)
+    return (_ORDERED if batch_invariant else _TABLE).get(device_type, plain)()
 
 
 def available() -> list[tuple[str, Ops]]:

@@ -121,7 +121,7 @@ def _decode(
 
 
 @triton.jit
-def _scales(k_exponents, v_exponents, at, there):
+def scales_at(k_exponents, v_exponents, at, there):
     """Of the keys and values of some tokens; at: where their exponents lie."""
     k_scale = power(tl.load(k_exponents + at, mask=there, other=0).to(tl.int32))
     return k_scale, power(tl.load(v_exponents + at, mask=there, other=0).to(tl.int32))
@@ -166,7 +166,7 @@ def _prefill(
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=in_dim[:, None], other=0.0)
             if FROM_FP8:
                 here = block * c_block + head * BLOCK + token % BLOCK
-                k_scale, v_scale = _scales(k_exponents, v_exponents, here, token >= 0)
+                k_scale, v_scale = scales_at(k_exponents, v_exponents, here, token >= 0)
                 key = key.to(query.dtype)
             score = tl.dot(query, key, input_precision=PRECISION)
             if FROM_FP8:
@@ -187,7 +187,7 @@ def _prefill(
             key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
             if FROM_FP8:
                 here = block * c_block + head * BLOCK + token % BLOCK
-                k_scale, v_scale = _scales(k_exponents, v_exponents, here, there)
+                k_scale, v_scale = scales_at(k_exponents, v_exponents, here, there)
                 key = key.to(query.dtype)
             score = tl.dot(query, key, input_precision=PRECISION)
             if FROM_FP8:
@@ -266,7 +266,7 @@ def prefill_shape(dim: int, wide: bool, from_fp8: bool = False) -> tuple[int, in
     return (32, 4, 4) if from_fp8 else (64, 4, 3)
 
 
-def _shapes(q: Tensor, k_cache: Tensor, tables: Tensor, window: int) -> dict[str, Any]:
+def sizes(q: Tensor, k_cache: Tensor, tables: Tensor, window: int) -> dict[str, Any]:
     heads, dim = q.shape[1], q.shape[2]
     return {
         "q_token": q.stride(0), "q_head": q.stride(1), "c_block": k_cache.stride(0), "c_token": k_cache.stride(1),
@@ -276,7 +276,7 @@ def _shapes(q: Tensor, k_cache: Tensor, tables: Tensor, window: int) -> dict[str
     }  # fmt: skip
 
 
-def _exponents(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+def exponents_of(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Of an fp8 cache; else anything, which is not read."""
     if k_cache.dtype != FP8:
         return k_cache, v_cache
@@ -298,26 +298,26 @@ def decode(
     if shape.splits > 1:
         parts = torch.empty((items * queries, heads, shape.splits, dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((items * queries, heads, shape.splits), dtype=torch.float32, device=q.device)
-    sizes = _shapes(q, k_cache, tables, window)
+    given = sizes(q, k_cache, tables, window)
     grid, behind = (items, kv_heads, shape.splits), (tables, *decodes, out, parts, sums, arrived)
     options = {
         "KV_HEADS": kv_heads, "QUERIES": queries, "TILE": shape.tile, "SPLITS": shape.splits,
         "QUERY_ROWS": max(16, triton.next_power_of_2(queries * heads // kv_heads)), "num_warps": shape.warps,
-        "num_stages": shape.stages, **sizes, **overlap(),
+        "num_stages": shape.stages, **given, **overlap(),
     }  # fmt: skip
     numbers = scale * LOG2_E, window, shape.least
     if k_cache.dtype == FP8:
         pairs = [cache.view(torch.int16) for cache in (k_cache, v_cache)]
         exponents = exponent_words(k_cache), exponent_words(v_cache)
         options |= {"c_token": pairs[0].stride(1), "c_head": pairs[0].stride(2), "ASSEMBLY": q.is_cuda}
-        options["DIM_ROOM"] = max(32, sizes["DIM_ROOM"])  # a product sums over 16 numbers at least
+        options["DIM_ROOM"] = max(32, given["DIM_ROOM"])  # a product sums over 16 numbers at least
         decode8[grid](q, *pairs, *exponents, *behind, *numbers, **options)
     else:
         _decode[grid](q, k_cache, v_cache, *behind, *numbers, **options)
     if queries > 1 and shape.splits > 1:
         merge[(items, kv_heads, queries)](
             decodes[1], decodes[2], decodes[3], out, parts, sums, window, shape.least, HEADS=heads,
-            GROUP=heads // kv_heads, QUERIES=queries, DIM=dim, DIM_ROOM=sizes["DIM_ROOM"], TILE=shape.tile,
+            GROUP=heads // kv_heads, QUERIES=queries, DIM=dim, DIM_ROOM=given["DIM_ROOM"], TILE=shape.tile,
             SPLITS=shape.splits, WINDOWED=window > 0, num_warps=4, **overlap(),
         )  # fmt: skip
 
@@ -332,8 +332,8 @@ def prefill(
     queries = queries_per_block(group, q.shape[2], q.dtype)
     tile, warps, stages = shape or prefill_shape(q.shape[2], q.dtype == torch.float32, k_cache.dtype == FP8)
     _prefill[(k_cache.shape[2], blocks.shape[1])](
-        q, k_cache, v_cache, *_exponents(k_cache, v_cache), tables, blocks[0], blocks[1], blocks[2], blocks[3],
-        blocks[4], out, scale * LOG2_E, window, **_shapes(q, k_cache, tables, window), QUERIES=queries,
+        q, k_cache, v_cache, *exponents_of(k_cache, v_cache), tables, blocks[0], blocks[1], blocks[2], blocks[3],
+        blocks[4], out, scale * LOG2_E, window, **sizes(q, k_cache, tables, window), QUERIES=queries,
         QUERY_ROWS=max(16, triton.next_power_of_2(queries * group)), TILE=tile, FROM_FP8=k_cache.dtype == FP8,
         num_warps=warps, num_stages=stages, **overlap(),
     )  # fmt: skip

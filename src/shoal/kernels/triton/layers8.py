@@ -11,6 +11,7 @@ Layers are recognised by KINDS and read by name, so that no model needs to be kn
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.kernels.ops import Batch
@@ -20,6 +21,7 @@ from shoal.kernels.weights import Fp8Weight
 
 KINDS = ("gqa", "gated")  # of attention and MLP
 Attention = Callable[[Tensor, Tensor, Tensor, Batch, float, int], Tensor]
+Multiply = Callable[[rows8.Fp8Rows, Fp8Weight, Tensor | None, torch.dtype], rows8.Product]
 
 
 def is_fusable(layers: Sequence[Any]) -> bool:
@@ -37,15 +39,15 @@ def is_fusable(layers: Sequence[Any]) -> bool:
 class Fp8Layers:
     """See FusedLayers."""
 
-    def __init__(self, attend: Attention, layers: Sequence[Any]) -> None:
-        """attend: Ops.attention."""
-        self.attend, self.layers = attend, layers
+    def __init__(self, attend: Attention, layers: Sequence[Any], multiply: Multiply = product) -> None:
+        """attend: Ops.attention; multiply: how products are computed."""
+        self.attend, self.layers, self.multiply = attend, layers, multiply
 
     def __call__(
         self, residual: Tensor, rope: tuple[Tensor, Tensor], batch: Batch, kv: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor:
         due: rows8.Product | None = None  # the last product, which is not in the residual yet
-        kind = residual.dtype
+        kind, product = residual.dtype, self.multiply
         for layer, cache in zip(self.layers, kv, strict=True):
             part = layer.attention
             x = rows8.add_norm(residual, due, part.norm, layer.eps)
