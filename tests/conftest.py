@@ -9,6 +9,7 @@ not go through everything that collection has made: first again and again while 
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,11 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
     effort.plain = "not slow" in config.option.markexpr
 
 
-def pytest_collection(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     gc.disable()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
