@@ -148,9 +148,7 @@ def attend(ops: NativeOps, batch: Batch, q: torch.Tensor, cache: torch.Tensor, w
     return ops.attention(q, cache[0], cache[1], batch, 0.125, window)
 
 
-@pytest.mark.parametrize("ops", NATIVE)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("window", [0, 100, 700])
+@pytest.mark.parametrize(("ops", "dtype", "window"), covering(NATIVE, TYPES, [0, 100, 700]))
 def test_attention_does_not_depend_on_other_sequences_or_chunks(
     ops: NativeOps, dtype: torch.dtype, window: int
 ) -> None:
