@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import kernels
@@ -26,6 +26,7 @@ from shoal.sched.modeldrafts import ModelDrafts
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.steptime import StepModel
 from shoal.spec.draft import DraftDrafter, DraftKV, spare_blocks
+from tests.effort import examples
 from tests.engine.test_verified import (
     PARAMS,
     Asked,
@@ -124,7 +125,7 @@ def answers_of(traffic: Sequence[Move]) -> dict[str, Told]:
 
 
 @given(configs, st.integers(1, 2), st.integers(1, 2), st.booleans(), st.lists(moves, min_size=4, max_size=30))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(8, of=25)
 def test_random_traffic_gets_the_same_tokens_with_drafts_on_the_device(
     config: dict[str, Any], depth: int, layers: int, plain: bool, traffic: list[Move]
 ) -> None:

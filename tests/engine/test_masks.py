@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.clock import VirtualClock
@@ -19,6 +19,7 @@ from shoal.core.request import Group, Reason, Request
 from shoal.engine.loop import EngineLoop
 from shoal.errors import PromptTooLong
 from tests.draft_fakes import one_device
+from tests.effort import examples
 from tests.fakes import FakeExecutor, FakeGrammar, PublishedBlocks, make_request, make_scheduler, oracle
 
 
@@ -208,7 +209,7 @@ def play(run: Run, traffic: list[Move]) -> None:
 
 
 @given(configs, st.integers(1, 3), st.lists(moves, min_size=4, max_size=40), failures)
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120, of=400)
 def test_every_answer_obeys_its_grammar(
     config: dict[str, object], depth: int, traffic: list[Move], bad: dict[int, str]
 ) -> None:

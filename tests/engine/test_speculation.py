@@ -18,11 +18,13 @@ from shoal.sched.make import make_scheduler
 from shoal.sched.scheduler import Scheduler
 from shoal.spec.make import make_drafter
 from tests.draft_fakes import checked_drafter
+from tests.effort import covering
 from tests.engine.test_masks import Run, Watchful
 from tests.fakes import VOCAB, FakeGrammar, make_request
 
 RAGGED = sorted(name for name, preset in PRESETS.items() if preset.settings["layout"] == "ragged")
 DRAFTERS = ["ngram", "suffix", "grammar", "grammar+suffix", "ngram+suffix", "draft", "grammar+suffix+draft"]
+KINDS = [*((name, False) for name in DRAFTERS), ("draft", True), ("grammar+suffix+draft", True)]  # … on the device
 
 
 class Slow(Watchful):
@@ -89,12 +91,7 @@ def drive(
     return run
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("preset", RAGGED)
-@pytest.mark.parametrize(
-    ("speculate", "on_device"),
-    [*((name, False) for name in DRAFTERS), ("draft", True), ("grammar+suffix+draft", True)],
-)
+@pytest.mark.parametrize(("speculate", "on_device", "preset", "depth"), covering(KINDS, RAGGED, [1, 2]))
 def test_every_request_gets_its_tokens(preset: str, speculate: str, on_device: bool, depth: int) -> None:
     run = drive(scheduler_of(preset, speculate, on_device=on_device), depth)
     for name in speculate.split("+"):  # a draft model is asked where the others find nothing

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import SamplingParams, kernels
@@ -32,6 +32,7 @@ from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.steptime import StepModel
+from tests.effort import examples
 from tests.fakes import VOCAB, FakeGrammar, FreeDrafts, make_scheduler
 from tests.runner.verifying import CONFIG
 
@@ -315,7 +316,7 @@ def play(made: Engine, traffic: Sequence[Move]) -> None:
 
 
 @given(configs, st.integers(1, 2), st.sampled_from([0.0, 0.2, 0.6]), st.lists(moves, min_size=4, max_size=30))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(12, of=40)
 def test_random_traffic_gets_the_same_tokens_with_drafts(
     config: dict[str, Any], depth: int, wrong: float, traffic: list[Move]
 ) -> None:

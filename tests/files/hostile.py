@@ -80,7 +80,7 @@ class Recorder(dict[str, Any]):
 def refusal(path: Path, **options: Any) -> str:
     """Why the model cannot be used; nothing if it can. Anything but a ShoalError, and absurd memory, is an error."""
     try:
-        with bounded_memory(), open_llm(path, **options) as llm:
+        with bounded_memory(), open_llm(path, **{"kv_memory": "64MiB", **options}) as llm:
             _ = llm.grammars
             if llm.tokenizer is not None:
                 with suppress(BadChat):

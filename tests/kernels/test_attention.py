@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import kernels
 from shoal.kernels.cpu import NativeOps
 from shoal.kernels.ref import RefOps
+from tests.effort import examples
 from tests.kernels.pretended import older, pretended
 from tests.kernels.ragged import Tables
 
@@ -21,7 +22,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("ops", NATIVE)
-@settings(max_examples=25, deadline=None)
+@examples(8, of=25)
 @given(
     chunks=st.lists(
         st.sampled_from([1, 1, 2, 3, 4, 5, 7, 11, 16, 21, 22, 43, 64, 65, 130, 256]), min_size=1, max_size=8

@@ -11,6 +11,7 @@ from shoal import kernels
 from shoal.kernels.cpu import NativeOps
 from shoal.kernels.weights import DenseWeight, Int8Weight, TiledWeight, quantize
 from shoal.models.layer import run_layers
+from tests.effort import covering
 from tests.kernels.layers import a_layer, in_one_call, prepared, with_weights
 from tests.kernels.pretended import older, pretended
 from tests.kernels.ragged import Tables
@@ -103,9 +104,10 @@ def test_threads_change_no_bit(ops: NativeOps, dtype: torch.dtype, threads: None
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize(("ops", "dtype"), LANES)
-@pytest.mark.parametrize(("hidden", "inner", "biased"), [(64, 96, False), (96, 32, True), (576, 160, False)])
-@pytest.mark.parametrize("tokens", [1, 5, 13, 70, 200])
+@pytest.mark.parametrize(
+    ("ops", "dtype", "hidden", "inner", "biased", "tokens"),
+    covering(LANES, [(64, 96, False), (96, 32, True), (576, 160, False)], [1, 5, 13, 70, 200]),
+)
 def test_layers_in_one_call_give_the_same_bits(
     ops: NativeOps, dtype: torch.dtype, hidden: int, inner: int, biased: bool, tokens: int
 ) -> None:

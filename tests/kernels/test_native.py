@@ -20,6 +20,7 @@ from shoal.kernels.cpu import CpuOps, Library, NativeOps, NoLibrary, compiled, f
 from shoal.kernels.ref import RefOps
 from shoal.kernels.weights import DenseWeight, Int8Weight, TiledWeight, Weight, can_be_tiled, quantize
 from shoal.models.layer import Layer, run_layers
+from tests.effort import covering
 from tests.kernels.layers import a_layer, in_8_bits, in_one_call, prepared, with_weights
 from tests.kernels.pretended import older, pretended
 from tests.kernels.ragged import Tables
@@ -72,8 +73,10 @@ def tiled8(ops: NativeOps, weight: Int8Weight) -> Int8Weight:
 
 
 @pytest.mark.parametrize("ops", TILED)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 16), (576, 48), (160, 208), (1536, 80)])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "biased"),
+    covering([(64, 16), (576, 48), (160, 208), (1536, 80)], [False, True], ways=1),
+)
 def test_tiled_weights_give_the_same_bits(ops: NativeOps, inputs: int, outputs: int, biased: bool) -> None:
     """For every number of rows, with and without a bias and a residual; the matrix can be had back."""
     values = torch.randn(outputs, inputs).bfloat16()
@@ -145,9 +148,7 @@ def attend(ops: NativeOps, batch: Batch, q: torch.Tensor, cache: torch.Tensor, w
     return ops.attention(q, cache[0], cache[1], batch, 0.125, window)
 
 
-@pytest.mark.parametrize("ops", NATIVE)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("window", [0, 100, 700])
+@pytest.mark.parametrize(("ops", "dtype", "window"), covering(NATIVE, TYPES, [0, 100, 700]))
 def test_attention_does_not_depend_on_other_sequences_or_chunks(
     ops: NativeOps, dtype: torch.dtype, window: int
 ) -> None:
@@ -172,12 +173,15 @@ def test_attention_does_not_depend_on_other_sequences_or_chunks(
                 assert torch.equal(attend(ops, alone, q[rows], cache, window), whole[rows]), (row, skipped, count)
 
 
-@pytest.mark.parametrize("ops", NATIVE)
-@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(9, 3, 64), (16, 8, 128), (22, 11, 64), (20, 1, 64), (36, 2, 32)]
+    ("ops", "dtype", "heads", "kv_heads", "dim", "block_size", "window"),
+    covering(
+        NATIVE,
+        TYPES,
+        [(9, 3, 64), (16, 8, 128), (22, 11, 64), (20, 1, 64), (36, 2, 32)],
+        [(16, 0), (5, 0), (16, 90)],
+    ),
 )
-@pytest.mark.parametrize(("block_size", "window"), [(16, 0), (5, 0), (16, 90)])
 def test_many_decodes_equal_single_ones(
     ops: NativeOps, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, window: int
 ) -> None:
@@ -196,10 +200,15 @@ def test_many_decodes_equal_single_ones(
         assert torch.equal(attend(ops, tables.batch([piece]), q[place : place + 1], cache, window)[0], whole[place])
 
 
-@pytest.mark.parametrize("ops", NATIVE)
-@pytest.mark.parametrize("dtype", [*TYPES, torch.float16])
-@pytest.mark.parametrize("window", [0, 90])
-@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 3, 64), (8, 2, 128), (8, 1, 64), (2, 5, 48), (5, 4, 16)])
+@pytest.mark.parametrize(
+    ("ops", "dtype", "window", "kv_heads", "group", "dim"),
+    covering(
+        NATIVE,
+        [*TYPES, torch.float16],
+        [0, 90],
+        [(3, 3, 64), (8, 2, 128), (8, 1, 64), (2, 5, 48), (5, 4, 16)],
+    ),
+)
 def test_a_decode_is_the_same_among_many_alone_and_in_a_prompt(
     ops: NativeOps, dtype: torch.dtype, window: int, kv_heads: int, group: int, dim: int
 ) -> None:
@@ -571,8 +580,10 @@ def test_all_layers_in_one_call(ops: NativeOps, dtype: torch.dtype, normed: bool
 
 
 @pytest.mark.parametrize("ops", TILED)
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("tokens", "inner"), [*((n, 96) for n in (1, 9, 16, 21, 32, 33, 90, 150, 300)), (40, 48)])
+@pytest.mark.parametrize(
+    ("tokens", "inner", "biased"),
+    covering([*((n, 96) for n in (1, 9, 16, 21, 32, 33, 90, 150, 300)), (40, 48)], [False, True], ways=1),
+)
 def test_layers_of_tiled_weights(ops: NativeOps, biased: bool, tokens: int, inner: int) -> None:
     """To the last bit as of weights that are not, and the gate as one operation after the other; in 8 bits too."""
     layers = [a_layer(torch.bfloat16, 4, 2, 32, False, biased, hidden=64, inner=inner) for _ in range(2)]

@@ -10,6 +10,7 @@ from shoal.kernels import Ops
 from shoal.kernels.cpu import CpuOps, computes_natively
 from shoal.kernels.ref import RefOps
 from shoal.kernels.weights import DenseWeight
+from tests.effort import covering
 from tests.kernels.pretended import older, pretended
 from tests.kernels.ragged import Tables
 
@@ -131,10 +132,10 @@ def random_pieces(rng: random.Random, sequences: int) -> list[tuple[int, int, in
     return pieces
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("block_size", [1, 16, 32])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(
+    ("impl", "dtype", "block_size", "heads", "kv_heads", "head_dim"),
+    covering(IMPLEMENTATIONS, FLOATS, [1, 16, 32], SHAPES),
+)
 def test_ragged_attention(
     impl: Ops, dtype: torch.dtype, block_size: int, heads: int, kv_heads: int, head_dim: int
 ) -> None:

@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.sched import fair as module
 from shoal.sched.fair import Fair
+from tests.effort import examples
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 
 
@@ -125,7 +126,7 @@ def test_counters_of_tenants_that_left_are_limited(monkeypatch: pytest.MonkeyPat
     assert set(shop.fair.present) == {"z"}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(15, of=60)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 5),

@@ -13,6 +13,7 @@ from shoal.sched.preempt import How
 from shoal.sched.queue import PATIENCE
 from shoal.sched.scheduler import Scheduler
 from shoal.sched.steptime import StepModel
+from tests.effort import covering
 from tests.fakes import make_request, make_scheduler
 from tests.virtual import Costs, Sim, scripted
 
@@ -287,11 +288,11 @@ def test_a_lower_tier_that_does_not_fit_lets_higher_ones_past_but_not_for_ever()
 
 
 STREAMS: dict[str, tuple[float, float, Callable[[int], Request]]] = {  # one every so many seconds, until when, who
-    "fcfs": (0.01, 10.0, lambda n: scripted(f"s{n}", 16, 4)),
-    "priority": (0.01, 70.0, lambda n: scripted(f"s{n}", 16, 4, priority=-5)),
-    "sjf": (0.002, 12.0, lambda n: scripted(f"s{n}", 2, 1, 1)),
-    "fair": (0.01, 10.0, lambda n: scripted(f"s{n}", 16, 4, tenant=f"t{n % 7}")),
-    "slo": (0.01, 10.0, lambda n: scripted(f"s{n}", 16, 4, tier="premium")),
+    "fcfs": (0.01, 4.0, lambda n: scripted(f"s{n}", 16, 4)),
+    "priority": (0.01, 20.0, lambda n: scripted(f"s{n}", 16, 4, priority=-5)),
+    "sjf": (0.002, 7.0, lambda n: scripted(f"s{n}", 2, 1, 1)),
+    "fair": (0.01, 4.0, lambda n: scripted(f"s{n}", 16, 4, tenant=f"t{n % 7}")),
+    "slo": (0.01, 5.0, lambda n: scripted(f"s{n}", 16, 4, tier="premium")),
 }
 
 
@@ -301,7 +302,7 @@ def test_no_request_starves_under_an_endless_stream_of_the_favoured(order: str, 
     """The patient one speaks, and ends, although far more than can be served keep coming."""
 
     def scheduler() -> Scheduler:
-        age = 200.0 if order == "sjf" else 2.0  # tokens' worth of work a second; seconds a step of priority
+        age = 200.0 if order == "sjf" else 0.5  # tokens' worth of work a second; seconds a step of priority
         return made(
             order=order, tiers=TIERS, max_num_seqs=4, blocks=24, age_s=age, when_short=when_short, host_blocks=64
         )
@@ -609,8 +610,7 @@ CASES: dict[str, tuple[Costs, dict[str, object], How]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("case", "keep"), covering(list(CASES), [True, False], ways=1))
 def test_auto_is_as_good_as_the_better_choice(case: str, keep: bool) -> None:
     costs, config, right = CASES[case]
     took: dict[str, float] = {}

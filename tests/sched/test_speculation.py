@@ -2,10 +2,11 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.drafts import Draft, Drafter
@@ -16,6 +17,7 @@ from shoal.sched.scheduler import Scheduler
 from shoal.sched.speculation import Speculation
 from shoal.sched.steptime import StepModel
 from shoal.spec.synthetic import SyntheticDrafter
+from tests.effort import covering, examples
 from tests.fakes import VOCAB, make_scheduler
 from tests.virtual import Costs, Sim, scripted
 
@@ -23,6 +25,7 @@ FREE = Costs(constant_s=0.010, token_s=0.0002)  # a few positions more cost litt
 DEAR = Costs(constant_s=0.0005, token_s=0.001)  # a pass takes about as long as it has positions
 
 
+@cache
 def noise(seed: int, position: int) -> int:
     return random.Random(seed * 100_003 + position).randrange(2, VOCAB - 4)
 
@@ -47,7 +50,9 @@ def rate(
     speculate: str, costs: Costs, rows: int, text: object, output: int = 200, depth: int = 1, host_s: float = 0.0
 ) -> tuple[float, Sim]:
     """Tokens per second of some requests that decode together, after a prompt of their own text."""
-    sim = Sim(make(speculate), costs, check=rows < 8, depth=depth, host_s=host_s, text=text)  # type: ignore[arg-type]
+    check = rows < 8  # of few blocks: it goes through all of them after each pass
+    scheduler = make(speculate, blocks=1_000) if check else make(speculate)
+    sim = Sim(scheduler, costs, check=check, depth=depth, host_s=host_s, text=text)  # type: ignore[arg-type]
     requests: list[tuple[float, Request]] = []
     for seed in range(rows):
         prompt = [text(seed, position) for position in range(24)]  # type: ignore[operator]
@@ -76,9 +81,10 @@ def test_repetition_is_several_times_faster_where_positions_are_cheap(speculate:
     assert saved_s == pytest.approx(200 / off - 200 / on, rel=0.3), "what it says it saved is about what it did"
 
 
-@pytest.mark.parametrize("costs", [FREE, DEAR])
-@pytest.mark.parametrize("rows", [1, 8, 64])
-@pytest.mark.parametrize("speculate", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    ("speculate", "rows", "costs"),
+    covering(["ngram", "suffix"], [1, 8, 64], [pytest.param(FREE, id="free"), pytest.param(DEAR, id="dear")]),
+)
 def test_noise_is_not_slower(speculate: str, rows: int, costs: Costs) -> None:
     off, _ = rate("off", costs, rows, noise, output=240)
     on, _ = rate(speculate, costs, rows, noise, output=240)
@@ -241,7 +247,7 @@ def test_a_size_that_was_slow_while_it_was_recorded_is_not_ruled_out() -> None:
     assert tokens > 2.3, "drafts are verified all the same"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10, of=25)
 @given(st.integers(1, 200), st.floats(0.001, 0.02), st.floats(0.0, 0.0004), st.floats(0.3, 3.0))
 def test_rehearsed_sizes_are_known_before_they_are_seen(rows: int, base_s: float, each_s: float, pace: float) -> None:
     """What a size takes that was never seen is what it took at the rehearsal, at the pace of those that were."""
@@ -359,7 +365,7 @@ def test_tokens_beyond_a_wrong_one_say_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 1)), max_size=60))
-@settings(max_examples=100, deadline=None)
+@examples(40, of=100)
 def test_chances_are_chances(history: list[tuple[int, float]]) -> None:
     acceptance, own = Acceptance(), Predictable()
     for right, sure in history:

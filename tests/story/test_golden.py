@@ -1,5 +1,6 @@
 """Real, trained models say what they are known to say."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ GOLDEN = (
 )
 
 
+@cache
 def default_model_is_there() -> bool:
     try:
         find_model(None)

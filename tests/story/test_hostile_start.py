@@ -31,7 +31,15 @@ def test_the_command_says_one_line(model: Path, tmp_path: Path, name: str, capfd
     assert shown.out == ""
 
 
-@pytest.mark.parametrize("name", ["layers 1e9", "split count as text", "panic of a regex", "fifo as weights"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "panic of a regex",
+        "fifo as weights",
+        pytest.param("layers 1e9", marks=pytest.mark.slow),
+        pytest.param("split count as text", marks=pytest.mark.slow),
+    ],
+)
 def test_the_process_says_one_line(model: Path, tmp_path: Path, name: str) -> None:
     path = HOSTILE[name](copy(model, tmp_path / "m"))
     command = [sys.executable, "-m", "shoal", "generate", "a", "--model", str(path), "--kv-memory", "64MiB"]

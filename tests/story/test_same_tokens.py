@@ -13,14 +13,16 @@ import pytest
 
 from shoal import LLM, SamplingParams
 from tests.drafting import drafting
+from tests.effort import covering
 from tests.models.test_families import SIZES, saved
 
 CHUNKS = [1, 7, 64, 0]
 BLOCKS = [1, 16, 32]
-COMBINATIONS = list(itertools.product(CHUNKS, BLOCKS, [True, False], ["roomy", "tiny"], [1, 2]))
+AXES = (CHUNKS, BLOCKS, [True, False], ["roomy", "tiny"], [1, 2])
 SOME = [(1, 16, True, "tiny", 1), (7, 1, True, "tiny", 2), (0, 32, False, "roomy", 1), (64, 16, True, "roomy", 2)]
 TINY_TOKENS = 96  # one or two of the requests below fit at the end, and all of them want to run
 BYTES_PER_TOKEN = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 16 * 4
+ROOMY = 2**21  # all of them fit twice over; check=True goes through all blocks after each pass
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +84,12 @@ def expected(folder: Path) -> Answers:
     """Each request alone in the engine, everything at its simplest."""
     answers: Answers = {}
     for number in range(len(requests())):
-        alone, _, _ = run(folder, [number], depth=1, prefix_caching=False, kv_memory="16MiB")
+        alone, _, _ = run(folder, [number], depth=1, prefix_caching=False, kv_memory=ROOMY)
         answers |= alone
     return answers
 
 
-@pytest.mark.parametrize(("chunk", "block", "caching", "memory", "depth"), COMBINATIONS)
+@pytest.mark.parametrize(("chunk", "block", "caching", "memory", "depth"), covering(*AXES, ways=3))
 def test_same_tokens(
     chunk: int, block: int, caching: bool, memory: str, depth: int, folder: Path, expected: Answers
 ) -> None:
@@ -103,7 +105,7 @@ def test_same_tokens_with_drafts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chunk", "block", "caching", "memory", "depth"), COMBINATIONS)
+@pytest.mark.parametrize(("chunk", "block", "caching", "memory", "depth"), list(itertools.product(*AXES)))
 def test_same_tokens_with_drafts_in_every_combination(
     chunk: int, block: int, caching: bool, memory: str, depth: int, folder: Path, expected: Answers
 ) -> None:
@@ -122,7 +124,7 @@ def compare(
 ) -> None:
     order = list(range(len(requests())))
     random.Random(chunk * 100 + block + depth).shuffle(order)
-    size = TINY_TOKENS * BYTES_PER_TOKEN if memory == "tiny" else 16 * 2**20
+    size = TINY_TOKENS * BYTES_PER_TOKEN if memory == "tiny" else ROOMY
     answers, count, preempted = run(
         folder,
         order,
@@ -142,10 +144,10 @@ def compare(
 
 
 POLICIES: list[dict[str, object]] = [
-    {"when_short": "swap", "host_kv_memory": "16MiB"},
+    {"when_short": "swap", "host_kv_memory": ROOMY},
     {"when_short": "swap", "host_kv_memory": 20 * 16 * BYTES_PER_TOKEN},  # not enough for everybody
-    {"when_short": "auto", "host_kv_memory": "16MiB"},
-    {"when_short": "swap", "host_kv_memory": "16MiB", "max_preemptions": 1},
+    {"when_short": "auto", "host_kv_memory": ROOMY},
+    {"when_short": "swap", "host_kv_memory": ROOMY, "max_preemptions": 1},
     {"order": "slo", "tiers": "{premium: {ttft: 0.05, itl: 0.01, longest: 30}, batch: {}}", "budget": "promise"},
     {"order": "sjf", "lane_tokens": 20, "headroom": 0.2, "headroom_tokens": 20},
 ]

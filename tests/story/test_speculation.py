@@ -179,12 +179,16 @@ def busy(count: int) -> list[Ask]:
     return found
 
 
+@pytest.fixture(scope="module")
+def busy_answers(plain: LLM) -> list[Any]:
+    return answers(plain, busy(30))
+
+
 def test_a_busy_engine_gives_the_same_answers(
-    plain: LLM, drafted: tuple[LLM, Drafts], request: pytest.FixtureRequest
+    busy_answers: list[Any], drafted: tuple[LLM, Drafts], request: pytest.FixtureRequest
 ) -> None:
     """All of the above is known to happen here: drafts accepted and rejected, by every drafter; preemption."""
     llm, drafts = drafted
-    asked = busy(30)
     preempted: list[str] = []
     step = llm.loop.step
 
@@ -195,7 +199,7 @@ def test_a_busy_engine_gives_the_same_answers(
 
     llm.loop.step = watched  # type: ignore[method-assign]
     try:
-        assert answers(llm, asked) == answers(plain, asked)
+        assert answers(llm, busy(30)) == busy_answers
     finally:
         llm.loop.step = step  # type: ignore[method-assign]
     for name in llm.config.speculation.drafters:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -19,6 +19,7 @@ from shoal.text.chat import ChatRenderer
 from shoal.text.hiding import special_tokens
 from shoal.text.special import SecretNames
 from shoal.text.tokenizer import Tokenizer, load_tokenizer
+from tests.effort import examples
 from tests.text import tiny
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
@@ -159,7 +160,7 @@ def test_examples() -> None:
 
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@examples(12, of=40, suppress=HealthCheck)
 @given(said=st.lists(contents, min_size=1, max_size=3), mood=contents)
 def test_no_message_adds_a_special_token(kind: str, template: str, said: list[str], mood: str) -> None:
     one = tokenizer(kind, template)
@@ -172,7 +173,7 @@ def test_no_message_adds_a_special_token(kind: str, template: str, said: list[st
 
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("template", TEMPLATES)
-@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+@examples(8, of=20, suppress=HealthCheck)
 @given(
     said=st.lists(st.text(st.characters(exclude_characters="<>|[]", codec="utf-8"), max_size=8), min_size=1, max_size=3)
 )
