@@ -1,8 +1,8 @@
 """The live page's data: a ring of the engines' last passes, and a stream of summaries for pages that watch.
 
-Owns the ring (bounded in time and bytes, packed as it came) and, while something watches, the summaries made of it: at
-most ten a second, the same for all watchers. A recording is a watcher, too. Access is that of the debug pages. Shows no
-text. Knows the engines only by what they send, and as an EngineClient.
+Owns the ring (bounded in time and bytes, each entry in one piece) and, while something watches, the summaries made of
+it: at most ten a second, the same for all watchers. A recording is a watcher, too. Access is that of the debug pages.
+Shows no text. Knows the engines only by what they send, and as an EngineClient.
 """
 
 import asyncio
@@ -34,6 +34,8 @@ UNREAD = 200  # lines that a watcher may be behind before it is dropped
 LINGER_S = 10.0  # how long summaries go on when the last watcher has left
 APART_S = 5.0  # an engine whose clock differs by more is on another machine, and its times are shifted
 
+_encoder = msgspec.msgpack.Encoder()
+_batch_decoder = msgspec.msgpack.Decoder(LiveBatch)
 _decoder = msgspec.msgpack.Decoder(list[LivePass])
 
 
@@ -44,9 +46,17 @@ class RingEntry:
     at_s: float
     engine: int
     epoch: int = 0
-    batch: LiveBatch | None = None
+    packed: bytes = b""  # the batch: thousands of small objects among short-lived ones would keep much more memory
     is_up: bool = False
     shift_s: float = 0.0  # from the engine's clock to this one
+
+    @property
+    def size(self) -> int:
+        """About the bytes that it takes."""
+        return 200 + len(self.packed)
+
+    def batch(self) -> LiveBatch | None:
+        return _batch_decoder.decode(self.packed) if self.packed else None
 
 
 class LiveRing:
@@ -73,11 +83,11 @@ class LiveRing:
         now_s = self.clock.now_s()
         apart_s = now_s - batch.sent_s
         shift_s = self._shifts.setdefault((engine, epoch), apart_s if abs(apart_s) > APART_S else 0.0)
-        self._add(RingEntry(now_s, engine, epoch, batch, shift_s=shift_s))
+        self._add(RingEntry(now_s, engine, epoch, _encoder.encode(batch), shift_s=shift_s))
 
     def _add(self, entry: RingEntry) -> None:
         self.entries.append(entry)
-        self.size += size_of(entry)
+        self.size += entry.size
         while len(self.entries) > 1 and (self.size > RING_BYTES or self.entries[0].at_s < entry.at_s - RING_S):
             self._evict()
         if self.listener is not None:
@@ -86,22 +96,18 @@ class LiveRing:
     def _evict(self) -> None:
         """Drop the oldest entry; what it says about requests that are still there is kept."""
         entry = self.entries.popleft()
-        self.size -= size_of(entry)
-        if entry.batch is None:
+        self.size -= entry.size
+        batch = entry.batch()
+        if batch is None:
             epoch = entry.epoch if entry.is_up else self.states.get(entry.engine, (0, False))[0]
             self.states[entry.engine] = (epoch, entry.is_up)
             for key in [one for one in self.base if one[0] == entry.engine and one[1] != epoch]:
                 del self.base[key]
             return
         known = self.base.setdefault((entry.engine, entry.epoch), {})
-        known.update((one.number, one) for one in entry.batch.came)
-        for number in entry.batch.gone:
+        known.update((one.number, one) for one in batch.came)
+        for number in batch.gone:
             known.pop(number, None)
-
-
-def size_of(entry: RingEntry) -> int:
-    """About the bytes that it takes."""
-    return 200 + (0 if entry.batch is None else len(entry.batch.packed) + 300 * len(entry.batch.came))
 
 
 class LiveHub:
@@ -222,7 +228,7 @@ class LiveHub:
 
 def take(summary: LiveSummary, entry: RingEntry) -> None:
     """One entry of the ring, into the summary."""
-    batch, shift_s = entry.batch, entry.shift_s
+    batch, shift_s = entry.batch(), entry.shift_s
     if batch is None:
         if entry.is_up:
             summary.up(entry.engine, entry.epoch, entry.at_s)
