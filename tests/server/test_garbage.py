@@ -1,5 +1,6 @@
 """An answered request is freed at once: the garbage collector of a front runs rarely."""
 
+import asyncio
 import gc
 import weakref
 from pathlib import Path
@@ -13,8 +14,8 @@ from shoal.keys.ledger_client import LedgerClient, OpenReservation, Reservation
 from shoal.server.app import Front
 from shoal.server.jobs import Call
 from shoal.server.response_store import SqliteStore
-from tests.server.fake_client import FakeClient
-from tests.server.fronts import ask, front
+from tests.server.fake_client import FakeClient, until
+from tests.server.fronts import ask, front, listening, raw_request, run
 
 KEY = ApiKey(name="alice", digest=digest_of("sk-alice-key"))
 
@@ -70,3 +71,37 @@ def test_a_call_does_not_outlive_its_answer(
         assert store._memory.used == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_of_a_connection_is_left_to_the_collector(stream: bool, leaves: bool) -> None:
+    """Neither of one whose answers were read, nor of one that was left before."""
+    body = {"prompt": "x", "max_tokens": 10**6 if leaves else 4, "stream": stream, "ignore_eos": True}
+
+    async def work() -> None:
+        client = FakeClient(lambda job, sample: [50] * min(job.params.max_tokens or 1, 10**6), tick_s=0.001)
+        app = front(client)
+        async with listening(app) as port:
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                more = () if leaves else ("connection: close",)
+                writer.write(raw_request("/v1/completions", body, *more))
+                await (until(lambda: bool(client.running)) if leaves else reader.read())
+                writer.close()
+                await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+                await until(lambda: not client.running and not app.active)
+        await asyncio.sleep(0)
+
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        run(work)
+        gc.collect()
+        kinds = {type(one).__name__ for one in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not kinds & {"Exchange", "RequestResponseCycle", "Watcher", "Limited", "AnswerTransport", "Call"}

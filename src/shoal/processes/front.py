@@ -50,7 +50,8 @@ from shoal.text.tokenizer import load_tokenizer
 
 SWITCH_S = 0.001  # how long a busy thread may keep the event loop's from running
 STORE = "responses.sqlite"
-GC_THRESHOLDS = (20_000, 50, 100)  # far apart: a full collection takes tens of milliseconds with many requests
+# far apart: a full collection takes tens of milliseconds with many requests, whose objects form no circles
+GC_THRESHOLDS = (20_000, 50, 100)
 log = logging.getLogger("shoal.processes.front")
 
 

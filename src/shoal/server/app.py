@@ -241,6 +241,7 @@ class Front:
                 raise
             await self._reply_failure(exchange, error)
         finally:
+            del scope["shoal.exchange"]  # no circle: see GC_THRESHOLDS
             exchange.release_body()
             exchange.status = exchange.status or GONE
             self.metrics.count(exchange.route, exchange.status)

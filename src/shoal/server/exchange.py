@@ -160,6 +160,7 @@ class Watcher:
     def stop(self) -> None:
         self.on_disconnect = None  # else a cancelled task would keep the call alive
         self.task.cancel()
+        del self.task  # whose error keeps this object, too: no circle
 
 
 class Disconnected(Exception):

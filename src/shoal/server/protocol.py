@@ -79,6 +79,8 @@ class Protocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        self.cycle = None  # which has the transport of this: no circle
+        self.pipeline.clear()
 
     # ---- heads ------------------------------------------------------------------------------------------------------
 
