@@ -21,6 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests import effort  # not before the lines above: it imports hypothesis
 
     effort.plain = "not slow" in config.option.markexpr
+    effort.settings.register_profile("calm", deadline=None, suppress_health_check=[effort.HealthCheck.too_slow])
+    effort.settings.load_profile("calm")  # no test depends on how fast the machine is
 
 
 @pytest.hookimpl(wrapper=True)

@@ -345,9 +345,9 @@ def busy_load(count: int) -> list[Move]:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("when_short", ["recompute", "swap"])
 def test_a_busy_engine_verifies_drafts_and_loses_none_of_its_tokens(depth: int, when_short: str) -> None:
-    traffic = busy_load(40)
+    traffic = busy_load(56)
     answers = answers_to(Asked(number, *how) for number, (what, *how) in enumerate(traffic) if what == "arrive")
-    config = {"blocks": 24, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 40, "host_blocks": 30}
+    config = {"blocks": 21, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 40, "host_blocks": 30}
     with engine(depth, **config, when_short=when_short) as plain:
         play(plain, traffic)
         compare(plain.told, answers)

@@ -203,6 +203,9 @@ def test_generated_requests_get_answers_that_are_described(schema: Any, count: i
             had = case.body.pop("previous_response_id", None) is not None
             if had or path == "/v1/responses/input_tokens":
                 case.body["input"] = "Hi"
+            if path == "/generate":  # most generated prompts are refused for what they hold
+                case.body.pop("input_ids", None)
+                case.body["text"] = "Hi"
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     statuses: set[int] = set()
