@@ -18,11 +18,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from tests import effort  # not before the lines above: it imports hypothesis
+    from hypothesis import HealthCheck, settings  # not before the lines above
+
+    from tests import effort
 
     effort.plain = "not slow" in config.option.markexpr
-    effort.settings.register_profile("calm", deadline=None, suppress_health_check=[effort.HealthCheck.too_slow])
-    effort.settings.load_profile("calm")  # no test depends on how fast the machine is
+    settings.register_profile("calm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("calm")  # no test depends on how fast the machine is
 
 
 @pytest.hookimpl(wrapper=True)
