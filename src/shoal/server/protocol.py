@@ -79,7 +79,7 @@ class Protocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
-        self.cycle = None  # which has the transport of this: no circle
+        self.cycle = None  # type: ignore[assignment]  # it has the transport of this: no circle
         self.pipeline.clear()
 
     # ---- heads ------------------------------------------------------------------------------------------------------
