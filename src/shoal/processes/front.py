@@ -31,7 +31,7 @@ from shoal.keys.api_key import no_keys
 from shoal.keys.file import KeyBook
 from shoal.keys.ledger_client import LedgerClient
 from shoal.keys.limits import KeyLimits, TenantLimits
-from shoal.machine.malloc import give_memory_back
+from shoal.machine.malloc import give_memory_back, trim
 from shoal.obs.logs import set_up_logs
 from shoal.obs.metrics import FrontMetrics
 from shoal.obs.spans import open_spans
@@ -50,6 +50,7 @@ from shoal.text.tokenizer import load_tokenizer
 
 SWITCH_S = 0.001  # how long a busy thread may keep the event loop's from running
 STORE = "responses.sqlite"
+TRIM_S = 20.0  # between two times that freed memory is given back
 # far apart: a full collection takes tens of milliseconds with many requests, whose objects form no circles
 GC_THRESHOLDS = (20_000, 50, 100)
 log = logging.getLogger("shoal.processes.front")
@@ -114,7 +115,10 @@ async def run(config: Mapping[str, Any]) -> None:
     gc.collect()
     gc.freeze()  # what exists now stays: going through it again and again would hold up the event loop
     gc.set_threshold(*GC_THRESHOLDS)
-    async with others.open(), template_worker(front), followed_members(client, config), recording(front, config, serve):
+    async with (
+        others.open(), template_worker(front), followed_members(client, config), recording(front, config, serve),
+        trimming(),
+    ):  # fmt: skip
         await answer(front, serve, config, client)
     await client.close()
     await limiter.close()
@@ -150,6 +154,22 @@ async def recording(front: Front, config: Mapping[str, Any], serve: ServeConfig)
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+@asynccontextmanager
+async def trimming() -> AsyncIterator[None]:
+    """Give freed memory back from time to time, in a thread: requests leave holes between things that last."""
+
+    async def work() -> None:
+        while True:
+            await asyncio.sleep(TRIM_S)
+            await asyncio.to_thread(trim)
+
+    task = asyncio.create_task(work(), name="trim memory")
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 @asynccontextmanager
