@@ -1,8 +1,10 @@
 """Grammars on real tokenizers: what they allow, where they end, what is refused and how, and that nothing hangs."""
 
+import gc
 import json
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from shoal.core.job import GRAMMARS, GrammarSpec
 from shoal.errors import BadGrammar, GrammarTimeout, QueueFull
 from shoal.text import grammar as module
 from shoal.text.grammar import KEPT, MAX_TEXT_BYTES, WHAT, Grammars
+from shoal.text.matcher import Matcher
 from shoal.text.tokenizer import Tokenizer
 from tests.text.tiny import byte_level, metaspace, sentencepiece
 
@@ -296,6 +299,29 @@ def test_a_grammar_made_to_hurt_is_refused_in_time(grammars: Grammars, kind: str
     with pytest.raises(BadGrammar, match=r"smaller or simpler|cannot be used|not JSON"):
         grammars.check(spec(kind, text))
     assert not grammars._kept
+
+
+def test_a_refused_grammar_is_freed_at_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matcher, which takes megabytes, is not left to the garbage collector by the error's traceback."""
+    made: list[weakref.ref[Matcher]] = []
+
+    class Noted(Matcher):
+        def __init__(self, *args: Any) -> None:
+            made.append(weakref.ref(self))
+            super().__init__(*args)
+
+    monkeypatch.setattr(module, "Matcher", Noted)
+    gc.disable()
+    try:
+        with pytest.raises(BadGrammar) as caught:
+            grammars.check(spec("regex", "b{3}((a{1000}){1000}){1000}"))
+        del caught
+        for thread in threading.enumerate():
+            if thread.name == "shoal-grammar":
+                thread.join(60)
+        assert [one() for one in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_many_choices_are_fine(grammars: Grammars) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -165,7 +166,7 @@ class Grammars:
             self._try(spec, compiled)
             self._keep(spec, compiled)
         except BaseException as error:  # a panic inside llguidance is not an Exception
-            refusal = error if isinstance(error, BadGrammar) else bad(spec, str(error))
+            refusal = detached(error if isinstance(error, BadGrammar) else bad(spec, str(error)))
         with self._lock:
             self._compiling.pop(spec, None)
             if refusal is not None and compilation.given_up:
@@ -228,7 +229,7 @@ class Compilation:
 
     def __init__(self) -> None:
         self.given_up = False  # a caller stopped waiting
-        self._done: Future[None] = Future()
+        self._done: Future[BadGrammar | None] = Future()
         self._clock: int | None = None
         self._began_s = time.monotonic()
 
@@ -238,21 +239,21 @@ class Compilation:
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def end(self, refusal: BadGrammar | None) -> None:
-        if refusal is None:
-            self._done.set_result(None)
-        else:
-            self._done.set_exception(refusal)
+        self._done.set_result(refusal)
 
     def wait(self) -> bool:
         """False: it took too long, and goes on. Raises BadGrammar where it cannot be compiled."""
         while True:
             try:
-                self._done.result(LOOK_S)
-                return True
+                refusal = self._done.result(LOOK_S)
             except TimeoutError:
                 if self.cpu_s() > COMPILE_LIMIT_S or self.wall_s() > COMPILE_WALL_LIMIT_S:
                     self.given_up = True
                     return False
+            else:
+                if refusal is not None:
+                    raise detached(refusal)
+                return True
 
     def wall_s(self) -> float:
         return time.monotonic() - self._began_s
@@ -262,6 +263,12 @@ class Compilation:
             return time.clock_gettime(self._clock) if self._clock is not None else 0.0
         except OSError:  # the thread has ended
             return 0.0
+
+
+def detached(refusal: BadGrammar) -> BadGrammar:
+    """The same without what it was raised in: an error that is kept, or raised again, would keep the matcher in the
+    frames of its traceback, megabytes, until a collection."""
+    return copy(refusal)
 
 
 def read_vocabulary(backend: Backend, vocab_size: int, eos_ids: list[int]) -> "LLTokenizer":
