@@ -11,7 +11,7 @@ import torch
 from shoal import build as wiring
 from shoal.build import build, check_memory, check_size, host_blocks, kv_blocks, make_limits, pick_device
 from shoal.build_ranks import check_ranks, kv_over_ranks, visible_first
-from shoal.build_types import as_stored, check_quantization, fitting_fp8, kv_dtype
+from shoal.build_types import as_stored, check_batch_invariant, check_quantization, fitting_fp8, kv_dtype
 from shoal.config.engine import EngineConfig
 from shoal.core.params import SamplingParams
 from shoal.core.request import Request
@@ -206,12 +206,12 @@ def test_int8_on_a_gpu_is_refused() -> None:
 
 def test_kernels_without_a_fixed_order_of_sums_are_not_batch_invariant() -> None:
     with pytest.raises(BadConfig, match="batch_invariant with quantization=int4: on a GPU"):
-        check_quantization(EngineConfig(quantization="int4", batch_invariant=True), "cuda")
+        check_batch_invariant(EngineConfig(quantization="int4", batch_invariant=True), "cuda")
     for config in (EngineConfig(quantization="fp8"), EngineConfig(kv_dtype="fp8")):
         with pytest.raises(BadConfig, match="batch_invariant with fp8: a CPU"):
-            check_quantization(replace(config, batch_invariant=True), "cpu")
-        check_quantization(replace(config, batch_invariant=True), "cuda")
-    check_quantization(EngineConfig(quantization="int4", batch_invariant=True), "cpu")
+            check_batch_invariant(replace(config, batch_invariant=True), "cpu")
+        check_batch_invariant(replace(config, batch_invariant=True), "cuda")
+    check_batch_invariant(EngineConfig(quantization="int4", batch_invariant=True), "cpu")
 
 
 def test_int4_over_ranks_is_refused() -> None:

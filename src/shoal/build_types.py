@@ -29,6 +29,10 @@ def check_quantization(config: EngineConfig, device: str) -> None:
         if kind == "int8" and device != "cpu":
             instead = "leave it out" if flag.startswith("draft") else "use --quantization fp8"
             raise BadConfig(f"{flag} int8 works on CPUs only; {instead} on a GPU, or use --device cpu")
+
+
+def check_batch_invariant(config: EngineConfig, device: str) -> None:
+    """Raise BadConfig if the device has no kernels with a fixed order of sums for what is asked for."""
     if config.batch_invariant and config.quantization == "int4" and device != "cpu":
         raise BadConfig(
             "batch_invariant with quantization=int4: on a GPU, products in 4 bits add in an order that depends on the "

@@ -661,10 +661,11 @@ class Clocked(Run):
 
     def finish(self) -> bool:
         self.time_s += self.pass_s if self.scheduler.in_flight else 0
+        before = self.unended
         finished = super().finish()
         if finished and not self.scheduler.policies.batching.grouped:
-            ended = [request for request in self.unended.values() if request.state is State.FINISHED]
-            assert not ended, "somebody's end was not told with the next pass"
+            ended = {id for id, request in before.items() if request.state is State.FINISHED}
+            assert ended == before.keys() & self.ended.keys(), "an end was not reported with the next pass"
         return finished
 
     def tables(self) -> object:

@@ -23,7 +23,8 @@ def give_memory_back() -> bool:
     return bool(mallopt(M_ARENA_MAX, HEAPS) and mallopt(M_MMAP_THRESHOLD, LARGE))
 
 
-def trim() -> bool:
-    """Give back the free pages between blocks in use, now; takes milliseconds. False: this system cannot."""
+def trim() -> None:
+    """Give back the free pages between blocks in use, now; takes milliseconds. Nothing on systems that cannot."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    return malloc_trim is not None and bool(malloc_trim(0))
+    if malloc_trim is not None:
+        malloc_trim(0)
