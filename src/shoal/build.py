@@ -19,16 +19,7 @@ from tqdm import tqdm
 
 from shoal.build_draft import DRAFT_PASS_TOKENS, NO_DRAFT, DraftMemory, find_draft, load_draft, make_draft
 from shoal.build_ranks import AnyRanks, check_ranks, kv_over_ranks, share_threads, start_ranks
-from shoal.build_types import (
-    as_stored,
-    check_batch_invariant,
-    check_quantization,
-    fitting_fp8,
-    kept_format,
-    kv_dtype,
-    pick_ops,
-    quantize_rest,
-)
+from shoal.build_types import as_stored, check_kernels, fitting_fp8, kept_format, kv_dtype, pick_ops, quantize_rest
 from shoal.config.engine import EngineConfig
 from shoal.core.clock import Clock, WallClock
 from shoal.core.job import EngineInfo
@@ -148,8 +139,7 @@ def load(config: EngineConfig, progress: bool = False, on_tokenizer: OnTokenizer
     """The model with its files, tokenizer and weights."""
     device = pick_device(config.device)
     check_memory(config, device)
-    check_quantization(config, device)
-    check_batch_invariant(config, device)
+    check_kernels(config, device)
     files = find_model(config.model)
     spec, config = spec_from_config(files.config), as_stored(config, checkpoint_format(files.config), device)
     in_messages = config.special_tokens_in_messages == "tokens"

@@ -23,6 +23,12 @@ log = logging.getLogger(__name__)
 BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.625}  # of a weight, scales included
 
 
+def check_kernels(config: EngineConfig, device: str) -> None:
+    """Raise BadConfig if the device has no kernels for what is asked for."""
+    check_quantization(config, device)
+    check_batch_invariant(config, device)
+
+
 def check_quantization(config: EngineConfig, device: str) -> None:
     """Raise BadConfig if the weights of the model or of the draft model are to be of a type that the device lacks."""
     for flag, kind in (("quantization", config.quantization), ("draft_quantization", config.draft_quantization)):
