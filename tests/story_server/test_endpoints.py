@@ -374,8 +374,10 @@ def test_a_model_without_a_tokenizer_refuses_text(bare: Server, path: str, body:
 # ---- the programs of the API page -----------------------------------------------------------------------------------
 
 
-def test_programs_of_the_api_page_run(tiny: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of clients that are installed here, in one process; tests/clients runs the others."""
+def test_programs_of_the_api_page_run(tiny: Server) -> None:
+    """Those of clients that are installed here, in one process; tests/clients runs the others.
+
+    An answer of random weights may be blank, so what counts is that it is printed."""
     paths = tiny.http.get(f"{tiny.url}/openapi.json").json()["paths"]
     stored = tiny.post("/v1/responses", {"input": "Hello", "max_output_tokens": 2}).json()["id"]
     ran = 0
@@ -384,7 +386,9 @@ def test_programs_of_the_api_page_run(tiny: Server, capsys: pytest.CaptureFixtur
             source = operation["x-codeSamples"][0]["source"].replace("http://localhost:8000", tiny.url)
             if re.search(r"from (anthropic|ollama) import", source) or path.endswith("/cancel"):
                 continue
-            exec(compile(source.replace('"id"', json.dumps(stored)), f"{method} {path}", "exec"), {})
-            assert capsys.readouterr().out.strip(), f"{method} {path} printed nothing"
+            program = compile(source.replace('"id"', json.dumps(stored)), f"{method} {path}", "exec")
+            printed: list[Any] = []
+            exec(program, {"print": lambda *values, printed=printed, **_: printed.extend(values)})
+            assert printed, f"{method} {path} printed nothing"
             ran += 1
     assert ran > 25
