@@ -77,4 +77,4 @@ class Groups:
         return sys.maxsize  # a group is taken whole
 
     def first_of(self, waiting: WaitQueue) -> Request | None:
-        return waiting.oldest()
+        return None if self.members else waiting.oldest()  # no window is counted while a group runs
