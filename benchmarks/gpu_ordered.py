@@ -24,16 +24,21 @@ from shoal.kernels.triton.ordered_products import Tiles
 from shoal.kernels.triton.skinny import linear
 
 BLOCK = 16
+SHARED = 227 * 1024  # bytes of shared memory that one program may have
 
 
 def candidates(rows: int) -> list[Tiles]:
-    """For few rows those whose parts are programs, for more also those of whole tiles."""
-    tall = next((size for size in (16, 32, 64, 128) if size >= rows), 128)
-    found = [Tiles(tall, 64, *one) for one in product((64, 128, 256), (4,), (3, 4, 5, 6))] if rows <= 128 else []
-    if rows > 64:
-        sizes = product((64, 128, 256), (128, 256), (64, 128), (4, 8), (3, 4))
-        found += [Tiles(*one) for one in sizes if one[0] * one[1] <= 128 * 256]
-    return found
+    """Of as many rows as there are, or the next powers of two; more columns for more rows."""
+    least = next((size for size in (16, 32, 64, 128) if size >= rows), 256)
+    tall = [size for size in (16, 32, 64, 128, 256) if least // 4 <= size <= least]
+    found = product(tall, (64, 128, 256), (128, 256), (4, 8), (3, 4, 6))
+    return [one for one in (Tiles(*sizes) for sizes in found) if fits(one)]
+
+
+def fits(tiles: Tiles) -> bool:
+    """Its stages into shared memory, its sums into registers."""
+    shared = (tiles.rows + tiles.columns) * tiles.inputs * tiles.stages
+    return shared <= SHARED and tiles.rows * tiles.columns <= 128 * 32 * tiles.warps
 
 
 def report_product(name: str, rows: int, tune: bool) -> None:

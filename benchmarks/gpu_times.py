@@ -8,6 +8,7 @@ import torch
 def microseconds(works: Sequence[Callable[[], object]], replays: int = 5) -> float:
     """Mean time of one of the works, all of them in one graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # where the inputs are being made
     with torch.cuda.stream(stream):
         works[0]()
         graph = torch.cuda.CUDAGraph()

@@ -4,6 +4,7 @@ That no bit depends on the batch can only be seen on a GPU (tests/gpu/test_order
 numpy's, whose order depends on shapes.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -62,13 +63,25 @@ def test_products(ops: Any, rows: int, inputs: int, outputs: int) -> None:
     close(ops.linear_add(there, stored, None, residual.to(DEVICE)).cpu(), (plain - bias + residual.float()).to(kind))
 
 
-def test_parts_are_the_matrixs_own() -> None:
-    """However many rows: the parts and their borders, which tiles of every size must divide."""
+@pytest.mark.parametrize("inputs", [256, 300])
+def test_tiles_of_every_size(ops: Any, inputs: int) -> None:
+    """Lines of 300 numbers of two bytes are too crooked for the copy engine, those of 256 are not."""
     from shoal.kernels.triton import ordered_products as products
 
-    for inputs, outputs in [(4096, 6144), (14336, 4096), (1024, 4096), (3072, 1024), (4096, 128256), (576, 960)]:
-        parts = products.parts_for(inputs, outputs)
-        share = products.share_of(inputs, parts)
-        assert share * parts >= inputs
-        for itemsize in (1, 2, 4):
-            assert all(share % products.tiles_for(rows, itemsize).inputs == 0 for rows in (1, 16, 17, 64, 65, 128, 999))
+    torch.manual_seed(inputs)
+    x, weight = (torch.randn(rows, inputs).to(torch.float16).to(DEVICE) for rows in (70, 200))
+    assert products.is_aligned(x) == products.is_aligned(weight) == (inputs == 256)
+    plain = linear(x.float(), weight.float()).to(torch.float16).cpu()
+    for tiles in (*products.FEW, products.SMALL, products.MIDDLE, products.LARGE, products.WIDE):
+        close(products.multiply(x, weight, None, None, torch.float16, tiles).cpu(), plain)
+
+
+def test_a_gpu_has_room_for_the_tiles_and_enough_of_them() -> None:
+    from shoal.kernels.triton import ordered_products as products
+
+    for rows, columns in product((1, 16, 17, 33, 64, 65, 128, 129, 500, 9000), (64, 1000, 4096, 28672, 128256)):
+        tiles = products.tiles_for(rows, columns)
+        assert (tiles.rows + tiles.columns) * tiles.inputs * tiles.stages <= 227 * 1024
+        assert tiles.rows * tiles.columns <= 128 * 32 * tiles.warps  # sums in half of the registers
+        if tiles in (products.MIDDLE, products.LARGE, products.WIDE):
+            assert -(-rows // tiles.rows) * -(-columns // tiles.columns) >= products.ENOUGH

@@ -233,8 +233,8 @@ class EngineConfig(Options):
     )
     batch_invariant: bool = option(
         False,
-        "the same tokens whatever else is in the batch, bit for bit: always so on a CPU; on a GPU by kernels that have "
-        "not been tried on one yet",
+        "the same tokens whatever else is in the batch, bit for bit: always so on a CPU; on a GPU at the price of some "
+        "speed",
     )
     speculate: str = option(
         "off",

@@ -5,9 +5,10 @@ among drafts, and however the work is split.
               └─ span 0 ─┘└── span 1 ──┘└─ span 2 ─┘            each in tiles from left to right
     result    ((nothing + span 0) + span 1) + span 2
 
-One kernel serves decodes and prompt chunks, with tiles of one width and one kind of matrix instruction. A program takes
-all spans of its queries in turn, or one of them; then the program that finishes last adds them up, in the same order.
-Tiles that a query does not see change no bit of it. Knows tensors, not batches.
+One kernel serves decodes and prompt chunks, with tiles of one width. A program takes all spans of its queries in turn,
+or one of them; then the program that finishes last adds them up, in the same order. All sums are matrix products, those
+of the weights too, because the order of any other sum depends on the number of queries and warps; of a product it does
+not (tests/gpu/test_ordered.py). Tiles that a query does not see change no bit of it. Knows tensors, not batches.
 """
 
 import torch
@@ -20,16 +21,17 @@ from shoal.kernels.triton.attention import FEW, LOG2_E, LONG, PARTS, exponents_o
 from shoal.kernels.triton.launch import overlap, settle
 
 SPAN = 1024  # tokens
-LEAST_ROWS = 64  # of a program's matrix of queries: the least that Hopper's matrix instructions take
+LEAST = 16  # lines of a matrix of queries
+LEAST_FP8 = 64  # over an fp8 cache: with fewer, the bits were others on an H200
 
 
 @triton.jit
 def _tile(
     top, total, mixed, query, k_cache, v_cache, k_exponents, v_exponents, table, token, there, position, head, d,
     in_dim, scale, window, c_block, c_token, c_head,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, FROM_FP8: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, WINDOWED: tl.constexpr, FROM_FP8: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """A span's state after one tile more."""
+    """A span's state after one tile more. CUT: some queries may not see all of it, which else saves time alone."""
     block = tl.load(table + token // BLOCK, mask=there, other=0).to(tl.int64)
     at = block * c_block + (token % BLOCK) * c_token + head * c_head
     key = tl.load(k_cache + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0)
@@ -40,18 +42,27 @@ def _tile(
     score = tl.dot(query, key, input_precision=PRECISION) * scale
     if FROM_FP8:
         score = score * k_scale[None, :]
-    seen = (token[None, :] <= position[:, None]) & there[None, :]
-    if WINDOWED:
-        seen = seen & (token[None, :] > position[:, None] - window)
-    score = tl.where(seen, score, float("-inf"))
+    if CUT:
+        seen = (token[None, :] <= position[:, None]) & there[None, :]
+        if WINDOWED:
+            seen = seen & (token[None, :] > position[:, None] - window)
+        score = tl.where(seen, score, float("-inf"))
     higher = tl.maximum(top, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     fade, weight = tl.exp2(top - base), tl.exp2(score - base[:, None])
-    total = total * fade + tl.sum(weight, 1)
+    ones = tl.full([weight.shape[1], 16], 1.0, value.dtype)
+    total = total * fade + tl.max(tl.dot(weight.to(value.dtype), ones, input_precision=PRECISION), 1)  # all are equal
     if FROM_FP8:
         weight = weight * v_scale[None, :]
     mixed = tl.dot(weight.to(value.dtype), value, mixed * fade[:, None], input_precision=PRECISION)
     return higher, total, mixed
+
+
+@triton.jit
+def _nothing(QUERY_ROWS: tl.constexpr, DIM_ROOM: tl.constexpr):
+    """The state of a span, or of all spans, before its first tile."""
+    top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+    return top, tl.zeros([QUERY_ROWS], tl.float32), tl.zeros([QUERY_ROWS, DIM_ROOM], tl.float32)
 
 
 @triton.jit
@@ -98,21 +109,24 @@ def _attend(
         mask = live[:, None] & in_dim[None, :]
         query = tl.load(q + place[:, None] * q_token + heads[:, None] * q_head + d[None, :], mask=mask, other=0.0)
         table = tables + row * t_row
-        top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([QUERY_ROWS], tl.float32)
-        mixed = tl.zeros([QUERY_ROWS, DIM_ROOM], tl.float32)
-        for one in range(span, end):
-            span_top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
-            span_total = tl.zeros([QUERY_ROWS], tl.float32)
-            span_mixed = tl.zeros([QUERY_ROWS, DIM_ROOM], tl.float32)
-            for start in range(tl.maximum(one * SPAN, since), tl.minimum((one + 1) * SPAN, until), TILE):
+        top, total, mixed = _nothing(QUERY_ROWS, DIM_ROOM)
+        span_top, span_total, span_mixed = top, total, mixed
+        begun, limit = tl.maximum(span * SPAN, since), tl.minimum(end * SPAN, until)
+        border = begun  # every query sees all of the tiles before this
+        if not DECODES and not WINDOWED:
+            border = tl.minimum(tl.maximum((past + first_query + 1) // TILE * TILE, begun), limit)
+        for cut in tl.static_range(DECODES, 2):
+            for start in range(border if cut else begun, limit if cut else border, TILE):
                 token = start + t
                 span_top, span_total, span_mixed = _tile(
                     span_top, span_total, span_mixed, query, k_cache, v_cache, k_exponents, v_exponents, table, token,
                     token < until, position, head, d, in_dim, scale, window, c_block, c_token, c_head,
-                    BLOCK, PRECISION, WINDOWED, FROM_FP8,
+                    BLOCK, PRECISION, WINDOWED, FROM_FP8, cut == 1,
                 )  # fmt: skip
-            top, total, mixed = _add_span(top, total, mixed, span_top, span_total, span_mixed)
+                if (start + TILE) % SPAN == 0:  # in the loop over tiles, so that loads run ahead of a span's border
+                    top, total, mixed = _add_span(top, total, mixed, span_top, span_total, span_mixed)
+                    span_top, span_total, span_mixed = _nothing(QUERY_ROWS, DIM_ROOM)
+        top, total, mixed = _add_span(top, total, mixed, span_top, span_total, span_mixed)  # nothing changes no bit
         last = spans > 0  # it is, unless the spans have a program each
         if SPANS > 1:
             LINE: tl.constexpr = DIM + 2  # a query's mixed values, total and top
@@ -127,9 +141,7 @@ def _attend(
                 last = before == spans - 1
                 if last:  # all spans are stored
                     tl.store(arrived + item * KV_HEADS + head, 0)
-                    top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
-                    total = tl.zeros([QUERY_ROWS], tl.float32)
-                    mixed = tl.zeros([QUERY_ROWS, DIM_ROOM], tl.float32)
+                    top, total, mixed = _nothing(QUERY_ROWS, DIM_ROOM)
                     for one in range(spans):
                         at = mine + one * QUERIES * GROUP * LINE
                         top, total, mixed = _add_span(
@@ -151,13 +163,18 @@ def _launch(
     """items: row, first query, queries, the first one of this block, context."""
     kv_heads, group = k_cache.shape[2], q.shape[1] // k_cache.shape[2]
     tile, stages = tile_for(q.shape[2], q.dtype == torch.float32, k_cache.dtype == FP8)
+    lines = max(LEAST_FP8 if k_cache.dtype == FP8 else LEAST, triton.next_power_of_2(queries * group))
     _attend[(kv_heads, len(items[0]), spans)](
         q, k_cache, v_cache, *exponents_of(k_cache, v_cache), tables, *items, out, parts, arrived, scale * LOG2_E,
         window, **sizes(q, k_cache, tables, window), KV_HEADS=kv_heads, QUERIES=queries,
-        QUERY_ROWS=max(LEAST_ROWS, triton.next_power_of_2(queries * group)), TILE=tile, SPAN=SPAN, SPANS=spans,
-        DECODES=decodes, FROM_FP8=k_cache.dtype == FP8, num_warps=4, num_stages=stages, enable_fp_fusion=False,
-        **overlap(),
+        QUERY_ROWS=lines, TILE=tile, SPAN=SPAN, SPANS=spans, DECODES=decodes, FROM_FP8=k_cache.dtype == FP8,
+        num_warps=warps_for(lines), num_stages=stages, enable_fp_fusion=False, **overlap(),
     )  # fmt: skip
+
+
+def warps_for(lines: int) -> int:
+    """By the lines of a program's matrix of queries, which changes no order."""
+    return 2 if lines <= 32 else 4 if lines <= 64 else 8
 
 
 def tile_for(dim: int, wide: bool, from_fp8: bool) -> tuple[int, int]:
