@@ -12,6 +12,7 @@ from tests.cluster.ray_nodes import RayNodes, ray_cluster
 from tests.cluster.test_ray import ENV, flags, until_up
 from tests.story.models import save_model
 from tests.story_server.servers import SMALL, command_of, family_of, running
+from tests.story_server.slow_passes import slow_env
 from tests.story_server.test_crash import Ask, all_answers, asks, speaking
 from tests.story_server.test_disaggregated import ARRIVED, LOST, finished
 
@@ -57,7 +58,7 @@ def test_a_node_that_dies_costs_no_request_and_no_token(
     nodes: RayNodes, model: Path, alone: Answers, tmp_path: Path
 ) -> None:
     """KV goes by CURVE, as between machines; else engines of this one machine would share memory."""
-    with running(tmp_path, model, *roles(nodes, 2, "--kv-transport", "tcp"), env=ENV) as server:
+    with running(tmp_path, model, *roles(nodes, 2, "--kv-transport", "tcp"), env=ENV | slow_env(0.01)) as server:
         until_up(server, 4)
         assert asyncio.run(all_answers(server, wanted(), lambda: None)) == alone
         server.wait_until_idle()

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.cli import main
 from tests.story_server.servers import RESTARTS, SMALL, Server, running
+from tests.story_server.slow_passes import slow_env
 from tests.story_server.test_crash import Ask, all_answers, asks, speaking
 
 FLAGS = ("--max-num-seqs", "64", "--max-model-len", "2048", "--max-num-batched-tokens", "64")
@@ -19,7 +20,7 @@ ARRIVED, LOST = "shoal_kv_blocks_arrived_total", "shoal_kv_blocks_lost_total"
 @pytest.fixture(scope="module")
 def apart(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = (*SMALL, *FLAGS, "--prefill", "disaggregated")
-    with running(tmp_path_factory.mktemp("apart"), tiny_model, *flags) as server:
+    with running(tmp_path_factory.mktemp("apart"), tiny_model, *flags, env=slow_env(0.01)) as server:
         server.wait_for("both engines", lambda: not down(server))
         yield server
 
@@ -121,7 +122,8 @@ def test_two_engines_of_each_role_under_kills(
     transport: str, tiny_model: Path, tmp_path: Path, alone: list[tuple[int, list[int]]]
 ) -> None:
     flags = ("--prefill", "disaggregated", "--prefill-replicas", "2", "--decode-replicas", "2")
-    with running(tmp_path, tiny_model, *SMALL, *FLAGS, *flags, "--kv-transport", transport) as server:
+    flags = (*SMALL, *FLAGS, *flags, "--kv-transport", transport)
+    with running(tmp_path, tiny_model, *flags, env=slow_env(0.01)) as server:
         server.wait_for("all engines", lambda: not down(server))
         for round in range(4):
 

@@ -16,6 +16,7 @@ import pytest
 from shoal.cli import main
 from tests.story_server.poison import poison_env
 from tests.story_server.servers import RESTARTS, SMALL, Server, running
+from tests.story_server.slow_passes import slow_env
 from tests.story_server.test_crash import POISON, all_answers, asks, requests_of, speaking
 
 STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
@@ -24,7 +25,7 @@ STORIES = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260
 @pytest.fixture(scope="module")
 def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--replicas", "2", "--max-num-seqs", "64", "--max-model-len", "2048", "--max-num-batched-tokens", "256")
-    with running(tmp_path_factory.mktemp("replicas"), tiny_model, *SMALL, *flags) as server:
+    with running(tmp_path_factory.mktemp("replicas"), tiny_model, *SMALL, *flags, env=slow_env(0.01)) as server:
         server.wait_for("all engines", lambda: not down(server))
         yield server
 
