@@ -31,12 +31,17 @@ enum { LINE_PARTS = LINE / LANES, SEGMENT = 256, SEGMENT_STRIDE = SEGMENT + 16 }
 
 /* Blocks: up to BLOCK_ROWS rows by NARROW panels, or up to WIDE_ROWS rows by WIDE panels. All sums, the weights and one
  * input are in registers: 32 on AVX-512. The more even the two sides, the fewer loads for a product, which counts most
- * where another program computes on the same core: a loop of 9 x 3 or 6 x 4 is a tenth faster there than 12 x 2. */
+ * where another program computes on the same core: a loop of 9 x 3 or 6 x 4 is a tenth faster there than 12 x 2. With
+ * 27 sums in float32, gcc keeps some in memory, so those blocks have FLOAT_ROWS. */
 #if defined(__AVX512F__)
-enum { BLOCK_ROWS = 9, NARROW = 3, WIDE_ROWS = 6, WIDE = 4 };
+enum { BLOCK_ROWS = 9, FLOAT_ROWS = 8, NARROW = 3, WIDE_ROWS = 6, WIDE = 4 };
 #else
-enum { BLOCK_ROWS = 6, NARROW = 1, WIDE_ROWS = 3, WIDE = 2 };
+enum { BLOCK_ROWS = 6, FLOAT_ROWS = 6, NARROW = 1, WIDE_ROWS = 3, WIDE = 2 };
 #endif
+
+/* Lines of a slice. In float32 the panels of a slice stay in the L1 cache from block to block; the other types compute
+ * more with a line, and have their panels in the L2 cache. FLOAT_LINES divides a segment, the others are whole ones. */
+enum { FLOAT_LINES = WIDE == 4 ? 64 : 128, SLICE_WORDS = 768 };
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 enum { INT8_WORDS = 1, RAISE = 128 };
@@ -91,11 +96,12 @@ INLINE floats line_add(floats sums, floats w, const word *x, int type) {
   return fused(all(*(const word_float *)x), w, sums);
 }
 
-/* What is prefetched while a block is computed: for every two lines of a panel, one cache line from each of two
- * addresses, which then move on by `step` bytes, or by 0 if there is nothing to prefetch: a branch would cost more. */
+/* What is prefetched while a block is computed: for every two lines, one cache line from each of as many addresses as
+ * the block has panels. They then move on by `step` bytes, or by 0 if there is nothing to prefetch: a branch would cost
+ * more. */
 typedef struct {
-  const char *soon[2];
-  long step;
+  const char *const *panels;
+  long at, step; /* in bytes */
 } Ahead;
 
 /* vector p of a row of sums: part p % LINE_PARTS of panel p / LINE_PARTS */
@@ -108,11 +114,11 @@ INLINE float *sum_at(float *found, int rows, int r, int p) {
 INLINE void lane_block(float *found, int begin, const word *x, long apart, const char *const *panels, long lines,
                        int rows, int count, int type, const Ahead *ahead) {
   floats sums[BLOCK_ROWS][WIDE * LINE_PARTS], w[WIDE * LINE_PARTS];
-  const char *from[WIDE], *one = ahead->soon[0], *other = ahead->soon[1];
+  const char *from[WIDE], *soon[WIDE];
   int vectors = count * LINE_PARTS;
   long step = ahead->step;
 #pragma GCC unroll 4
-  for (int p = 0; p < count; p++) from[p] = panels[p];
+  for (int p = 0; p < count; p++) from[p] = panels[p], soon[p] = ahead->panels[p] + ahead->at;
 #pragma GCC unroll 16
   for (int r = 0; r < rows; r++)
 #pragma GCC unroll 16
@@ -120,8 +126,8 @@ INLINE void lane_block(float *found, int begin, const word *x, long apart, const
   for (long line = 0; line < lines; x += apart) {
     const word *here = x;
     for (long end = line + SEGMENT / words_of(type); line < end && line < lines;) {
-      __builtin_prefetch(one, 0, 2), __builtin_prefetch(other, 0, 2);
-      one += step, other += step;
+#pragma GCC unroll 4
+      for (int p = 0; p < count; p++) __builtin_prefetch(soon[p], 0, 2), soon[p] += step;
 #pragma GCC unroll 2
       for (int twice = 0; twice < 2; twice++, line++)
 #pragma GCC unroll 2
@@ -207,7 +213,6 @@ typedef struct {
   int32_t *x_sums;
   long columns, unit; /* columns: panels, or pairs of them if gated; unit: in columns */
   int wide;           /* blocks have WIDE panels, else NARROW ones */
-  long depth;         /* lines of a slice */
   long width, height; /* of a piece: columns and rows */
   long pieces;
   int threads;
@@ -215,14 +220,21 @@ typedef struct {
 } LaneLinear;
 
 /* READY_ROWS: rows of x that a thread makes ready at a time; up to FEW_READY values are not worth a second thread.
- * CHUNK_ROWS: most rows of a piece. UNIT_PANELS: of a unit. */
-enum { READY_ROWS = 8, FEW_READY = 1 << 16, CHUNK_ROWS = 192, UNIT_PANELS = 6 };
+ * CHUNK_ROWS: most rows of a piece. UNIT_PANELS: of a unit. LISTED: panels listed for one, the last several times.
+ * PREFETCHERS: blocks of a slice that prefetch: with more of them, each line would be asked for many times. */
+enum { READY_ROWS = 8, FEW_READY = 1 << 16, CHUNK_ROWS = 192, UNIT_PANELS = 6, LISTED = UNIT_PANELS + WIDE };
+enum { PREFETCHERS = 8 };
+
+/* most rows of a block of NARROW panels */
+INLINE long narrow_rows(int type) { return type == FLOAT32 ? FLOAT_ROWS : BLOCK_ROWS; }
 
 /* whether blocks of WIDE panels have more sums than those of NARROW ones, if there are so many rows */
-INLINE int is_wide(long rows) {
-  long narrow_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, wide_blocks = (rows + WIDE_ROWS - 1) / WIDE_ROWS;
-  return WIDE * narrow_blocks > NARROW * wide_blocks;
+INLINE int is_wide(long rows, int type) {
+  long most = narrow_rows(type), narrow_blocks = (rows + most - 1) / most;
+  return WIDE * narrow_blocks > NARROW * ((rows + WIDE_ROWS - 1) / WIDE_ROWS);
 }
+
+INLINE long slice_lines(int type) { return type == FLOAT32 ? FLOAT_LINES : SLICE_WORDS / words_of(type); }
 
 static void ready_words(const LaneLinear *t, long row, const word *from, long count) {
   for (long n = 0; n < count; n += SEGMENT)
@@ -296,61 +308,55 @@ static void lane_end(const LaneLinear *t, const float *sums, long row, long rows
     }
 }
 
-/* panel n of a column: of a pair, if gated */
-INLINE const char *lane_panel(const LaneLinear *t, long column, long n) {
-  return t->weight + (column + n * t->columns) * LINE * t->row_bytes;
-}
-
-/* a slice of a unit: lines `line` to line + lines - 1 of its panels */
-typedef struct {
-  long column, columns, line, lines;
-} Slice;
-
-/* panel n of a slice, from the slice's first line on */
-INLINE const char *slice_panel(const LaneLinear *t, const Slice *s, int n) {
-  int each = t->gated ? 2 : 1;
-  return lane_panel(t, s->column + n / each, n % each) + s->line * 64;
-}
-
-/* A block of rows by a slice. The last unit may have fewer columns: its last panel is then computed several times.
- * Beside each group of panels, one panel of the slice `soon` is prefetched: number *fetched. */
-static void lane_slice(const LaneLinear *t, const Slice *s, long row, long rows, float *sums, const Slice *soon,
-                       int *fetched) {
-  const char *panels[UNIT_PANELS + WIDE];
-  int count = (int)s->columns * (t->gated ? 2 : 1), wide = t->wide && count > NARROW, group = wide ? WIDE : NARROW;
-  for (int n = 0; n < count + group - 1; n++) panels[n] = slice_panel(t, s, n < count ? n : count - 1);
-  LaneBlock *block = (wide ? wide_blocks : narrow_blocks)[t->type][rows - 1];
-  const word *x = t->ready + (s->line * words_of(t->type) / SEGMENT * t->rows + row) * SEGMENT_STRIDE;
-  for (int n = 0; n < count; n += group) {
-    Ahead ahead = {{t->weight, t->weight}, 0};
-    if (soon && *fetched < count) { /* its two halves side by side */
-      const char *panel = slice_panel(t, soon, (*fetched)++);
-      ahead = (Ahead){{panel, panel + s->lines / 2 * 64}, 64};
-    }
-    block(sums + n * rows * LINE, s->line == 0, x, t->rows * SEGMENT_STRIDE, panels + n, s->lines, &ahead);
+/* the panels of a unit, as many as its blocks need: the last unit may have fewer columns, whose last panel is then
+ * computed several times */
+static void unit_panels(const LaneLinear *t, long column, long columns, const char **panels) {
+  long size = LINE * t->row_bytes;
+  int count = 0;
+  for (long n = column; n < column + columns; n++) {
+    panels[count++] = t->weight + n * size;
+    if (t->gated) panels[count++] = t->weight + (n + t->columns) * size;
   }
+  for (; count < LISTED; count++) panels[count] = panels[count - 1];
 }
 
-/* A unit by a chunk of rows, slice by slice, while the next slice, or the first one of the unit at column `next`, is
- * prefetched; none: -1. */
+/* A unit by a chunk of rows, slice by slice. Each block of rows prefetches its part of the next slice, or of the first
+ * one of the unit at column `next`, so that memory is read at an even pace; none: -1. */
 static void lane_unit(const LaneLinear *t, long row, long rows, long column, long columns, long next) {
   float sums[CHUNK_ROWS * UNIT_PANELS * LINE] __attribute__((aligned(64)));
-  long each = t->gated ? 2 : 1, all = t->row_bytes / 4, group = t->wide ? WIDE : NARROW;
-  long most = t->wide ? WIDE_ROWS : BLOCK_ROWS, blocks = (rows + most - 1) / most;
-  long room = (columns * each + group - 1) / group * group * LINE; /* for the sums of a row */
-  for (Slice here = {column, columns, 0, t->depth}; here.line < all; here.line += t->depth) {
-    here.lines = all - here.line < t->depth ? all - here.line : t->depth;
-    int last = here.line + here.lines == all, fetched = 0;
-    Slice soon = {last ? next : column, columns, last ? 0 : here.line + here.lines, t->depth};
-    int fetches = soon.column >= 0 && blocks > 1; /* one block waits for memory anyway */
-    for (long n = 0, at = 0; n < blocks; n++) { /* of equal size, but for one row */
-      long these = rows / blocks + (n < rows % blocks);
+  const char *lists[2][LISTED], **panels = lists[0], **after = lists[1];
+  int each = t->gated ? 2 : 1, count = (int)columns * each, wide = t->wide && count > NARROW;
+  int group = wide ? WIDE : NARROW;
+  LaneBlock *const *sizes = (wide ? wide_blocks : narrow_blocks)[t->type];
+  long most = t->wide ? WIDE_ROWS : narrow_rows(t->type), blocks = (rows + most - 1) / most;
+  long few = rows / blocks, larger = rows % blocks; /* blocks have that many rows, and so many of them one more */
+  long room = (count + group - 1) / group * group * LINE, apart = t->rows * SEGMENT_STRIDE; /* room: for a row's sums */
+  long all = t->row_bytes / 4, depth = blocks > 1 ? slice_lines(t->type) : all;
+  long prefetchers = blocks < PREFETCHERS ? blocks : PREFETCHERS;
+  long pace = blocks > 1 ? 128 / prefetchers : 0; /* one block waits for memory anyway */
+  unit_panels(t, column, columns, panels);
+  for (long line = 0; line < all; line += depth) {
+    long lines = all - line < depth ? all - line : depth, first = line * words_of(t->type);
+    const word *x = t->ready + (first / SEGMENT * t->rows + row) * SEGMENT_STRIDE + first % SEGMENT;
+    int last = line + lines == all, fetches = pace && !(last && next < 0);
+    if (last && fetches)
+      unit_panels(t, next, columns, after);
+    else
+      for (int p = 0; p < LISTED; p++) after[p] = panels[p] + (last ? 0 : lines * 64);
+    for (long n = 0, at = 0; n < blocks; n++) {
+      long these = few + (n < larger), step = fetches && n < prefetchers ? pace : 0;
       float *found = sums + at * room;
-      lane_slice(t, &here, row + at, these, found, fetches ? &soon : NULL, &fetched);
+      for (int p = 0; p < count; p += group) {
+        Ahead ahead = {(step ? after : panels) + p, n * lines / 2 * step, step};
+        LaneBlock *block = sizes[these - 1];
+        block(found + p * these * LINE, line == 0, x + at * SEGMENT_STRIDE, apart, panels + p, lines, &ahead);
+      }
       for (long i = 0; last && i < columns; i++)
         lane_end(t, found + i * each * these * LINE, row + at, these, column + i);
       at += these;
     }
+    const char **done = panels;
+    panels = after, after = done;
   }
 }
 
@@ -369,16 +375,14 @@ static void lane_piece(void *work, long n) {
 /* Chooses the size of units, slices and pieces. A piece takes 50 to 100 microseconds, unless that is less than a unit:
  * a core reads about 10 bytes of weights per nanosecond and multiplies about 140 of them by a row of x. */
 static void lane_shape(LaneLinear *t) {
-  enum { PIECE = 1 << 23, DEPTH = 768, CACHED = 1 << 19 };
-  long each = t->gated ? 2 : 1, lines = t->row_bytes / 4, segment = SEGMENT / words_of(t->type);
-  long slices = (lines + DEPTH - 1) / DEPTH; /* a panel of a slice takes 48 KiB: those of a unit stay in the L2 cache */
-  t->depth = ((lines + slices - 1) / slices + segment - 1) / segment * segment;
-  long most = CACHED / 4 / (t->depth * words_of(t->type)); /* and so do the inputs of a chunk of rows */
+  enum { PIECE = 1 << 23, CACHED = 1 << 17 };
+  long each = t->gated ? 2 : 1, words = t->row_bytes / 4 * words_of(t->type);
+  long most = CACHED / (words < SLICE_WORDS ? words : SLICE_WORDS); /* their inputs stay in the L2 cache */
   most = most > CHUNK_ROWS ? CHUNK_ROWS : most;
   long chunks = (t->rows + most - 1) / most;
   t->height = (t->rows + chunks - 1) / chunks, chunks = (t->rows + t->height - 1) / t->height;
   t->columns = t->outputs / LINE / each;
-  t->wide = is_wide(t->height);
+  t->wide = is_wide(t->height, t->type);
   t->unit = t->wide ? WIDE / each : NARROW % each ? NARROW : NARROW / each; /* so that its panels fill its blocks */
   long widest = PIECE / ((16 + t->height) * LINE * t->row_bytes * each), width = t->columns / (t->threads * 4L);
   width = (width < widest ? width : widest) / t->unit * t->unit;
