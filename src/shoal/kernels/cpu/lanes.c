@@ -6,7 +6,8 @@
  *
  *     line       float32: 1 input     bfloat16: 2 inputs, widened exactly; x stays float32     int8: 4 inputs
  *     block      some rows of x by some panels: their sums stay in registers while k runs over all inputs
- *     unit       panels that are read once and multiplied by all blocks of rows, while the next unit is prefetched
+ *     slice      some lines of a unit: all blocks of rows are multiplied by them, while the next slice is prefetched
+ *     unit       panels that are read once and multiplied by a chunk of rows, slice by slice
  *     piece      some units by a chunk of rows: what a thread takes at a time
  *
  * Rows of x are first made ready: normed, rounded to 8 bits or to bfloat16 where that is what is multiplied, and copied
