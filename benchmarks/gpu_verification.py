@@ -224,7 +224,7 @@ def time_passes(context: int = 800, rounds: int = 40) -> None:
         device_s, host_s = [], []
         for at in range(rounds):
             if at == 1:
-                plan = replace(plan, starting=())
+                plan = plan._replace(starting=())
             begun_s = time.perf_counter()
             executor.forward(plan)
             executor.sample(None)

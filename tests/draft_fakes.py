@@ -6,7 +6,6 @@ from KV of other tokens, or of tokens that were rejected, is noticed where it is
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from shoal.core.drafts import Draft
 from shoal.core.plan import StepPlan, StepResult
@@ -60,7 +59,7 @@ class DraftDevice(FakeExecutor):
             for index, (row, token) in enumerate(zip(result.rows.tolist(), result.tokens.tolist(), strict=True))
             if self.rows[row].params.logprobs is not None
         ]
-        self.results.append(replace(result, logprobs=tuple(sure)))
+        self.results.append(result._replace(logprobs=tuple(sure)))
 
     def result(self) -> StepResult:
         result = self.results.popleft()

@@ -8,7 +8,6 @@ fair chance are verified. Used in this process, and by a server's engine through
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from shoal import LLM
@@ -31,7 +30,7 @@ class Untimed:
         self.inner.sample(masks)
 
     def result(self) -> StepResult:
-        return replace(self.inner.result(), busy_s=0.0)
+        return self.inner.result()._replace(busy_s=0.0)
 
     def close(self) -> None:
         self.inner.close()

@@ -2,7 +2,6 @@
 StepResult that comes of it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ def test_rows_that_draw() -> None:
 def test_rows_that_verify_drafts_have_a_line_for_each_draw() -> None:
     """Row 3 verifies two drafts, row 5 none, row 6 one; row 4 computes its prompt; row 7 ends its own."""
     plan = plan_of([10, 0, 5, 9, 0], [3, 4, 1, 2, 2], [3, 0, 1, 2, 1])
-    draws = draws_of(replace(plan, tokens=np.arange(100, 112)))
+    draws = draws_of(plan._replace(tokens=np.arange(100, 112)))
     assert draws.rows.tolist() == [3, 5, 6, 7]
     assert draws.counts.tolist() == [3, 1, 2, 1]
     assert draws.line_rows.tolist() == [3, 3, 3, 5, 6, 6, 7]
@@ -89,9 +88,8 @@ def test_a_result_without_draws() -> None:
 # ---- drafts ---------------------------------------------------------------------------------------------------------
 
 # row 3 verifies three drafts, row 4 none, row 5 two, row 6 one
-VERIFYING = replace(
-    plan_of([10, 7, 5, 9], [4, 1, 3, 2], [4, 1, 3, 2]),
-    tokens=np.array([1, 11, 12, 13, 2, 3, 21, 22, 4, 31]),
+VERIFYING = plan_of([10, 7, 5, 9], [4, 1, 3, 2], [4, 1, 3, 2])._replace(
+    tokens=np.array([1, 11, 12, 13, 2, 3, 21, 22, 4, 31])
 )
 
 
@@ -149,7 +147,7 @@ def test_a_row_fails_only_where_its_first_line_does() -> None:
 def test_any_pass_yields_what_its_definition_says(data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))
     total = sum(counts)
-    plan = replace(plan_of([5] * len(counts), counts, counts), tokens=np.array(data.draw(lists_of(total))))
+    plan = plan_of([5] * len(counts), counts, counts)._replace(tokens=np.array(data.draw(lists_of(total))))
     tokens = data.draw(lists_of(total))
     finite = data.draw(st.lists(st.sampled_from([True, True, True, False]), min_size=total, max_size=total))
     best = np.where(finite, 1.0, -np.inf).astype(np.float32)
@@ -198,7 +196,7 @@ def test_coins_depend_on_seed_sample_and_position_alone() -> None:
     rule = CoinToss(0.5)
 
     def coins_of(row: int, first: int, count: int) -> list[bool]:
-        plan = replace(plan_of([first - 1], [count + 1], [count + 1]), rows=np.array([row]))
+        plan = plan_of([first - 1], [count + 1], [count + 1])._replace(rows=np.array([row]))
         draws = draws_of(plan)
         return rule.confirmed(draws, np.zeros(count + 1, dtype=np.int64), sampler.state).tolist()[:-1]
 

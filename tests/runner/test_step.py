@@ -117,8 +117,7 @@ def test_tables_are_aligned() -> None:
 
 def test_what_is_new_in_the_block_tables() -> None:
     start = RowStart(4, 0, (1, 2), 2, SamplingParams(), 0, 0, frozenset(), (9, 8), 0)
-    plan = plan_of((4, 0, 2, 1), grown=((2, 5, 6),))
-    plan = StepPlan(0, (start,), *(getattr(plan, name) for name in list(StepPlan.__slots__)[2:9]))
+    plan = plan_of((4, 0, 2, 1), grown=((2, 5, 6),))._replace(starting=(start,))
     assert new_blocks(plan).tolist() == [[2, 5, 6], [4, 0, 9], [4, 1, 8]]
     assert new_blocks(plan_of((1, 1, 1, 1))).shape == (0, 3)
 

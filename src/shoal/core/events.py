@@ -114,6 +114,8 @@ class PassEvents:
     @property
     def vain_tokens(self) -> int:
         """Positions that no answer needed: rows of requests that had ended, and draft tokens that were rejected."""
+        if not self.late_ids and not self.proposed:
+            return 0
         rejected = sum(self.proposed.values()) - sum(self.accepted.values())
         late = set(self.late_ids)
         rows = zip(self.scheduled_ids, self.scheduled_counts, strict=True) if late else ()

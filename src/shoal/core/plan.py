@@ -2,11 +2,12 @@
 
 A StepPlan is a delta over persistent rows, held in arrays: rows that start, blocks that were added to a row,
 and which positions of which rows to compute. Everything else the runner already has in its tables.
-Both records are frozen: nothing is filled in later. Knows nothing of requests' states, of blocks' owners or of torch.
+Both records are tuples, which are made quickly: nothing is filled in later. Knows nothing of requests' states, of
+blocks' owners or of torch.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +54,7 @@ class RowStart:
     ends_at: int = 0  # replay: the token at this position is SCRIPTED_END; 0: it ends by itself
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One pass. The five arrays with one entry per row run in parallel; `tokens` is their concatenation.
 
     A plan without rows computes nothing: its result comes when all copies handed over so far are done.
@@ -95,8 +95,7 @@ class StepPlan:
     kept: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What came of one pass, for each row of the plan that draws, in the plan's order.
 
     `accepted` is how many tokens a row yields, from 1 to its draws; `tokens` is their concatenation.

@@ -28,14 +28,6 @@ class Journal(Protocol):
     def evicted(self, *digests: bytes) -> None: ...
 
 
-class NoJournal:
-    """No other process needs to know."""
-
-    def added(self, *digests: bytes) -> None: ...
-
-    def evicted(self, *digests: bytes) -> None: ...
-
-
 class NetChanges:
     """What has changed since it was last asked: a name that came and went is in neither list.
 
@@ -81,7 +73,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
-        self.journal: Journal = NoJournal()
+        self.journal: Journal | None = None  # no other process needs to know
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -95,30 +87,31 @@ class PrefixIndex:
             return False
         self._block_of[digest] = block
         self._digest_of[block] = digest
-        self.journal.added(digest)
+        if self.journal is not None:
+            self.journal.added(digest)
         return True
 
     def add_all(self, digests: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
         """Name these blocks; returns those whose content no other block had. Hot: once per block."""
-        block_of, digest_of, new = self._block_of, self._digest_of, {}
+        block_of, digest_of, new = self._block_of, self._digest_of, list[int]()
         for digest, block in zip(digests, blocks, strict=True):
             if digest not in block_of:
                 block_of[digest] = block
                 digest_of[block] = digest
-                new[digest] = block
-        if new:
-            self.journal.added(*new)
-        return list(new.values())
+                new.append(block)
+        if new and self.journal is not None:
+            self.journal.added(*[digest_of[block] for block in new])
+        return new
 
     def forget(self, *blocks: int) -> None:
         """The contents of these blocks, as far as they were named, are gone. Hot: once per block."""
-        block_of, digest_of, gone = self._block_of, self._digest_of, []
+        block_of, digest_of, gone = self._block_of, self._digest_of, list[bytes]()
         for block in blocks:
             digest = digest_of.pop(block, None)
             if digest is not None:
                 del block_of[digest]
                 gone.append(digest)
-        if gone:
+        if gone and self.journal is not None:
             self.journal.evicted(*gone)
 
     def names(self) -> Iterable[bytes]:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
@@ -352,7 +352,7 @@ class CudaExecutor:
         forward = oldest.forward
         busy_s = forward.since.elapsed_time(oldest.until) / 1000
         if oldest.finished is not None:
-            return replace(oldest.finished, busy_s=busy_s)
+            return oldest.finished._replace(busy_s=busy_s)
         plan, draws, drawn = forward.plan, forward.draws, NO_TOKENS
         if forward.drafted is not None:
             draws = draws.settled(forward.drafted)

@@ -8,7 +8,6 @@ leaves the ranks out of step, so it ends the engine (EngineLost). Knows rows and
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +81,7 @@ class FollowingRunner(Runner):
     def update(self, plan: StepPlan) -> None:
         for order in plan.copies:
             self.kv.copy(order)
-        super().update(replace(plan, copies=()))
+        super().update(plan._replace(copies=()))
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan, forward: ForwardState | None) -> None:

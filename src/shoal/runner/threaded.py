@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.ports import LateMasks
@@ -55,7 +54,7 @@ class ThreadedExecutor:
         forward_s, state = forward.result()  # done on this same thread; raises what the forward raised
         begun_s = time.perf_counter()  # not since the forward: in between, the pass may have waited for masks
         result = self.runner.sample(plan, state, masks)
-        return replace(result, busy_s=forward_s + time.perf_counter() - begun_s)
+        return result._replace(busy_s=forward_s + time.perf_counter() - begun_s)
 
     def result(self) -> StepResult:
         self._results[0].exception()  # waits; interrupted here, the result is still the next one

@@ -1,7 +1,8 @@
 """A pass in flight: what the scheduler remembers of it from its plan to its commit. Decides nothing."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from shoal.core.drafts import Draft
 from shoal.core.events import PassEvents
@@ -10,9 +11,10 @@ from shoal.core.request import Request
 from shoal.sched.pass_builder import PassRows
 from shoal.sched.steady import Steady
 
+NO_DRAFTS: Mapping[Request, Draft] = MappingProxyType({})
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+
+class Flight(NamedTuple):
     """What the scheduler remembers of a pass until it comes back: parallel lists, in the plan's order."""
 
     plan: StepPlan
@@ -24,7 +26,7 @@ class Flight:
     steady: Steady | None = None  # its first rows, if they were carried on
     departures: int = 0  # how often a request had lost its row, then
     ahead: bool = False  # it was planned while another was in flight
-    drafts: Mapping[Request, Draft] = field(default_factory=dict)  # that it verifies
+    drafts: Mapping[Request, Draft] = NO_DRAFTS  # that it verifies
     drafted: int = 0  # tokens of those
     rejected: list[int] | None = None  # each request's `rejected`, then; None: no draft tokens were in flight
 

@@ -4,7 +4,6 @@ Knows requests and counts. Decides nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -80,8 +79,7 @@ class PassBuilder:
         self.grown.pop(request, None)
 
 
-@dataclass(frozen=True, slots=True)
-class PassRows:
+class PassRows(NamedTuple):
     """The requests of a pass in order, and their rows."""
 
     requests: list[Request]
@@ -154,10 +152,11 @@ def grown_blocks(batch: PassBuilder) -> Ints:
     """(row, index, block) of the blocks that the runner does not know yet."""
     if not batch.grown:
         return NONE_GROWN
-    grown = []
+    grown: list[int] = []  # flat, which is faster than a list of triples
     for request in batch.grown:
-        blocks = request.holding.blocks
-        grown += [(request.row, index, blocks[index]) for index in range(request.blocks_sent, len(blocks))]
+        row, blocks = request.row, request.holding.blocks
+        for index in range(request.blocks_sent, len(blocks)):
+            grown += (row, index, blocks[index])
         request.blocks_sent = len(blocks)
     return np.array(grown, dtype=np.int64).reshape(-1, 3)
 
