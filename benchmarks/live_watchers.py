@@ -4,13 +4,16 @@
     python benchmarks/live_watchers.py --workload nano256 --config qwen3-0.6b --runs 8 \\
         -- --dtype bfloat16 --device cuda --max-num-seqs 256 --max-num-batched-tokens 8192
     python benchmarks/live_watchers.py --json out.json --model DIR -- --threads 2
+    python benchmarks/live_watchers.py --windows 10 --streams 32                        # on a noisy machine
 
 A real `shoal serve` with random weights in a shape (or of a model); what follows -- goes to it. All requests of the
 workload are sent at once and streamed; a run ends with the last answer. Runs with and without watchers alternate, and
 every other pair begins with the watchers, so that a machine that grows slower favours neither. The watchers read every
 line, in a process of their own, and have read the past before a run begins; a run without them begins when the server
 has stopped making summaries. Prints each pair's ratio, their median, and the CPU seconds that the engine and the front
-took for a run, which say more than times where other programs run. Needs no packages beyond the server's.
+took for a run, which say more than times where other programs run. Where the machine's own speed changes from run to
+run, --windows compares windows of some seconds while so many streams decode all the time: each one with watchers with
+the mean of its two neighbours without. Needs no packages beyond the server's.
 """
 
 import argparse
@@ -21,7 +24,9 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -38,6 +43,7 @@ from shoal.workload.named import find_lengths
 
 WATCHERS = 2
 SETTLE_S = 2.0
+MOST_OUTPUT = 7000  # tokens of each stream, where windows are compared
 HEAD = (
     "{what} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n"
     "Connection: close\r\n\r\n"
@@ -101,6 +107,51 @@ class Watchers:
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait()
+
+
+# ---- windows --------------------------------------------------------------------------------------------------------
+
+
+def tokens_so_far(url: str) -> float:
+    """The output tokens of the server, by its metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("shoal_output_tokens_total"))
+
+
+def rate_of_window(url: str, seconds: float, watched: bool) -> float:
+    watchers = Watchers(url) if watched else None
+    try:
+        time.sleep(1.0)  # what begins has begun
+        before, begun_s = tokens_so_far(url), time.perf_counter()
+        time.sleep(seconds)
+        return (tokens_so_far(url) - before) / (time.perf_counter() - begun_s)
+    finally:
+        if watchers is not None:
+            watchers.stop()
+            time.sleep(LINGER_S + 1.0)
+
+
+def measure_windows(args: argparse.Namespace, server: Server) -> list[float]:
+    """The ratio of each window with watchers to those beside it."""
+    prompts = random_prompts([Lengths(100, MOST_OUTPUT)] * args.streams, args.vocab_size, 1)
+    load = threading.Thread(target=lambda: asyncio.run(all_streams(server.url, prompts)), name="streams", daemon=True)
+    load.start()
+    time.sleep(SETTLE_S)
+    rates, ratios = [rate_of_window(server.url, args.seconds, False)], list[float]()
+    for _ in range(args.windows):
+        rates += [rate_of_window(server.url, args.seconds, watched) for watched in (True, False)]
+        if not load.is_alive():
+            raise SystemExit("the streams ended before the last window; ask for fewer --windows or shorter ones")
+        ratios.append(rates[-2] / ((rates[-3] + rates[-1]) / 2))
+        print(f"without {rates[-3]:>9,.1f} tok/s   with {rates[-2]:>9,.1f} tok/s   {ratios[-1]:.4f}", flush=True)
+    return ratios
+
+
+async def all_streams(url: str, prompts: list[list[int]]) -> None:
+    fixed = {"max_tokens": MOST_OUTPUT, "ignore_eos": True, "temperature": 0.0, "stream": True}
+    bodies = [json.dumps({"prompt": prompt, **fixed}).encode() for prompt in prompts]
+    await asyncio.gather(*(whole(url, "POST /v1/completions", body) for body in bodies))
 
 
 # ---- pairs ----------------------------------------------------------------------------------------------------------
@@ -168,12 +219,31 @@ class Lab:
         return found[False], found[True]
 
 
-def measure(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
+def model_of(args: argparse.Namespace) -> str:
     shape = Path(args.config) if args.config and Path(args.config).is_dir() else None
-    model = args.model or str(shape or pick(SHAPES, args.config, "model shape"))
+    return args.model or str(shape or pick(SHAPES, args.config, "model shape"))
+
+
+def started(args: argparse.Namespace, more: list[str]) -> Server:
     dummy = [] if args.model else ["--load-format", "dummy"]
+    return Server(model_of(args), *dummy, "--log-level", "warning", *more)
+
+
+def compare_windows(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
+    server = started(args, more)
+    try:
+        ratios = measure_windows(args, server)
+    finally:
+        server.close()
+    return {
+        "model": Path(model_of(args)).name, "streams": args.streams, "seconds": args.seconds, "ratios": ratios,
+        "median_ratio": statistics.median(ratios), "mean_ratio": statistics.fmean(ratios),
+    }  # fmt: skip
+
+
+def measure(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
     lengths = find_lengths(args.workload)
-    server = Server(model, *dummy, "--log-level", "warning", *more)
+    server = started(args, more)
     try:
         lab = Lab(server, lengths, args.vocab_size)
         for _ in range(args.warm):
@@ -192,7 +262,7 @@ def measure(args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
         for side in zip(*pairs, strict=True)
     )
     return {
-        "workload": args.workload, "model": Path(model).name,
+        "workload": args.workload, "model": Path(model_of(args)).name,
         "pairs": [[asdict(one) for one in pair] for pair in pairs],
         "median_ratio": statistics.median(ratios), "ratio_of_medians": watched.tok_s / without.tok_s,
         "without": asdict(without), "with": asdict(watched),
@@ -206,6 +276,9 @@ def main() -> None:
     parser.add_argument("--model", help="a model instead, with its weights")
     parser.add_argument("--runs", type=int, default=6, help="pairs (default: 6)")
     parser.add_argument("--warm", type=int, default=1, help="runs before the first pair (default: 1)")
+    parser.add_argument("--windows", type=int, default=0, help="compare so many windows instead of runs")
+    parser.add_argument("--seconds", type=float, default=7.0, help="of each window (default: 7)")
+    parser.add_argument("--streams", type=int, default=32, help="that decode meanwhile (default: 32)")
     parser.add_argument("--vocab-size", type=int, default=30_000, help="token ids are below this (default: 30000)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--watch", help=argparse.SUPPRESS)
@@ -217,13 +290,20 @@ def main() -> None:
         asyncio.run(watch_all(args.watch))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server ends, too
-    found = measure(args, more)
-    for name in ("without", "with"):
-        print(f"{name:<8} median {Run(**found[name]).in_words()}")
-    print(
-        f"{found['workload']}, {found['model']}: ratio of the medians {found['ratio_of_medians']:.4f}, median of the "
-        f"ratios {found['median_ratio']:.4f}, with {WATCHERS} watchers over without"
-    )
+    if args.windows:
+        found = compare_windows(args, more)
+        print(
+            f"{found['streams']} streams, {found['model']}: median of the ratios {found['median_ratio']:.4f}, mean "
+            f"{found['mean_ratio']:.4f}, with {WATCHERS} watchers over without"
+        )
+    else:
+        found = measure(args, more)
+        for name in ("without", "with"):
+            print(f"{name:<8} median {Run(**found[name]).in_words()}")
+        print(
+            f"{found['workload']}, {found['model']}: ratio of the medians {found['ratio_of_medians']:.4f}, median of "
+            f"the ratios {found['median_ratio']:.4f}, with {WATCHERS} watchers over without"
+        )
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
