@@ -322,6 +322,16 @@ def test_a_stream_is_dropped_without_a_lock(model: Path) -> None:
     run(model, work)
 
 
+def test_a_group_starts_with_those_that_wait(model: Path) -> None:
+    """Other threads may always ask for more, and nobody knows whether they will."""
+
+    async def work() -> None:
+        async with AsyncLLM(model, kv_memory="8MiB", dtype="float32", preset="transformers") as llm:
+            assert await asyncio.wait_for(llm.generate("x", greedy(2)), 120)
+
+    asyncio.run(work())
+
+
 def test_an_engine_that_is_dropped_stops(model: Path) -> None:
     llm = AsyncLLM(model, kv_memory="8MiB", dtype="float32")
     thread, client = llm._engine._thread, llm._model.client

@@ -1,5 +1,6 @@
 """/v1/completions through the real openai client: every shape of prompt, every option."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from openai.types import Completion
 
 from tests.story.models import EOS
 from tests.story_server.asks import ON, STORY, ascii_piece
-from tests.story_server.servers import Server
+from tests.story_server.servers import SMALL, Server, running
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
 
@@ -258,3 +259,15 @@ def test_a_repeated_prompt_is_cached_but_not_under_another_salt(client: OpenAI) 
     salted = {"cache_salt": "somebody else"}
     assert cached(greedy(client, prompt, max_tokens=1, extra_body=salted)) == 0
     assert cached(greedy(client, prompt, max_tokens=1, extra_body=salted)) == again
+
+
+# ---- other batching systems -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["fastertransformer", "classic-dynamic"])
+def test_a_group_starts_with_those_that_wait_however_few(preset: str, tiny_model: Path, tmp_path: Path) -> None:
+    """A server does not know whether more requests will come."""
+    with running(tmp_path, tiny_model, *SMALL, "--preset", preset) as server, server.openai() as client:
+        alone = greedy(client).choices[0]
+        assert alone.finish_reason == "length"
+        assert texts(greedy(client, [STORY] * 3)) == [alone.text] * 3

@@ -117,7 +117,7 @@ class Host:
         self._drain_until_s: float | None = None  # it is about to end
         self._told_leaving = False
         self.grammars = HostGrammars()
-        loop.scheduler.more_coming = True  # a front may always submit more
+        loop.open_ended = True  # a front may always submit more
         self._readers: dict[type[wire.Message], Callable[[bytes, Any], None]] = {
             wire.Hello: self._hello,
             wire.Watch: lambda front, message: self.reporter.watch(front),

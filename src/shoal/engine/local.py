@@ -198,7 +198,7 @@ class EngineThread:
         self._work: queue.SimpleQueue[Callable[[LocalClient], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closing = self._stopped = False
-        client.loop.scheduler.more_coming = True  # other threads may always submit more
+        client.loop.open_ended = True  # other threads may always submit more
         self._thread = threading.Thread(target=self._run, name="shoal-engine", daemon=True)
         self._thread.start()
 

@@ -44,6 +44,7 @@ class EngineLoop:
         self.clock = clock
         self.depth = depth
         self.check = check  # run the integrity check after every pass
+        self.open_ended = False  # nobody knows whether more requests will come, as in a server
         self._beside = beside  # executors that the scheduler's drafters use, closed with this one
         self._unsampled = False  # the newest pass was begun, but waits for its masks
         self._owed = 0  # passes that were sampled and whose result was not taken
@@ -148,7 +149,8 @@ class EngineLoop:
 
     def _wait(self, until_s: float | None) -> None:
         wake_s = self.scheduler.wake_s(self.clock.now_s())
-        if wake_s is None and self.scheduler.requests and not self.scheduler.more_coming:
+        more_may_come = self.scheduler.more_coming or self.open_ended
+        if wake_s is None and self.scheduler.requests and not more_may_come:
             raise EngineError("requests wait but nothing can be planned; this is a bug in the scheduler")
         known = [at_s for at_s in (wake_s, until_s) if at_s is not None]
         if known:

@@ -1,7 +1,8 @@
 """Batching: when waiting requests may start.
 
 continuous   whenever a slot is free
-static       in groups of a fixed size, one after the other, each run to its end
+static       in groups of a fixed size, one after the other, each run to its end; a server, which does not know whether
+             more requests will come, takes as many as wait
 dynamic      a group is closed by its size or by a time window after its first member's arrival, whichever comes first
 
 No request joins a group later, and none is answered before its last member has ended (groups.py); that is the cost of
@@ -60,7 +61,7 @@ class Continuous(NoOptions):
 
 
 class Static:
-    """Wait for `group_size` requests. The last group may be smaller, when no more are coming."""
+    """Wait for `group_size` requests while more are known to come; the last group may be smaller."""
 
     grouped = True
 
