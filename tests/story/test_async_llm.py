@@ -323,7 +323,7 @@ def test_a_stream_is_dropped_without_a_lock(model: Path) -> None:
 
 
 def test_a_group_starts_with_those_that_wait(model: Path) -> None:
-    """Other threads may always ask for more, and nobody knows whether they will."""
+    """Other threads may always ask for more; whether they will is not known."""
 
     async def work() -> None:
         async with AsyncLLM(model, kv_memory="8MiB", dtype="float32", preset="transformers") as llm:

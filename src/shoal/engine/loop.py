@@ -44,7 +44,7 @@ class EngineLoop:
         self.clock = clock
         self.depth = depth
         self.check = check  # run the integrity check after every pass
-        self.open_ended = False  # nobody knows whether more requests will come, as in a server
+        self.open_ended = False  # whether more requests will come is not known, as in a server
         self._beside = beside  # executors that the scheduler's drafters use, closed with this one
         self._unsampled = False  # the newest pass was begun, but waits for its masks
         self._owed = 0  # passes that were sampled and whose result was not taken
