@@ -43,7 +43,7 @@ from shoal.workload.named import find_lengths
 
 WATCHERS = 2
 SETTLE_S = 2.0
-MOST_OUTPUT = 7000  # tokens of each stream, where windows are compared
+MOST_OUTPUT, BEGUN = 7000, 8  # tokens of each stream, where windows are compared; and before the first one
 HEAD = (
     "{what} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n"
     "Connection: close\r\n\r\n"
@@ -137,7 +137,8 @@ def measure_windows(args: argparse.Namespace, server: Server) -> list[float]:
     prompts = random_prompts([Lengths(100, MOST_OUTPUT)] * args.streams, args.vocab_size, 1)
     load = threading.Thread(target=lambda: asyncio.run(all_streams(server.url, prompts)), name="streams", daemon=True)
     load.start()
-    time.sleep(SETTLE_S)
+    while tokens_so_far(server.url) < BEGUN * args.streams and load.is_alive():
+        time.sleep(0.1)
     rates, ratios = [rate_of_window(server.url, args.seconds, False)], list[float]()
     for _ in range(args.windows):
         rates += [rate_of_window(server.url, args.seconds, watched) for watched in (True, False)]
