@@ -26,7 +26,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -43,6 +42,7 @@ from shoal.workload.named import find_lengths
 
 WATCHERS = 2
 SETTLE_S = 2.0
+TOKENS = "shoal_output_tokens_total"
 MOST_OUTPUT, BEGUN = 7000, 8  # tokens of each stream, where windows are compared; and before the first one
 HEAD = (
     "{what} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n"
@@ -105,31 +105,25 @@ class Watchers:
             assert self.process.stdout.readline(), "a watcher was refused"
 
     def stop(self) -> None:
+        """Returns when the server has stopped making summaries, too."""
         self.process.terminate()
         self.process.wait()
+        time.sleep(LINGER_S + 1.0)
 
 
 # ---- windows --------------------------------------------------------------------------------------------------------
 
 
-def tokens_so_far(url: str) -> float:
-    """The output tokens of the server, by its metrics."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("shoal_output_tokens_total"))
-
-
-def rate_of_window(url: str, seconds: float, watched: bool) -> float:
-    watchers = Watchers(url) if watched else None
+def rate_of_window(server: Server, seconds: float, watched: bool) -> float:
+    watchers = Watchers(server.url) if watched else None
     try:
-        time.sleep(1.0)  # what begins has begun
-        before, begun_s = tokens_so_far(url), time.perf_counter()
+        time.sleep(SETTLE_S)
+        before, begun_s = server.counter(TOKENS), time.perf_counter()
         time.sleep(seconds)
-        return (tokens_so_far(url) - before) / (time.perf_counter() - begun_s)
+        return (server.counter(TOKENS) - before) / (time.perf_counter() - begun_s)
     finally:
         if watchers is not None:
             watchers.stop()
-            time.sleep(LINGER_S + 1.0)
 
 
 def measure_windows(args: argparse.Namespace, server: Server) -> list[float]:
@@ -137,11 +131,11 @@ def measure_windows(args: argparse.Namespace, server: Server) -> list[float]:
     prompts = random_prompts([Lengths(100, MOST_OUTPUT)] * args.streams, args.vocab_size, 1)
     load = threading.Thread(target=lambda: asyncio.run(all_streams(server.url, prompts)), name="streams", daemon=True)
     load.start()
-    while tokens_so_far(server.url) < BEGUN * args.streams and load.is_alive():
+    while server.counter(TOKENS) < BEGUN * args.streams and load.is_alive():
         time.sleep(0.1)
-    rates, ratios = [rate_of_window(server.url, args.seconds, False)], list[float]()
+    rates, ratios = [rate_of_window(server, args.seconds, False)], list[float]()
     for _ in range(args.windows):
-        rates += [rate_of_window(server.url, args.seconds, watched) for watched in (True, False)]
+        rates += [rate_of_window(server, args.seconds, watched) for watched in (True, False)]
         if not load.is_alive():
             raise SystemExit("the streams ended before the last window; ask for fewer --windows or shorter ones")
         ratios.append(rates[-2] / ((rates[-3] + rates[-1]) / 2))
@@ -211,7 +205,6 @@ class Lab:
         finally:
             if watchers is not None:
                 watchers.stop()
-                time.sleep(LINGER_S + 1.0)
 
     def pair(self, number: int) -> tuple[Run, Run]:
         """Without and with."""

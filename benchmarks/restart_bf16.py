@@ -60,14 +60,16 @@ class Server:
     def restarts(self) -> float:
         """The restarts in its metrics; -1 while it is down."""
         try:
-            with (
-                urllib.request.urlopen(f"{self.url}/health", timeout=10),
-                urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer,
-            ):
-                lines = answer.read().decode().splitlines()
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10):
+                return self.counter("shoal_engine_restarts_total")
         except OSError:
             return -1.0
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("shoal_engine_restarts_total"))
+
+    def counter(self, name: str) -> float:
+        """The sum of a counter in its metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -17,7 +17,6 @@ import signal
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +55,7 @@ class Asked:
         asked += [(self.body(prompt, 2 * self.args.tokens), []) for prompt in self.others[:others]]
         random.Random(2).shuffle(asked)
         threads = [threading.Thread(target=listen, args=(server.url, body, into)) for body, into in asked]
-        begun_s, preempted = time.monotonic(), counted(server.url, "shoal_preemptions_total")
+        begun_s, preempted = time.monotonic(), server.counter("shoal_preemptions_total")
         for thread in threads:
             thread.start()
         if kill:
@@ -66,18 +65,11 @@ class Asked:
             thread.join()
         same = sum(one == wanted for one, wanted in zip(found, self.alone, strict=True))
         self.differing += len(found) - same
-        more = counted(server.url, "shoal_preemptions_total") - (0 if kill else preempted)
+        more = server.counter("shoal_preemptions_total") - preempted
         self.tell(how, same, time.monotonic() - begun_s, f"{more:.0f} preempted" if more > 0 else "")
 
     def tell(self, how: str, same: int, seconds: float, note: str = "") -> None:
         print(f"{how:<34} {same:>4} of {len(self.prompts)} the same   {seconds:6.1f} s   {note}", flush=True)
-
-
-def counted(url: str, name: str) -> float:
-    """The sum of a counter in a server's metrics."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 @contextmanager
