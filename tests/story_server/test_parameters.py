@@ -89,7 +89,8 @@ def test_the_end_token_can_be_the_only_one_that_is_allowed(tiny: Server) -> None
 
 @pytest.mark.parametrize("text", ["b", "aab"])
 def test_a_grammar_that_allowed_tokens_cannot_follow_is_the_request_s_fault(tiny: Server, text: str) -> None:
-    """At once, and after some tokens. A stream that has its status by then ends with the error."""
+    """At once, and after some tokens: then a stream ends with the error, unless its first tokens and the error came to
+    the front together, which sends no status before it has looked at both."""
     body: dict[str, Any] = {"prompt": PROMPT, "allowed_token_ids": encoded("a"), "guided_regex": text, "max_tokens": 9}
     answer = tiny.complete(**body)
     assert answer.status_code == 400
@@ -97,8 +98,9 @@ def test_a_grammar_that_allowed_tokens_cannot_follow_is_the_request_s_fault(tiny
     assert "leave no token" in refused["message"]
     streamed = tiny.complete(**body, stream=True)
     if streamed.status_code == 400:
-        assert (assert_error_shape(streamed), text) == (refused, "b")
+        assert assert_error_shape(streamed) == refused
         return
+    assert text != "b"
     events = list(events_of(iter(streamed.text.split("\n"))))
     assert events[-1]["error"] == refused
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text[:-1]
