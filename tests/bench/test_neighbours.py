@@ -102,7 +102,7 @@ def test_the_reference_is_a_share_of_all_cores(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(neighbours, "REFERENCE_S", 0.2)
     found = neighbours.reference(Neighbours(1), 1)
     assert found["neighbours"] == "1 spinning"
-    assert 0.0 < found["share"] < 1.2
+    assert 0.0 < found["share"] < 2.0  # a machine that is not told of stolen time counts it
 
 
 # ---- one measurement -------------------------------------------------------------------------------------------------

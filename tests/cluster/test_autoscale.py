@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster.autoscale import Autoscaler, EngineLoad, ScaleRules
@@ -91,6 +91,7 @@ def test_no_report_breaks_it(said: list[tuple[list[EngineLoad], int, float]]) ->
 @given(st.floats(0, 15), st.floats(4, 10), st.floats(0, 30))
 def test_a_steady_load_moves_nothing(arrivals: float, hold_s: float, start_s: float) -> None:
     cluster = Cluster(Autoscaler(rules(most=6)), hold_s=hold_s, start_s=start_s)
+    assume(not 1 < arrivals * hold_s / cluster.places < 1.01)  # a queue so slow to grow is long only after an hour
     cluster.run(1200, arrivals)  # what gathered before there were enough is worked off
     settled = cluster.history[-1]
     cluster.run(800, arrivals)

@@ -22,6 +22,8 @@ from shoal.routing.router import Router
 from tests.engine.hosts import Notes, until
 from tests.story.models import save_model
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def config(model: Path, keys: KeyPair, epoch: int, **chosen: Any) -> dict[str, Any]:
     engine = EngineConfig(model=str(model), dtype="float32", kv_memory=2**22, threads=1, device="cpu", **chosen)
@@ -31,7 +33,7 @@ def config(model: Path, keys: KeyPair, epoch: int, **chosen: Any) -> dict[str, A
 
 async def reached(holder: EngineHolder, state: str) -> HolderStatus:
     found = holder.status()
-    for _ in range(1200):
+    for _ in range(4000):
         found = holder.status()
         if found.state in (state, "ended"):
             break
@@ -78,7 +80,7 @@ def test_an_engine_is_started_killed_and_started_again(tmp_path: Path) -> None:
         assert (await reached(holder, "ended")).code == 0
 
     try:
-        asyncio.run(asyncio.wait_for(story(), 200))
+        asyncio.run(asyncio.wait_for(story(), 800))
     finally:
         folder = holder._folder
         holder.close()
@@ -95,7 +97,7 @@ def test_a_refusal_comes_back_with_its_reason(tmp_path: Path) -> None:
         assert "nothing" in ended.refusal
 
     try:
-        asyncio.run(asyncio.wait_for(story(), 100))
+        asyncio.run(asyncio.wait_for(story(), 250))
     finally:
         holder.close()
 
@@ -146,7 +148,7 @@ def test_engines_of_two_roles_hand_requests_over(tmp_path: Path, transport: str 
             await client.close()
 
     try:
-        asyncio.run(asyncio.wait_for(story(), 300))
+        asyncio.run(asyncio.wait_for(story(), 800))
     finally:
         for holder in holders:
             holder.close()

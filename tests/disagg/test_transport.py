@@ -178,10 +178,22 @@ def test_a_reader_that_closes_waits_no_more(outbox: Any, peers: PeerOutboxes) ->
 
     reading = threading.Thread(target=reads)
     reading.start()
-    reading.join(0.1)
+    wait_until(lambda: bool(peers._peers))
     peers.close()
     reading.join(20)
     assert failures
+
+
+def test_a_reader_that_closes_while_it_connects_waits_for_no_block(outbox: Any, peers: PeerOutboxes) -> None:
+    def slowly(rest: str) -> Any:
+        peers.close()
+        return opened(rest)
+
+    kind = outbox.address.partition(":")[0]
+    opened, peers._openers[kind] = peers._openers[kind], slowly
+    with pytest.raises(TransferFailed, match="clos"):
+        read(peers, outbox.address, [0], [name(1)])
+    assert not peers._peers
 
 
 def test_without_the_token_nothing_is_sent(tmp_path: Path, peers: PeerOutboxes) -> None:

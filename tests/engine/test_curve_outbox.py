@@ -121,7 +121,8 @@ class Relay:
         self._open: list[socket.socket] = []
         self.heard = bytearray()
         self.place = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -146,6 +147,9 @@ class Relay:
         self._open.clear()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._accepting.join(30)
         self._listener.close()
         self.cut()
 

@@ -68,10 +68,12 @@ def submit(client: ZmqClient, jobs: list[Job]) -> list[Notes]:
 
 async def all_speak(notes: list[Notes], gates: list[threading.Semaphore]) -> None:
     """Let the engines compute until each job has a token; they are not done then."""
+    passes = iter(range(40))  # fewer than a job needs, should news of them come late
 
     def speak() -> bool:
-        for gate in gates:
-            gate.release()
+        if next(passes, None) is not None:
+            for gate in gates:
+                gate.release()
         return all(note.tokens[0] for note in notes)
 
     await until(speak, "a token of each job")

@@ -50,9 +50,9 @@ import json, logging, sys
 logging.basicConfig()
 from shoal.engine import supervise
 from shoal.errors import EngineError
-supervise.KILL_AFTER_S = 0.5
-supervise.FIRST_PAUSE_S = 0.01
 options = json.loads(sys.argv[1])
+supervise.KILL_AFTER_S = options.get("kill_after_s", 60.0)
+supervise.FIRST_PAUSE_S = 0.01
 def child(name):
     more = options.get(name, {})
     def config(life):
@@ -108,24 +108,22 @@ class Family:
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=120)
         return self.process.returncode, errors
 
 
 def wait_for(family: Family, text: str) -> None:
-    for _ in range(600):
-        if any(text in line for line in family.lines()):
-            return
+    end_s = time.monotonic() + 90
+    while not any(text in line for line in family.lines()):
+        assert time.monotonic() < end_s, f"never: {text}; {family.lines()}"
         time.sleep(0.02)
-    raise AssertionError(f"never: {text}; {family.lines()}")
 
 
 def gone(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
+    except OSError:
         return True
-    return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z"
 
 
 def test_all_children_start_and_the_fronts_end_first(tmp_path: Path) -> None:
@@ -171,7 +169,7 @@ def test_engines_are_restarted_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_does_not_leave_is_killed_and_restarted(tmp_path: Path) -> None:
-    family = Family(tmp_path, engines=["one", "two"], one={"deaf": True})
+    family = Family(tmp_path, engines=["one", "two"], one={"deaf": True}, kill_after_s=0.5)
     assert [family.line(), family.line()] == ["begin", "ready"]
     family.process.send_signal(signal.SIGUSR1)
     wait_for(family, "two 1 ")
@@ -194,14 +192,14 @@ def test_the_other_engines_stay_when_one_cannot_be_restarted(tmp_path: Path) -> 
 
 def test_a_config_that_cannot_be_served_ends_the_server_with_code_2(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"exit": 2})
-    family.process.communicate(timeout=30)
+    family.process.communicate(timeout=120)
     assert family.process.returncode == 2
     assert sum(line.startswith("engine ") for line in family.lines()) == 1
 
 
 def test_a_loop_of_failed_starts_ends(tmp_path: Path) -> None:
     family = Family(tmp_path, engine={"die_young": 99})
-    _, errors = family.process.communicate(timeout=30)
+    _, errors = family.process.communicate(timeout=120)
     assert family.process.returncode == 1
     assert "giving up" in errors
     assert sum(line.startswith("engine ") and not line.endswith("left") for line in family.lines()) == 5
@@ -214,7 +212,7 @@ def test_a_few_failed_starts_do_not(tmp_path: Path) -> None:
 
 
 def test_a_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    family = Family(tmp_path, engine={"deaf": True}, front={"deaf": True})
+    family = Family(tmp_path, engine={"deaf": True}, front={"deaf": True}, kill_after_s=0.5)
     assert [family.line(), family.line()] == ["begin", "ready"]
     engine, front = family.pid("engine"), family.pid("front")
     assert family.end()[0] == 0
@@ -230,11 +228,10 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path) -> None:
     pids = [family.pid("engine"), family.pid("front")]
     family.process.kill()
     family.process.communicate()
-    for _ in range(500):
-        if all(gone(pid) for pid in pids):
-            return
+    end_s = time.monotonic() + 60
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < end_s, "orphans"
         time.sleep(0.02)
-    raise AssertionError("orphans")
 
 
 def test_a_child_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_path: Path) -> None:
@@ -245,7 +242,8 @@ def test_a_child_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_path
     code, errors = family.end()
     assert code == 0
     assert "no sign of life" in errors
-    assert sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines()) == 2
+    starts = sum(line.startswith("engine ") and line.split()[1].isdigit() for line in family.lines())
+    assert starts >= 2, "more where the next one had no CPU for a second"
 
 
 def test_a_front_that_gives_no_sign_of_life_is_killed_and_started_again(tmp_path: Path) -> None:
@@ -307,7 +305,7 @@ def test_if_the_fronts_cannot_learn_of_it_the_server_ends_with_code_1(tmp_path: 
     family = Family(tmp_path, engine={"never_again": 1}, untold=True)
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("engine"), signal.SIGKILL)
-    _, errors = family.process.communicate(timeout=30)
+    _, errors = family.process.communicate(timeout=120)
     assert family.process.returncode == 1
     assert "cannot let the fronts know that no engine will come back: [Errno 2] No such file" in errors
     assert "engine failed to start 5 times in a row; giving up" in errors
@@ -319,7 +317,7 @@ def test_a_child_whose_config_cannot_be_made_ends_the_server_with_code_1(tmp_pat
     family = Family(tmp_path, engine={"no_more": 1})
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("engine"), signal.SIGKILL)
-    _, errors = family.process.communicate(timeout=30)
+    _, errors = family.process.communicate(timeout=120)
     assert family.process.returncode == 1
     assert "engine cannot be started: its folder is gone" in errors
     assert "Traceback" not in errors
@@ -330,14 +328,14 @@ def test_without_a_single_front_the_server_ends_with_code_1(tmp_path: Path) -> N
     family = Family(tmp_path, front={"never_again": 1})
     assert [family.line(), family.line()] == ["begin", "ready"]
     os.kill(family.pid("front"), signal.SIGKILL)
-    _, errors = family.process.communicate(timeout=30)
+    _, errors = family.process.communicate(timeout=120)
     assert family.process.returncode == 1
     assert "front failed to start 5 times in a row; giving up" in errors
     assert "engine left" in family.lines()
 
 
 def test_an_engine_that_cannot_start_while_the_fronts_drain_is_given_up(tmp_path: Path) -> None:
-    family = Family(tmp_path, engine={"never_again": 1}, front={"deaf": True}, drain_s=4.0)
+    family = Family(tmp_path, engine={"never_again": 1}, front={"deaf": True}, drain_s=100.0, kill_after_s=0.5)
     assert [family.line(), family.line()] == ["begin", "ready"]
     family.process.send_signal(signal.SIGTERM)
     os.kill(family.pid("engine"), signal.SIGKILL)

@@ -283,6 +283,7 @@ def test_embeddings_are_float32(ops: NativeOps, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ops", NATIVE)
 def test_extreme_values(ops: NativeOps) -> None:
     """Nothing overflows on the way, and NaN stays NaN."""
+    torch.manual_seed(0)  # of scores that nearly tie, rounding would decide which one wins
     gate = torch.tensor([1e30, -1e30, 100.0, -100.0, 0.0, float("nan")]).repeat(6)  # whole vectors, and a rest
     found = ops.silu_mul(torch.cat((gate, torch.ones(36)))[None]).view(6, 6)
     wanted = torch.tensor([1e30, 0.0, 100.0, 0.0, 0.0]).expand(6, 5)

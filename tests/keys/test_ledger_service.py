@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +40,12 @@ async def connected(folder: Path) -> AsyncIterator[LedgerClient]:
         yield client
     finally:
         await client.close()
+
+
+def accepts(address: Path) -> bool:
+    """Whether connections are accepted there: a socket's file is there a little earlier."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(address)) == 0
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -133,6 +140,7 @@ def test_without_an_answer_it_is_a_503_with_a_time_to_retry(
                 await client.reserve("one", SMALL)
             assert refused.value.retry_after_s == ledger_client.RETRY_S
             server = await asyncio.start_unix_server(deaf, tmp_path / ledger_service.ADDRESS)
+            await client._connect()  # the time limit is for the answer here
             with pytest.raises(LedgerDown):
                 await client.reserve("one", SMALL)
             await until(lambda: len(heard) == 2)
@@ -165,7 +173,7 @@ def test_a_socket_that_was_removed_comes_back(
         async with connected(tmp_path) as old, connected(tmp_path) as new:
             held = await old.reserve("one", SMALL)
             service.path.unlink()
-            await until(service.path.exists)
+            await until(lambda: accepts(service.path))
             with pytest.raises(RateLimited):
                 await new.reserve("one", SMALL)
             held.settle(20)

@@ -85,8 +85,9 @@ def test_a_rank_that_fails_says_why(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_hangs_is_named() -> None:
-    ranks = toys(silence_s=3.0)
+    ranks = toys()
     pids = [one["pid"] for one in ranks.answers()]
+    ranks._silence_s = 3.0  # only now: their start may take long
     stop(pids[0])
     until("the loss", lambda: ranks.lost is not None)
     assert f"rank 1 (process {pids[0]}) has given no sign of life for" in str(ranks.lost)
@@ -126,8 +127,9 @@ def test_ranks_outlive_the_thread_that_started_them() -> None:
     made[0].close()
 
 
-def test_an_engine_over_processes(tmp_path: Path) -> None:
+def test_an_engine_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks: the same tokens; killed in the middle of an answer, the caller hears which rank it was."""
+    monkeypatch.setattr("shoal.runner.ranks.NOTICE_S", 60.0)
     folder = save_model(tmp_path / "model")
     prompts = [[7, 8, 9], [5] * 50]
     with open_llm(folder) as llm:

@@ -18,6 +18,7 @@ import aiohttp
 CHROMIUM = shutil.which("chromium")
 QUIET = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 QUIET += " --disable-component-update --disable-sync --hide-scrollbars --disable-dev-shm-usage"
+QUIET += " --allow-pre-commit-input"  # else a click soon after a page is there may be dropped
 PATIENCE_S = 30.0  # far more than needed: a hang must fail, a slow machine must not
 KEYS = {
     "Enter": ("Enter", 13, "\r"),
@@ -53,7 +54,7 @@ class Browser:
             raise
 
     def _address(self, file: Path) -> Sequence[str]:
-        end_s = time.monotonic() + PATIENCE_S
+        end_s = time.monotonic() + 4 * PATIENCE_S
         while not (file.exists() and len(lines := file.read_text().split()) == 2):
             assert self.process.poll() is None, "chromium ended at once"
             assert time.monotonic() < end_s, "chromium does not open its debugging port"

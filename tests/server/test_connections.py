@@ -162,17 +162,17 @@ def test_a_whole_answer_that_is_read_slowly_but_steadily_is_not_disconnected(cap
 
     async def work() -> None:
         client = FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0)
-        app = front(client, slow_client_timeout_s=1.0)
+        app = front(client, slow_client_timeout_s=3.0)
         async with listening(app) as port:
             slow = unread(port, raw_request("/v1/completions", LONG, "connection: close"), 8192)
             slow.setblocking(False)
             loop, parts = asyncio.get_running_loop(), list[bytes]()
-            while part := await loop.sock_recv(slow, 10_000):
+            while part := await loop.sock_recv(slow, 5_000):
                 parts.append(part)
                 await asyncio.sleep(0.1)
             slow.close()
         assert len(json.loads(body_of(b"".join(parts)))["choices"][0]["logprobs"]["tokens"]) == 2000
-        assert len(parts) > 15, "it was read faster than the limit, and shows nothing"
+        assert len(parts) > 35, "it was read faster than the limit, and shows nothing"
         assert "disconnected" not in caplog.text
 
     run(work)
@@ -183,7 +183,7 @@ def test_a_connection_that_was_read_late_is_used_again(caplog: Any) -> None:
 
     async def work() -> None:
         client = FakeClient(lambda job, sample: [50] * 2000, tick_s=0.0)
-        app = front(client, slow_client_timeout_s=1.0)
+        app = front(client, slow_client_timeout_s=4.0)
         async with listening(app) as port, connected(port) as (reader, writer):
             for _ in range(3):
                 writer.write(raw_request("/v1/completions", LONG))
@@ -193,7 +193,7 @@ def test_a_connection_that_was_read_late_is_used_again(caplog: Any) -> None:
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 assert len(await reader.readexactly(length)) == length
                 client.submitted.clear()
-            await asyncio.sleep(1.5)  # longer than the limit, with nothing to read
+            await asyncio.sleep(4.5)  # longer than the limit, with nothing to read
             writer.write(raw_request("/v1/completions", {"prompt": "x", "max_tokens": 1}))
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         assert "disconnected" not in caplog.text

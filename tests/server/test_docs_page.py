@@ -123,7 +123,10 @@ def open_try(tab: Tab, endpoint: str) -> None:
 def send(tab: Tab, endpoint: str, told: str) -> str:
     """Press the button, and wait until the status says this; returns the answer."""
     tab.click(f"{endpoint} .try button.strong")
-    tab.wait(f"document.querySelector('{endpoint} .answer .note').innerText.includes({json.dumps(told)})")
+    tab.wait(
+        f"(note => note.includes({json.dumps(told)}) && (note.includes('all after') || !note.includes('first byte')))"
+        f"(document.querySelector('{endpoint} .answer .note').innerText)"
+    )
     return tab.text(f"{endpoint} .answer pre")
 
 

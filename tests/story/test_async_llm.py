@@ -16,6 +16,7 @@ from tests.story.models import greedy, seeded
 
 PROMPTS = ["Once upon a time", "The quick brown fox", [5, 6, 7], "a lazy dog sleeps"]
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+LONGEST = SamplingParams(temperature=0.0, max_tokens=450, ignore_eos=True)  # runs still when it is to be stopped
 
 
 def run(model: Path, work: Callable[[AsyncLLM], Awaitable[Any]], **options: Any) -> Any:
@@ -131,7 +132,7 @@ def test_a_stream_that_is_dropped_frees_its_blocks(model: Path) -> None:
 
 def test_a_cancelled_task_ends_its_requests(model: Path) -> None:
     async def work(llm: AsyncLLM) -> None:
-        task = asyncio.create_task(llm.generate(PROMPTS, LONG))
+        task = asyncio.create_task(llm.generate(PROMPTS, LONGEST))
         while not llm._model.client.jobs:
             await asyncio.sleep(0.001)
         task.cancel()
@@ -170,7 +171,7 @@ def test_a_grammar_holds(model: Path) -> None:
 def test_close_fails_what_runs_and_what_comes_later(model: Path) -> None:
     async def main() -> None:
         llm = await AsyncLLM.load(model, kv_memory="8MiB", dtype="float32")
-        running = asyncio.create_task(llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True)))
+        running = asyncio.create_task(llm.generate(PROMPTS, LONGEST))
         while not llm._model.client.jobs:
             await asyncio.sleep(0.001)
         await llm.close()

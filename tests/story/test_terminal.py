@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("readline")
-PATIENCE_S = 60.0
+pytestmark = pytest.mark.timeout(900)
+PATIENCE_S = 200.0
 UP = "\x1b[A"
 
 

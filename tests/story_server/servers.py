@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 READY = re.compile(r"https?://127\.0\.0\.1:([1-9][0-9]*)")
 SMALL = ("--dtype", "float32", "--kv-memory", "64MiB", "--threads", "1", "--served-model-name", "tiny", "--depth", "2")
 SMALL += ("--no-spare-engine",)  # loading one takes seconds of CPU time, which most tests do not need
-START_S, STOP_S, SETTLE_S = 90.0, 60.0, 60.0  # far more than needed: a hang must fail, a slow machine must not
+START_S, STOP_S, SETTLE_S = 120.0, 60.0, 120.0  # far more than needed: a hang must fail, a slow machine must not
 # the metrics these tests lean on
 RUNNING, WAITING, HELD = "shoal_requests_running", "shoal_requests_waiting", "shoal_kv_blocks_held"
 RESTARTS = "shoal_engine_restarts_total"

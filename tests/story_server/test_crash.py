@@ -82,7 +82,7 @@ def steady(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_64_streams_survive_three_kills(steady: Server) -> None:
-    wanted = asks(64, 120)
+    wanted = asks(64, 200)
     undisturbed = asyncio.run(all_answers(steady, wanted, lambda: None))
     assert {status for status, _ in undisturbed} == {200}
     assert all(len(tokens) == ask["max_tokens"] for (_, tokens), ask in zip(undisturbed, wanted, strict=True))
@@ -159,7 +159,7 @@ def test_killed_during_prefill(steady: Server) -> None:
     chance = random.Random(6)
     wanted = [
         {**asks(1, 8)[0], "prompt": [chance.randrange(5, 290) for _ in range(1900)], "stream": number % 2 == 0}
-        for number in range(8)
+        for number in range(20)
     ]
 
     def amid_a_prompt() -> bool:

@@ -32,7 +32,7 @@ def alone(tiny: Server) -> list[tuple[int, list[int]]]:
 
 
 def wanted() -> list[Ask]:
-    return asks(24, 80)
+    return asks(24, 240)  # long enough that some speak when that is looked at
 
 
 def down(server: Server) -> list[int]:

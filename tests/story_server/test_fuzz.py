@@ -157,7 +157,7 @@ def test_bytes_on_the_line(count: int) -> None:
         turn = asyncio.Semaphore(AT_ONCE)
         async with listening(app) as port:
             await asyncio.gather(*(one(port, number, turn) for number in range(count)))
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
                 assert (await http.get("/health")).status_code == 200
             await until(lambda: not app.active and not client.running)
 

@@ -83,7 +83,7 @@ def test_however_much_a_key_asks_for_it_gets_at_most_the_bound(server: Server) -
     for answer in refused:
         assert answer.status_code == 429, answer.text
         assert int(answer.headers["retry-after"]) >= 1
-    assert server.metrics()[REJECTED] == len(refused)
+    server.wait_for("both fronts' refusals to be counted", lambda: server.metrics()[REJECTED] == len(refused))
 
 
 def test_a_running_stream_is_never_cut_but_paid_for_afterwards(server: Server) -> None:

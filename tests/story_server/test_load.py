@@ -107,8 +107,9 @@ def test_three_hundred_streams_with_cancellations_leave_nothing_behind(wide: Ser
     after_one = settle(wide)
     check_round(asyncio.run(a_round(wide.url, STREAMS)))
     after_two = settle(wide)
-    grown = after_two - after_one
-    assert grown < max(24 * MIB, after_one // 20), f"{grown / MIB:.1f} MiB more than {after_one / MIB:.1f} MiB"
+    most = after_one + max(24 * MIB, after_one // 20)
+    if after_two >= most:  # memory that was freed goes back to the system every 20 seconds
+        wide.wait_for("memory to be given back", lambda: wide.resident_bytes() < most)
 
 
 @pytest.mark.slow
@@ -138,6 +139,10 @@ def flood(server: Server, n: int) -> Any:
     return made
 
 
+def cut_off(server: Server) -> bool:
+    return "a client was disconnected" in server.log(10**9)
+
+
 def drained(made: Any) -> bytes:
     """What is still to be read, up to the end of the connection; only its last part is kept."""
     last = b""
@@ -151,7 +156,9 @@ def drained(made: Any) -> bytes:
 
 def test_a_slow_reader_is_cut_off_and_slows_nobody(impatient: Server) -> None:
     with flood(impatient, n=4) as slow:
-        impatient.wait_for("the slow reader to run", lambda: impatient.metrics().get(RUNNING) == 4)
+        impatient.wait_for(
+            "the slow reader to run", lambda: impatient.metrics().get(RUNNING) == 4 or cut_off(impatient)
+        )
 
         async def others() -> list[list[int] | None]:
             async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as http:
@@ -161,7 +168,7 @@ def test_a_slow_reader_is_cut_off_and_slows_nobody(impatient: Server) -> None:
         impatient.wait_until_idle()  # nothing was read all the while
         assert b"[DONE]" not in drained(slow)
     assert impatient.health() == 200
-    assert "a client was disconnected" in impatient.log(10**9)
+    assert cut_off(impatient)
 
 
 def test_a_reader_that_is_only_slow_to_begin_is_served(impatient: Server) -> None:

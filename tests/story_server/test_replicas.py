@@ -45,7 +45,7 @@ def kill_one(server: Server) -> None:
 
 
 def test_streams_go_on_on_another_engine_when_theirs_is_killed(pair: Server) -> None:
-    wanted = asks(24, 80)
+    wanted = asks(24, 240)
     undisturbed = asyncio.run(all_answers(pair, wanted, lambda: None))
     assert {status for status, _ in undisturbed} == {200}
     assert all(len(tokens) == ask["max_tokens"] for (_, tokens), ask in zip(undisturbed, wanted, strict=True))

@@ -131,19 +131,25 @@ def test_pickles_on_the_engines_socket_are_dropped(safe: Server, home: Path, tmp
 def test_health_is_answered_while_long_texts_are_tokenized(tiny: Server) -> None:
     """Many times, however slow the machine is: if the event loop tokenized, it would answer before and after it."""
     text = "Once upon a time there was a little fish. " * 10_000
-    statuses: list[int] = []
-    asking = [
-        threading.Thread(target=lambda: statuses.append(tiny.post("/tokenize", {"prompt": text}).status_code))
-        for _ in range(2)
-    ]
-    assert tiny.health() == 200
-    for one in asking:
-        one.start()
     count = 0
-    while any(one.is_alive() for one in asking):
+    for _ in range(10):  # this process may have had no CPU meanwhile
+        statuses: list[int] = []
+        asking = [
+            threading.Thread(
+                target=lambda told=statuses: told.append(tiny.post("/tokenize", {"prompt": text}).status_code)
+            )
+            for _ in range(2)
+        ]
         assert tiny.health() == 200
-        count += 1
-    assert statuses == [200, 200]
+        for one in asking:
+            one.start()
+        count = 0
+        while any(one.is_alive() for one in asking):
+            assert tiny.health() == 200
+            count += 1
+        assert statuses == [200, 200]
+        if count > 9:
+            break
     assert count > 9
 
 

@@ -114,11 +114,11 @@ def short(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def schema(short: Server) -> Any:
     load_all_checks()
     config = schemathesis.Config.from_str(CONFIG)
-    return schemathesis.openapi.from_url(f"{short.url}/openapi.json", config=config)
+    return schemathesis.openapi.from_url(f"{short.url}/openapi.json", config=config, timeout=120)
 
 
 def test_no_operation_is_left_out(short: Server) -> None:
-    paths = httpx.get(f"{short.url}/openapi.json").json()["paths"]
+    paths = httpx.get(f"{short.url}/openapi.json", timeout=120).json()["paths"]
     served = {(path, method.upper()) for path, methods in paths.items() for method in methods if method != "parameters"}
     assert {operation for operation in served if operation[0] not in ("/", "/docs", "/openapi.json")} == set(OPERATIONS)
 

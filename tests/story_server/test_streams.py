@@ -233,7 +233,7 @@ def test_a_stream_that_is_cancelled_halfway_hurts_nobody(tiny: Server, client: O
 
 
 def test_plain_http_clients_work_as_well(tiny: Server) -> None:
-    with httpx.Client(base_url=tiny.url) as http:  # one connection, several requests
+    with httpx.Client(base_url=tiny.url, timeout=120) as http:  # one connection, several requests
         for _ in range(3):
             answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "fish", "max_tokens": 2})
             assert answer.status_code == 200

@@ -283,6 +283,8 @@ class PeerOutboxes:
         try:
             if peer not in self._peers:
                 self._peers[peer] = self._open(peer)
+            if self._closing.is_set():  # perhaps while it was opened, when close() did not know of it
+                raise TransferFailed("this engine is closing")
             self._peers[peer].read(blocks, names, take, self._closing)
         except (OSError, ValueError, KeyError, TransferFailed) as error:
             opened = self._peers.pop(peer, None)
