@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ REPORTS = {
     "timeline": Report(("compare", "--rates", "8", *LENGTHS), "docs/img", ("timeline.png",), "README.md", 5),
     "giant": Report(("bench", "giant"), "docs/img", ("giant.png",), "docs/batching.md", 1),
     "policies": Report(
-        ("bench", "policies", "--burst-trace", "azure_code_2023.csv.gz"),
+        ("bench", "policies", "--ttft", "1", "--itl", "0.15", "--burst-trace", "azure_code_2023.csv.gz"),
         "docs/reports/policies", ("policies.json", "*.png"), "docs/policies.md", 12,
     ),
     "azure-chat": Report(
@@ -70,8 +70,19 @@ def make(name: str, root: Path, traces: Path, work: Path) -> bool:
         return False
     for pattern in report.files:
         for file in folder.glob(pattern):
-            shutil.copy(file, root / report.into / file.name)
+            publish(file, root / report.into / file.name, (traces, work))
     return True
+
+
+def publish(file: Path, to: Path, folders: Iterable[Path]) -> None:
+    """A copy; commands in its text name files without the folders they lie in here."""
+    if file.suffix == ".png":
+        shutil.copy(file, to)
+        return
+    text = file.read_text()
+    for folder in folders:
+        text = text.replace(f"{folder}/", "")
+    to.write_text(text)
 
 
 def noises(folder: Path) -> Iterator[Noise]:

@@ -158,8 +158,16 @@ def log_axis(axes: "Axes", which: str) -> None:
     decades = np.log10(high / low)
     subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if decades < 0.9 else (1.0, 2.0, 5.0) if decades < 2 else (1.0,)
     one.set_major_locator(LogLocator(subs=subs, numticks=12))
-    one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    one.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     one.set_minor_formatter(NullFormatter())
+
+
+def tick(value: float) -> str:
+    """
+    >>> tick(0.05), tick(1.5), tick(3000.0), tick(15000.0)
+    ('0.05', '1.5', '3,000', '15,000')
+    """
+    return f"{value:g}" if value < 10 else f"{value:,.0f}"
 
 
 def panel_title(axes: "Axes", name: str, remark: str) -> None:
