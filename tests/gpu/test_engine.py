@@ -56,15 +56,18 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
                 assert answer == scores(model, prompt, answer).argmax(-1).tolist(), f"prompt of {len(prompt)}"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_bfloat16_chooses_as_well_as_transformers(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("together", [1, 33])
+def test_bfloat16_chooses_as_well_as_transformers(name: str, together: int, tmp_path: Path) -> None:
+    """Several requests, and each of a few alone: a pass with one row has kernels of its own."""
     model = saved(name, tmp_path).cuda()
     half = type(model)(model.config).to(device="cuda", dtype=torch.bfloat16).eval()
     half.load_state_dict(model.state_dict())
     model.load_state_dict(half.state_dict())  # the same rounded weights, computed in float32
-    prompts = ragged_prompts(33, seed=5)
+    prompts = ragged_prompts(max(together, 4), seed=5)
     with opened(tmp_path, dtype="bfloat16") as built:
-        answers = ask(built, prompts, greedy(OUTPUT)).of(33)
+        groups = [prompts[at : at + together] for at in range(0, len(prompts), together)]
+        answers = [answer for group in groups for answer in ask(built, group, greedy(OUTPUT)).of(together)]
     same = []
     for prompt, answer in zip(prompts, answers, strict=True):
         wanted = scores(model, prompt, answer)

@@ -1,7 +1,8 @@
 """Layers with random weights, for tests of all layers in one call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
@@ -59,6 +60,22 @@ def with_weights(layer: Layer, how: Callable[[Weight], Weight], names: Sequence[
     return Layer(attention, mlp, layer.eps)
 
 
+def on(device: str, layer: Layer) -> Layer:
+    """The layer on a device."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if isinstance(value, DenseWeight):
+            return DenseWeight(value.values.to(device))
+        if not is_dataclass(value):
+            return value
+        return replace(value, **{field.name: moved(getattr(value, field.name)) for field in fields(value)})  # type: ignore[type-var]
+
+    found: Layer = moved(layer)
+    return found
+
+
 def in_8_bits(weight: Weight) -> Weight:
     return quantize(weight.dense())
 
@@ -85,4 +102,4 @@ def in_one_call(
     return found
 
 
-__all__ = ["NAMES", "a_layer", "in_8_bits", "in_one_call", "prepared", "run_layers", "with_weights"]
+__all__ = ["NAMES", "a_layer", "in_8_bits", "in_one_call", "on", "prepared", "run_layers", "with_weights"]

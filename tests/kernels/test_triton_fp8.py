@@ -11,7 +11,7 @@ from shoal.kernels import Batch, fp8
 from shoal.kernels.ref import RefOps
 from shoal.kernels.weights import quantize_fp8
 from tests.kernels.interpreted import DEVICE, triton_ops
-from tests.kernels.layers import a_layer, in_one_call, run_layers, with_weights
+from tests.kernels.layers import a_layer, in_one_call, on, run_layers, with_weights
 from tests.kernels.ragged import Tables
 
 from shoal.kernels.triton import products8, rows8  # isort: skip  (after the interpreter has been chosen)
@@ -155,7 +155,7 @@ def test_whole_layers(ops: Any, kept: torch.dtype, normed: bool, biased: bool) -
     torch.manual_seed(int(normed))
     heads, kv_heads, dim = 4, 2, 32
     plain = [a_layer(KIND, heads, kv_heads, dim, normed, biased, 64, 96) for _ in range(2)]
-    layers = [on_device(with_weights(layer, lambda weight: quantize_fp8(weight.dense()))) for layer in plain]
+    layers = [on(DEVICE, with_weights(layer, lambda weight: quantize_fp8(weight.dense()))) for layer in plain]
     tables = Tables([40, 9, 30], 16)
     made = [
         [
@@ -184,14 +184,3 @@ def test_whole_layers(ops: Any, kept: torch.dtype, normed: bool, biased: bool) -
         close(found, wanted, 4e-2)  # by roundings to fp8, which tip at other places
         one_by_one = run_layers(ops, layers, residual.clone(), rope, there, made[1])
         close(one_by_one, wanted, 4e-2)
-
-
-def on_device(layer: Any) -> Any:
-    def moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(DEVICE)
-        if not hasattr(value, "__dataclass_fields__"):
-            return value
-        return replace(value, **{name: moved(getattr(value, name)) for name in value.__dataclass_fields__})
-
-    return moved(layer)

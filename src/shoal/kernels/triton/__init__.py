@@ -21,8 +21,9 @@ from shoal.kernels.ops import Batch, FusedLayers, PassOps
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.ref import RefOps
 from shoal.kernels.triton import attention as kernels
-from shoal.kernels.triton import draw, rows, rows8, step
+from shoal.kernels.triton import draw, one_row, one_row_attention, rows, rows8, step
 from shoal.kernels.triton.layers8 import Fp8Layers, is_fusable
+from shoal.kernels.triton.one_row import OneRowLayers
 from shoal.kernels.triton.products4 import linear4
 from shoal.kernels.triton.products8 import product
 from shoal.kernels.triton.skinny import linear
@@ -112,8 +113,10 @@ class TritonOps(RefOps):
         draw.draw(scores, table, last_token, out, best, filters)
 
     def fused(self, layers: Sequence[Any]) -> FusedLayers | None:
-        """For fp8 weights, whose scales are multiplied where the next operation reads a product."""
-        return Fp8Layers(self.attention, layers) if is_fusable(layers) else None
+        """For fp8 weights, whose scales are due where the next operation reads a product; else for single rows."""
+        if is_fusable(layers):
+            return Fp8Layers(self.attention, layers)
+        return OneRowLayers(self.attention_of_one, layers) if one_row.is_fusable(layers) else None
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         if isinstance(weight, Fp8Weight):
@@ -163,6 +166,31 @@ class TritonOps(RefOps):
         if found.blocks.shape[1]:
             kernels.prefill(q, k_cache, v_cache, found.tables, found.blocks, out, scale, window)
         return out
+
+    def attention_of_one(
+        self,
+        qkv: Tensor,
+        norms: tuple[Tensor, Tensor, float] | None,
+        rope: tuple[Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        batch: Batch,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        """rotate_and_store and attention of a single row."""
+        k_cache = cache[0]
+        if one_row_attention.fits(qkv, k_cache):
+            _, _, kv_heads, dim = k_cache.shape
+            group = qkv.shape[1] // dim // kv_heads - 2
+            found = self._tables_of(batch, group, dim, qkv.dtype)
+            decodes = found.decodes
+            if decodes.shape[1] and not found.blocks.shape[1]:
+                _, arrived = self._device(qkv.device, decodes.shape[1] * kv_heads)
+                return one_row_attention.attend(
+                    qkv, norms, rope, cache, batch.slots, found.tables, decodes, arrived, scale, window
+                )
+        q = rows.rotate_and_store(qkv, norms, rope, cache, batch.slots)
+        return self.attention(q, *cache, batch, scale, window)
 
     def _device(self, device: torch.device, most: int) -> tuple[int, Tensor]:
         """(multiprocessors, a zero for every sequence and KV head whose decode may be split)."""
