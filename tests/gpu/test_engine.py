@@ -56,11 +56,19 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
                 assert answer == scores(model, prompt, answer).argmax(-1).tolist(), f"prompt of {len(prompt)}"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen2", "qwen3"])
 @pytest.mark.parametrize("together", [1, 33])
-def test_bfloat16_chooses_as_well_as_transformers(name: str, together: int, tmp_path: Path) -> None:
-    """Several requests, and each of a few alone: a pass with one row has kernels of its own."""
-    model = saved(name, tmp_path).cuda()
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {}), ("llama-biases", {}), ("qwen2", {}), ("qwen3", {}),
+        ("llama", {"head_dim": 64}), ("qwen3", {"head_dim": 64}), ("mistral-window", {"head_dim": 64}),
+    ],
+)  # fmt: skip
+def test_bfloat16_chooses_as_well_as_transformers(
+    name: str, changes: dict[str, int], together: int, tmp_path: Path
+) -> None:
+    """Several requests, and each of a few alone: a pass with one row has kernels of its own, also for some heads."""
+    model = saved(name, tmp_path, **changes).cuda()
     half = type(model)(model.config).to(device="cuda", dtype=torch.bfloat16).eval()
     half.load_state_dict(model.state_dict())
     model.load_state_dict(half.state_dict())  # the same rounded weights, computed in float32

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from shoal.kernels.ref import RefOps
-from tests.kernels.interpreted import DEVICE, triton_ops
+from shoal.runner.cuda import REHEARSED
+from tests.kernels.interpreted import DEVICE, PROCESSORS, triton_ops
 from tests.kernels.layers import a_layer, in_one_call, on, run_layers
 from tests.kernels.ragged import Tables
 
-from shoal.kernels.triton import one_row  # isort: skip  (after the interpreter has been chosen)
+from shoal.kernels.triton import AttentionTables, attention, one_row  # isort: skip  (after the interpreter has been chosen)
 
 REF = RefOps()
 TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -49,7 +50,7 @@ def test_products_of_a_normed_row(size: int, wide: int, biased: bool, kind: Any)
         close(found.cpu(), wanted)
 
 
-@pytest.mark.slow  # where it is interpreted
+@pytest.mark.slow  # for the interpreter
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "normed", "biased"), [(64, False, False), (64, True, True), (32, True, False)])
 def test_whole_layers(ops: Any, dim: int, normed: bool, biased: bool, kind: Any) -> None:
@@ -77,6 +78,47 @@ def test_whole_layers(ops: Any, dim: int, normed: bool, biased: bool, kind: Any)
         rope_there = rope[0].to(DEVICE), rope[1].to(DEVICE)
         found = in_one_call(ops, layers, residual.to(DEVICE), rope_there, there, there_kv)
         close(found.cpu(), wanted)
+        close(
+            caches[1].cpu() if DEVICE == "cpu" else torch.stack([torch.stack(one) for one in there_kv]).cpu(), caches[0]
+        )
+
+
+def test_a_pass_of_padding_changes_nothing(ops: Any) -> None:
+    """As graphs are recorded: no context, no slot; and a decode may stand anywhere among padding."""
+    kind, dim, kv_heads, heads = torch.float16, 64, 2, 4
+    tables = Tables([9], 4)
+    batch = tables.batch([(0, 8, 1)])
+    torch.manual_seed(1)
+    cache = torch.randn(2, tables.blocks, 4, kv_heads, dim).to(kind)
+    qkv = torch.randn(1, (heads + 2 * kv_heads) * dim).to(kind)
+    rope = torch.ones(1, dim // 2), torch.zeros(1, dim // 2)
+    q = REF.rotate_and_store(qkv, None, rope, (wanted := cache.clone()).unbind(), batch.slots)
+    answer = REF.attention(q, wanted[0], wanted[1], batch, 0.125, 0)
+    blocks = batch.block_tables.to(torch.int32).to(DEVICE)
+    for context, slots in ((0, torch.tensor([-1])), (9, batch.slots)):
+        decodes = torch.zeros(4, 4, dtype=torch.int32)
+        decodes[1, 3] = context
+        made = AttentionTables(blocks, decodes.to(DEVICE), torch.zeros(5, 0, dtype=torch.int32, device=DEVICE))
+        there = replace(batch, slots=slots.to(DEVICE), block_tables=blocks, prepared=made)
+        found_cache = cache.clone().to(DEVICE)
+        on_device = rope[0].to(DEVICE), rope[1].to(DEVICE)
+        found = ops.attention_of_one(qkv.to(DEVICE), None, on_device, found_cache.unbind(), there, 0.125, 0)
+        assert not ops._arrived[: 4 * kv_heads].any()
+        if context:
+            close(found.cpu(), answer)
+        assert torch.equal(found_cache.cpu(), wanted if context else cache)
+
+
+@pytest.mark.parametrize("kv_heads", range(1, 33))
+def test_every_decode_kernel_is_compiled_before_it_is_needed(kv_heads: int) -> None:
+    """One row may take kernels of its own, so the others must not count on it."""
+
+    def kernel(rows: int) -> Any:
+        shape = attention.decode_shape(rows, 4 * kv_heads, kv_heads, 128, False, False, PROCESSORS)
+        return replace(shape, least=0)  # no kernel is compiled for it
+
+    rehearsed = {kernel(rows) for rows in REHEARSED if rows > 1} | {kernel(512)}
+    assert all(kernel(rows) in rehearsed for rows in range(2, 513))
 
 
 def test_other_passes_and_layers_are_computed_one_operation_after_the_other(ops: Any) -> None:

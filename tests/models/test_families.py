@@ -61,11 +61,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = [1, 2, 17, 64, 230, 700]
 
 
-def saved(name: str, folder: Path) -> Any:
-    """A transformers model with lively weights, also written to the folder."""
+def saved(name: str, folder: Path, **more: Any) -> Any:
+    """A transformers model with lively weights, also written to the folder; more: of its config."""
     family, changes = MODELS[name]
     torch.manual_seed(len(name))
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes}, attn_implementation="eager")
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes, **more}, attn_implementation="eager")
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -48,7 +48,7 @@ VERIFYING = (1, 2, 4, 8, 16, 32, 64, 256, 1024)  # rows of a graph in which some
 RECORDED = 256  # rows that verify drafts, of the graphs that are recorded before they are needed
 LONG_DRAFTS = 8  # … and of those with drafts of all lengths
 TIMED = 2  # replays of a graph that are timed; the fastest counts
-REHEARSED = (1, 4, 16, 64)  # batch sizes that are computed by different kernels
+REHEARSED = (1, 2, 4, 16, 64)  # batch sizes that are computed by different kernels
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9)
 ALL = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=1)  # takes the most memory

@@ -1,8 +1,10 @@
 """Overlapping launches. From Hopper on, a kernel may be launched while the previous one finishes; it then waits on the
 GPU until that kernel's results are visible. This hides most of the gap between two small kernels.
 
-Every kernel that is launched with overlap() must call settle() before it reads or writes anything that another kernel
-writes or reads; only weights may be read before. Knows no kernel.
+Every kernel that is launched with overlap() must call settle(), in every program, before it writes anything, and before
+it reads what its predecessor writes. settle() first waits and then lets the next kernel start: so when a kernel starts,
+all that was launched before its predecessor has ended. Before settle() it may read weights, and what was written before
+its predecessor, which must then have called settle(), too, or have been launched without overlap(). Knows no kernel.
 """
 
 from functools import cache

@@ -5,8 +5,9 @@ stands before and after them, the norm of their input, SwiGLU and the residual, 
 
     residual ─► norm, QKV ─► rotation, attention ─► out, + residual ─► norm, gate and up, SwiGLU ─► down, + residual
 
-Every program norms the whole row anew, while its first weights arrive. Numbers are rounded where they are rounded in
-passes of several rows. Layers are recognised by KINDS and read by name, so that no model needs to be known here.
+Every program norms the whole row anew, while its first weights arrive. Numbers are rounded where they are in passes
+of several rows, but for the newest token's weight in attention, which stays in float32. Layers are recognised by KINDS
+and read by name, so that no model needs to be known here.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +22,12 @@ from torch import Tensor
 from shoal.kernels.ops import Batch
 from shoal.kernels.triton.launch import overlap, settle
 from shoal.kernels.triton.layers8 import KINDS
+from shoal.kernels.triton.one_row_attention import IN_16_BITS
 from shoal.kernels.triton.skinny import linear
 from shoal.kernels.weights import DenseWeight
 
 Norms = tuple[Tensor, Tensor, float]
 Attention = Callable[[Tensor, Norms | None, tuple[Tensor, Tensor], tuple[Tensor, Tensor], Batch, float, int], Tensor]
-KINDS_OF_NUMBERS = (torch.float16, torch.bfloat16)
 MOST_COLUMNS = 8  # of a program
 
 
@@ -116,7 +117,7 @@ def is_fusable(layers: Sequence[Any]) -> bool:
     return bool(layers) and all(
         (layer.attention.kind, layer.mlp.kind) == KINDS
         and all(
-            isinstance(one.weight, DenseWeight) and one.weight.values.dtype in KINDS_OF_NUMBERS
+            isinstance(one.weight, DenseWeight) and one.weight.values.dtype in IN_16_BITS
             for one in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.out)
         )
         and layer.attention.qkv.weight.shape[0] % MOST_COLUMNS == 0

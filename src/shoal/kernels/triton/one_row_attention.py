@@ -1,9 +1,9 @@
 """Attention of a single token, with everything between its projection and the output: norms of heads, rotation, and
 the new key and value, which go into the cache on the way.
 
-What the kernel before the last one wrote may be read at once. That is all but the projection: so the first tile of the
-past is on its way while the projection is still computed. The last program of a past takes the new key and value from
-the projection, not from the cache. Else as attention.py's decodes. Knows tensors, not batches.
+What was written before the preceding kernel began may be read before settle() (launch.py): all but the projection. So
+the first tile of the past is on its way while the projection is still computed. The last program of a past takes the
+new key and value from the projection, not from the cache. Else as attention.py's decodes. Knows tensors, not batches.
 """
 
 import torch
@@ -16,7 +16,9 @@ from shoal.kernels.triton.launch import overlap, settle
 from shoal.kernels.triton.parts import merge_group, split_of
 
 DIMS = (64, 128)  # of a head
-SHAPE = DecodeShape(tile=64, warps=4, stages=1, splits=32, least=1)  # the fastest found on an H200
+IN_16_BITS = (torch.float16, torch.bfloat16)
+SHAPE = DecodeShape(tile=64, warps=4, stages=1, splits=32, least=1)  # the fastest found on an H200, for 8 KV heads
+MANY = DecodeShape(tile=64, warps=4, stages=1, splits=16, least=2)  # not measured; as many parts as decodes have
 AT_ONCE = tl.constexpr(2**14)  # numbers of parts that a program merges at once
 
 
@@ -61,7 +63,7 @@ def _keep(k_cache, v_cache, at, left, right, value, DIM: tl.constexpr):
 
 @triton.jit
 def _merge(out, parts, sums, line, head, count, GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """As merge_group, of all heads at once: everything is loaded before anything is computed."""
+    """As merge_group, of all heads of the group at once: everything is loaded before anything is computed."""
     g = tl.arange(0, triton.next_power_of_2(GROUP))
     p, d = tl.arange(0, SPLITS), tl.arange(0, DIM)
     one = ((line + head * GROUP + g) * SPLITS)[:, None] + p[None, :]
@@ -92,7 +94,7 @@ def _attend(
     begin, tiles, share = split_of(context, 1, window, least, TILE, SPLITS, WINDOWED)
     first = begin + split * share * TILE
     last = tl.minimum(first + share * TILE, context)
-    end = tl.minimum(last, context - 1)  # the new token is not in the cache
+    end = tl.minimum(last, context - 1)  # the new token is not in the cache yet
     oldest = begin
     if WINDOWED:
         oldest = tl.maximum(begin, context - window)
@@ -163,22 +165,22 @@ def _attend(
 
 def fits(qkv: Tensor, k_cache: Tensor) -> bool:
     """Whether `attend` is made for these."""
-    kinds = (torch.float16, torch.bfloat16)
-    return qkv.shape[0] == 1 and qkv.dtype in kinds and k_cache.dtype == qkv.dtype and k_cache.shape[3] in DIMS
+    return qkv.shape[0] == 1 and qkv.dtype in IN_16_BITS and k_cache.dtype == qkv.dtype and k_cache.shape[3] in DIMS
 
 
 def attend(
     qkv: Tensor, norms: tuple[Tensor, Tensor, float] | None, rope: tuple[Tensor, Tensor],
     cache: tuple[Tensor, Tensor], slots: Tensor, tables: Tensor, decodes: Tensor, arrived: Tensor, scale: float,
-    window: int, shape: DecodeShape = SHAPE,
+    window: int, shape: DecodeShape | None = None,
 ) -> Tensor:  # fmt: skip
     """qkv [1, (heads + 2 KV heads) × d] → [1, heads, d]; its key and value go to slots[0], if that is not below 0.
 
-    decodes, arrived: as in attention.decode; one of the decodes is not padding.
+    decodes, arrived: as in attention.decode; at most one of the decodes is not padding. shape: another than measured.
     """
     k_cache, v_cache = cache
     _, block, kv_heads, dim = k_cache.shape
     heads, items = qkv.shape[1] // dim - 2 * kv_heads, decodes.shape[1]
+    shape = shape or (SHAPE if kv_heads <= 16 else MANY)
     q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
     out = torch.empty((1, heads, dim), dtype=qkv.dtype, device=qkv.device)
     parts = torch.empty((items, heads, shape.splits, dim), dtype=torch.float32, device=qkv.device)

@@ -142,7 +142,9 @@ def shape_for(rows: int, inputs: int, outputs: int) -> Shape | None:
     if rows == 1:
         if outputs > 4096 or inputs <= 1024:
             return Shape(1, 4, 512, 1, 2, 3)
-        return Shape(1, 2, 1024, 1, 8, 3) if outputs <= 1024 else Shape(1, 8, 512, 1, 8, 3)
+        if outputs >= 3072:
+            return Shape(1, 8, 512, 1, 8, 3)
+        return Shape(1, 2, 1024, 1, 8 if outputs <= 1024 else 4, 3)
     if outputs <= 1024:
         return Shape(16, 32, 128, 4, 4, 5)
     if outputs <= 6144 and inputs <= 4096:
