@@ -13,7 +13,7 @@ line, in a process of their own, and have read the past before a run begins; a r
 has stopped making summaries. Prints each pair's ratio, their median, and the CPU seconds that the engine and the front
 took for a run, which say more than times where other programs run. Where the machine's own speed changes from run to
 run, --windows compares windows of some seconds while so many streams decode all the time: each one with watchers with
-the mean of its two neighbours without, by the time of a token. Needs no packages beyond the server's.
+the geometric mean of its two neighbours without. Needs no packages beyond the server's.
 """
 
 import argparse
@@ -138,7 +138,7 @@ def measure_windows(args: argparse.Namespace, server: Server) -> list[float]:
         rates += [rate_of_window(server, args.seconds, watched) for watched in (True, False)]
         if not load.is_alive():
             raise SystemExit("the streams ended before the last window; ask for fewer --windows or shorter ones")
-        ratios.append(rates[-2] * (1 / rates[-3] + 1 / rates[-1]) / 2)  # the time of a token grows with the context
+        ratios.append(rates[-2] / (rates[-3] * rates[-1]) ** 0.5)  # no side gains by noise, which multiplies rates
         print(f"without {rates[-3]:>9,.1f} tok/s   with {rates[-2]:>9,.1f} tok/s   {ratios[-1]:.4f}", flush=True)
     return ratios
 
