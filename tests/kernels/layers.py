@@ -1,7 +1,7 @@
 """Layers with random weights, for tests of all layers in one call."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,9 +68,9 @@ def on(device: str, layer: Layer) -> Layer:
             return value.to(device)
         if isinstance(value, DenseWeight):
             return DenseWeight(value.values.to(device))
-        if not is_dataclass(value):
+        if not hasattr(value, "__dataclass_fields__"):
             return value
-        return replace(value, **{field.name: moved(getattr(value, field.name)) for field in fields(value)})  # type: ignore[type-var]
+        return replace(value, **{name: moved(getattr(value, name)) for name in value.__dataclass_fields__})
 
     found: Layer = moved(layer)
     return found

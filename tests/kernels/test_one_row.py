@@ -44,9 +44,9 @@ def test_products_of_a_normed_row(size: int, wide: int, biased: bool, kind: Any)
     both = torch.nn.functional.linear(REF.rms_norm(x, norm, 1e-6).float(), weight.float()).to(kind)
     if bias is not None:
         both = (both.float() + bias.float()).to(kind)
-    there = [None if one is None else one.to(DEVICE) for one in (x, norm, weight, bias)]
+    bias = None if bias is None else bias.to(DEVICE)
     for gated, wanted in ((False, both), (True, REF.silu_mul(both))):
-        found = one_row.normed(there[0], there[1], 1e-6, there[2], there[3], gated)  # type: ignore[arg-type]
+        found = one_row.normed(x.to(DEVICE), norm.to(DEVICE), 1e-6, weight.to(DEVICE), bias, gated)
         close(found.cpu(), wanted)
 
 

@@ -75,9 +75,7 @@ def _merge(out, parts, sums, line, head, count, GROUP: tl.constexpr, DIM: tl.con
     share = tl.exp2(mass - tl.where(top == float("-inf"), 0.0, top)[:, None])
     share = share / tl.maximum(tl.sum(share, 1), 1e-30)[:, None]
     merged = tl.sum(piece * share[:, :, None], 1).to(out.dtype.element_ty)
-    tl.store(
-        out + (head * GROUP + g)[:, None] * DIM + d[None, :], merged, mask=(g < GROUP)[:, None] & (d >= 0)[None, :]
-    )
+    tl.store(out + (head * GROUP + g)[:, None] * DIM + d[None, :], merged, mask=(g < GROUP)[:, None])
 
 
 @triton.jit(do_not_specialize=["window", "least", "t_row"])
@@ -145,7 +143,7 @@ def _attend(
             left, right, value, there = next_left, next_right, next_value, next_there
         count = tl.cdiv(tiles, share)
         safe = tl.where(total > 0, total, 1.0)
-        mask = live[:, None] & (d >= 0)[None, :]
+        mask = live[:, None]
         if SPLITS == 1 or count == 1:
             whole = (mixed / safe[:, None]).to(out.dtype.element_ty)
             tl.store(out + heads[:, None] * DIM + d[None, :], whole, mask=mask)
