@@ -97,6 +97,18 @@ def test_without_a_request_the_page_says_what_it_will_show(browser: Browser) -> 
         tab.wait("document.querySelector('.empty').hidden")
 
 
+def test_nothing_moves_once_lanes_are_drawn(browser: Browser, busy: LiveServer) -> None:
+    with opened(browser, busy.url) as tab:
+        slow = "{const real = requestAnimationFrame; requestAnimationFrame = (act) => real((now) => act(now / 10));}"
+        tab.call("Page.addScriptToEvaluateOnNewDocument", source=slow)  # all that is seen within the first moment
+        tab.go(busy.url)
+        where = "document.querySelector('.lanes').getBoundingClientRect().y"
+        tab.wait("globalThis.shoalLive?.panes()[0].drawn")
+        first = tab.run(where)
+        tab.wait("document.querySelectorAll('#queue li').length === 3")  # the panels have been filled again
+        assert tab.run(where) == first
+
+
 @pytest.mark.parametrize("count", [1, 64, pytest.param(500, marks=pytest.mark.slow)])
 def test_every_running_request_is_a_lane(browser: Browser, count: int) -> None:
     many = {"max_num_seqs": count, "max_num_batched_tokens": 1024, "blocks": 4000 + 200 * count}

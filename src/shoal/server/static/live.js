@@ -8,6 +8,7 @@ import {aboutLane, captionOf, nameOf, storyOf} from "./live-story.js";
 const $ = (id) => document.getElementById(id);
 const SPANS = [0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300];
 const FRAME_MS = 33, SLOWEST_MS = 200, PANEL_MS = 250, OVERVIEW_MS = 200, PANES = 4;
+const AT_ONCE = -Infinity;  // the panels are filled with the next frame, also with the first: what is below them never moves
 const embedded = $("recording");  // in a report, the recording is part of the document
 const replaying = embedded !== null || location.hash.startsWith("#replay");
 
@@ -18,7 +19,7 @@ let panes = [];
 let told = 0;  // the pane whose figures are shown
 let paused = false, dirty = true, stale = true, offset = null, colours = palette();
 let picked = null, hovered = null;  // {pane, lane}
-let lastFrame = 0, lastPanels = 0, lastOverview = 0, playedAt = null, frames = 0, pauseMs = FRAME_MS;
+let lastFrame = 0, lastPanels = AT_ONCE, lastOverview = 0, playedAt = null, frames = 0, pauseMs = FRAME_MS;
 
 // ---- panes
 
@@ -49,7 +50,7 @@ function tellPane(pane) {
   document.body.classList.toggle("figures", on);
   for (const one of panes) one.element.querySelector("h2 button").setAttribute("aria-pressed", String(on && one === pane));
   dirty = true;
-  lastPanels = 0;
+  lastPanels = AT_ONCE;
 }
 
 const begin = () => Math.min(...panes.map((pane) => pane.begin ?? pane.model.begin ?? 0));
@@ -245,7 +246,7 @@ function clickLanes(pane, event) {
 function pick(found) {
   picked = found;
   $("story").hidden = !found;
-  lastPanels = 0;
+  lastPanels = AT_ONCE;
   dirty = true;
 }
 
@@ -364,7 +365,7 @@ function overBlocks(canvas, event) {
   const lane = found?.lane ? model.lanes.get(found.lane) : null;
   hovered = lane && {pane: panes[told], lane};
   dirty = true;
-  lastPanels = 0;
+  lastPanels = AT_ONCE;
   if (!found) return tip(event, "");
   const host = canvas.isHost ? "host " : "";
   const blocks = found.first === found.last ? `${host}block ${found.first}` : `${host}blocks ${found.first} to ${found.last}`;
@@ -501,7 +502,7 @@ function setTheme(name) {
   $("theme").textContent = name === "dark" ? "Light" : "Dark";
   colours = palette();
   dirty = true;
-  lastPanels = 0;
+  lastPanels = AT_ONCE;
 }
 
 function setExplain(on) {
@@ -550,7 +551,7 @@ $("theme").addEventListener("click", () => {
   setTheme(name);
 });
 for (const name of ["tenant", "tier"]) {
-  $(name).addEventListener("change", () => { filter[name] = $(name).value; dirty = true; lastPanels = 0; });
+  $(name).addEventListener("change", () => { filter[name] = $(name).value; dirty = true; lastPanels = AT_ONCE; });
 }
 $("scrub").addEventListener("input", () => scrub(begin() + ($("scrub").value / 1000) * (end() - begin())));
 $("story-close").addEventListener("click", () => pick(null));
