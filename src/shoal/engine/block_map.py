@@ -4,6 +4,7 @@ Reads the scheduler's tables when a page asks, and changes nothing. A cache of m
 blocks each. Knows no HTTP and no drawing.
 """
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,12 @@ def live_view(scheduler: Scheduler, now_s: float) -> dict[str, Any]:
 def block_map(scheduler: Scheduler) -> dict[str, Any]:
     """Cells in the order of block ids, as runs of [state, owner or -1, cells]; owners are listed by id."""
     pool = scheduler.kv.pool
+    held = {one.id: one.holding.blocks for one in list(scheduler.running) if one.holding and one.holding.blocks}
+    lengths = [len(blocks) for blocks in held.values()]
     owner = np.full(pool.total, -1, dtype=np.int32)
-    ids: list[str] = []
-    for request in list(scheduler.running):
-        if request.holding is not None and request.holding.blocks:
-            owner[request.holding.blocks] = len(ids)
-            ids.append(request.id)
-    return in_cells(states(pool), owner, ids)
+    blocks = np.fromiter(chain.from_iterable(held.values()), dtype=np.int32, count=sum(lengths))
+    owner[blocks] = np.repeat(np.arange(len(held), dtype=np.int32), lengths)
+    return in_cells(states(pool), owner, list(held))
 
 
 def host_map(scheduler: Scheduler, host: HostTier) -> dict[str, Any]:
@@ -92,14 +92,12 @@ def condense(state: Any, owner: Any, per_cell: int) -> tuple[Any, Any]:
     (array([2, 0], dtype=int8), array([ 4, -1]))
     """
     cells = -(-len(state) // per_cell)
-    pad = cells * per_cell - len(state)
-    by_cell = np.pad(state, (0, pad)).reshape(cells, per_cell)
-    counts = np.stack([(by_cell == one).sum(axis=1) for one in range(4)])
-    counts[FREE, -1] -= pad
-    owners = np.pad(owner, (0, pad), constant_values=-1).reshape(cells, per_cell)
-    has = owners >= 0
-    first = owners[np.arange(cells), has.argmax(axis=1)]
-    most = counts.argmax(axis=0).astype(np.int8)
+    cell = np.arange(len(state)) // per_cell
+    counts = np.bincount(4 * cell + state, minlength=4 * cells).reshape(cells, 4)
+    most = counts.argmax(axis=1).astype(np.int8)
+    owned = np.flatnonzero(owner >= 0)[::-1]
+    first = np.full(cells, -1, dtype=owner.dtype)
+    first[cell[owned]] = owner[owned]  # the first block of a cell is written last
     return most, np.where(most >= HELD, first, -1)
 
 
@@ -113,4 +111,5 @@ def runs(state: Any, owner: Any) -> list[list[int]]:
     edges = np.flatnonzero((np.diff(state) != 0) | (np.diff(owner) != 0)) + 1
     begins = np.concatenate(([0], edges))
     lengths = np.diff(np.concatenate((begins, [len(state)])))
-    return [[int(state[at]), int(owner[at]), int(n)] for at, n in zip(begins, lengths, strict=True)]
+    found: list[list[int]] = np.stack((state[begins], owner[begins], lengths), axis=1).tolist()
+    return found

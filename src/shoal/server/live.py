@@ -6,7 +6,6 @@ Shows no text. Knows the engines only by what they send, and as an EngineClient.
 """
 
 import asyncio
-import json
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -248,4 +247,4 @@ def encode(line: dict[str, Any]) -> bytes:
     >>> encode({"t": 1.5, "new": []})
     b'{"t":1.5,"new":[]}'
     """
-    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode()
+    return msgspec.json.encode(line)
