@@ -55,7 +55,9 @@ async def ask(url: str, prompt: list[int], tokens: int, at_s: float, begun_s: fl
     assert head.split()[1] == "200", head + (await reader.read()).decode()
     events = Events()
     async for part in chunks(reader):
-        answer.token_s += [time.monotonic()] * sum(one.startswith(b"{") for one in events.feed(part))
+        now_s, came = time.monotonic(), [json.loads(one) for one in events.feed(part) if one.startswith(b"{")]
+        # prompts of token ids are answered with token ids; an event without any tells of the prompt, or of the end
+        answer.token_s += [now_s] * sum(len(choice.get("token_ids", ())) for one in came for choice in one["choices"])
     writer.close()
     return answer
 
