@@ -67,7 +67,7 @@ class KVManager:
         """`spill_cold`: copy cached blocks that no request holds to host memory, if there is some."""
         self.block_size = block_size
         self.keep = keep
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(total_blocks)
         self.pool = BlockPool(total_blocks, forget=self.index.forget)
         self.host = HostTier(host_blocks) if host_blocks else None
         self.arrivals = ArrivedBlocks()

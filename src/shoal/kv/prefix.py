@@ -68,11 +68,11 @@ class NetChanges:
 
 
 class PrefixIndex:
-    """digest → block, one block per digest and one digest per block."""
+    """digest → block, one block per digest and one digest per block 0 … total-1."""
 
-    def __init__(self) -> None:
+    def __init__(self, total: int) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._digest_of: dict[int, bytes] = {}
+        self._digest_of: list[bytes | None] = [None] * total
         self.journal: Journal | None = None  # no other process needs to know
 
     def __len__(self) -> int:
@@ -100,15 +100,16 @@ class PrefixIndex:
                 digest_of[block] = digest
                 new.append(block)
         if new and self.journal is not None:
-            self.journal.added(*[digest_of[block] for block in new])
+            self.journal.added(*[name for block in new if (name := digest_of[block]) is not None])
         return new
 
     def forget(self, *blocks: int) -> None:
         """The contents of these blocks, as far as they were named, are gone. Hot: once per block."""
         block_of, digest_of, gone = self._block_of, self._digest_of, list[bytes]()
         for block in blocks:
-            digest = digest_of.pop(block, None)
+            digest = digest_of[block]
             if digest is not None:
+                digest_of[block] = None
                 del block_of[digest]
                 gone.append(digest)
         if gone and self.journal is not None:
@@ -120,12 +121,12 @@ class PrefixIndex:
 
     def name_of(self, block: int) -> bytes | None:
         """The digest of its content, if that can be found."""
-        return self._digest_of.get(block)
+        return self._digest_of[block]
 
     def named_block(self, block: int) -> bool:
         """Whether this block's content can be found."""
-        return block in self._digest_of
+        return self._digest_of[block] is not None
 
     def named(self) -> dict[int, bytes]:
         """block → digest, for checks."""
-        return dict(self._digest_of)
+        return {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
