@@ -158,6 +158,16 @@ def test_pause_scrub_and_zoom(browser: Browser, busy: LiveServer) -> None:
         tab.wait(f"shoalLive.view.edge > {edge}")
 
 
+def test_before_the_first_frame_is_drawn_it_pauses_at_the_newest_line(browser: Browser, busy: LiveServer) -> None:
+    with opened(browser, busy.url) as tab:
+        tab.call("Page.addScriptToEvaluateOnNewDocument", source="requestAnimationFrame = () => 0;")
+        tab.go(busy.url)
+        tab.wait(f"globalThis.shoalLive && {MODEL}.end > 0.5")
+        tab.click("#pause")
+        assert tab.run("shoalLive.view.edge") > 0.5
+        assert tab.run("shoalLive.frames()") == 0
+
+
 def test_hover_and_click_tell_a_request(browser: Browser, busy: LiveServer) -> None:
     with opened(browser, busy.url) as tab:
         tab.wait(f"{MODEL}.engine(0).decoding.size === 8 && shoalLive.panes()[0].drawn")

@@ -161,6 +161,7 @@ function play(now) {
 
 function setPaused(on) {
   if (paused && !on && replaying && view.edge >= end()) view.edge = begin();
+  if (on && !replaying && !view.edge) view.edge = end();  // before the first frame
   paused = on;
   $("pause").textContent = on ? (replaying ? "Play" : "Resume") : "Pause";
   $("pause").setAttribute("aria-pressed", String(on));
