@@ -185,6 +185,7 @@ class FakeExecutor:
         self.pass_s = pass_s
         self.host = [[-2] * block_size for _ in range(host_blocks)]
         self.copies: list[tuple[int, BlockCopy]] = []  # (passes to go, order)
+        self.leaving: dict[int, list[list[int]]] = {}  # what a copy from the device would have copied at once
         self.reported_late: list[tuple[int, BlockCopy, bool]] = []  # done, but not reported for so many passes
         self.slow_copies = slow_copies
         self.failing = failing
@@ -212,6 +213,9 @@ class FakeExecutor:
         for row, index, block in plan.grown.tolist():
             assert len(self.tables[row]) == index, "a block was added out of order"
             self.tables[row].append(block)
+        for order in plan.copies:
+            if order.direction == "out":
+                self.leaving[order.id] = [list(self.memory[block]) for block in order.source]
         self.rejected_then[plan.step] = [self.rejected[row] for row in plan.rows.tolist()]
         self.queue.append(plan)
 
@@ -319,6 +323,9 @@ class FakeExecutor:
                 continue
             fails = self.failing(order.id)
             source, target = (self.memory, self.host) if order.direction == "out" else (self.host, self.memory)
+            if order.direction == "out":
+                now = [self.memory[block] for block in order.source]
+                assert now == self.leaving.pop(order.id), "a block was copied from the device before it was complete"
             for one, other in zip(order.source, order.target, strict=True):
                 target[other] = [-3] * self.block_size if fails else list(source[one])
                 self.copied_blocks += 1

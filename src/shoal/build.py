@@ -37,6 +37,7 @@ from shoal.models import Model, make_model
 from shoal.models.formats import checkpoint_format
 from shoal.models.shard import WHOLE, Shard
 from shoal.models.spec import ModelSpec, spec_from_config
+from shoal.runner.graphs import Recordings
 from shoal.runner.kvstore import KVStore, bytes_per_block
 from shoal.runner.loader import (
     ArrayReader,
@@ -225,7 +226,7 @@ def assemble(
     if in_idle_moments:
         loop.spare = graphs
     else:
-        for _ in tqdm(graphs, desc="graphs", unit="graph", disable=not progress, leave=False):
+        for _ in tqdm(graphs, desc="graphs", unit="step", disable=not progress, leave=False):
             pass
     return Built(
         config=config,
@@ -267,18 +268,19 @@ def make_worker(threads: ThreadChoice) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-runner", initializer=start)
 
 
-def rehearsing(recordings: Iterator[tuple[int, float]], learn: Callable[[int, float], None]) -> Iterator[None]:
+def rehearsing(recordings: Recordings, learn: Callable[[int, float], None]) -> Iterator[None]:
     """Record graphs, and tell the scheduler how long passes of their sizes take."""
-    for positions, seconds in recordings:
-        learn(positions, seconds)
+    for recorded in recordings:
+        if recorded is not None:
+            learn(*recorded)
         yield
 
 
 def make_executor(
     runner: Runner, config: EngineConfig, threads: ThreadChoice, worker: ThreadPoolExecutor | None
-) -> tuple[Executor, Iterator[tuple[int, float]]]:
-    """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs one by one: of each,
-    the positions of its passes and the seconds that they take."""
+) -> tuple[Executor, Recordings]:
+    """The executor (a thread on a CPU, a stream on a GPU), and an iterator that records its graphs in small steps: of
+    each, the positions of its passes and the seconds that they take."""
     if runner.kv.data.device.type == "cuda":
         from shoal.runner.cuda import CudaExecutor  # loads triton
 

@@ -4,7 +4,7 @@ Refuses a draft model that does not fit the model before any weights are loaded.
 knows all rooms that it connects, and no policy.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,7 @@ from shoal.errors import BadConfig
 from shoal.files.source import ModelFiles, find_model
 from shoal.models import Model
 from shoal.models.spec import ModelSpec, spec_from_config
+from shoal.runner.graphs import Recordings
 from shoal.runner.kvstore import KVStore, bytes_per_block
 from shoal.runner.runner import Runner
 from shoal.runner.threaded import ThreadedExecutor
@@ -116,7 +117,7 @@ class MadeDraft:
 
     drafter: DraftDrafter
     executor: Executor
-    recordings: Iterator[tuple[int, float]]  # records its graphs, one by one: of each, its positions and seconds
+    recordings: Recordings  # records its graphs: of each, its positions and seconds
 
 
 def make_draft(

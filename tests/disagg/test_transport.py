@@ -66,7 +66,11 @@ def peers() -> Iterator[PeerOutboxes]:
 
 def read(peers: PeerOutboxes, address: str, blocks: list[int], names: list[bytes]) -> dict[int, np.ndarray[Any, Any]]:
     found = {}
-    peers.read(address, blocks, names, lambda number, data: found.update({number: np.array(data)}))
+
+    def take(first: int, data: Any) -> None:
+        found.update({first + number: np.array(block) for number, block in enumerate(data)})
+
+    peers.read(address, blocks, names, take)
     return found
 
 

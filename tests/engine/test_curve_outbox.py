@@ -56,9 +56,9 @@ def read(peers: PeerOutboxes, address: str, blocks: list[int]) -> list[int]:
     found: list[int] = []
 
     def take(number: int, data: Any) -> None:
-        assert np.all(data == data[0])
-        assert (number, len(data)) == (len(found), BYTES)
-        found.append(int(data[0]))
+        assert np.all(data == data[0, 0])
+        assert (number, data.shape) == (len(found), (1, BYTES))
+        found.append(int(data[0, 0]))
 
     peers.read(address, blocks, [name(block) for block in blocks], take)
     return found

@@ -8,7 +8,7 @@ from shoal.core.clock import VirtualClock
 from shoal.core.events import Finished
 from shoal.core.plan import StepPlan, StepResult
 from shoal.core.request import Reason
-from shoal.engine.loop import EngineLoop
+from shoal.engine.loop import QUIET_S, EngineLoop
 from tests.fakes import FakeExecutor, make_request, make_scheduler, oracle
 
 
@@ -185,6 +185,8 @@ def test_spare_work_is_done_while_nothing_waits(depth: int) -> None:
         told += loop.step().tokens
     assert told == oracle([1], 5, frozenset(), 0, 0)
     assert done == [0]  # no more while somebody was there
+    loop.step(until_s=loop.clock.now_s() + QUIET_S / 2)
+    assert done == [0], "nor in the pause between two requests"
     for _ in range(5):
         loop.step(until_s=loop.clock.now_s() + 1)
     assert done == [0, 1, 2]

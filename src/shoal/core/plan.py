@@ -26,8 +26,9 @@ SCRIPTED_END = -(2**31)  # the last token of a replayed request, so that its len
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy KV blocks, beside the passes and not before the ones handed over earlier; StepResult names the id once it
-    is done. Its sources are not written and its targets not used until then."""
+    """Copy KV blocks, beside the passes; StepResult names the id once it is done. Its sources are not written and its
+    targets not used until then. "out" may begin at once: what it copies was committed. "in" begins after the passes
+    handed over earlier: one of them may still write to its targets for a request that has ended."""
 
     id: int
     source: tuple[int, ...]

@@ -79,7 +79,8 @@ class BlockReader(Protocol):
     """Reads the outboxes of other engines."""
 
     def read(self, peer: str, blocks: Sequence[int], names: Sequence[bytes], take: Callable[[int, Any], None]) -> None:
-        """Call take(number, bytes) for each of these blocks, in order; waits a while for those that are not there yet.
+        """Call take(number, bytes) for these blocks, in order: the bytes of one or more of them, [blocks, …], and which
+        the first of them is. Waits a while for those that are not there yet.
 
         Raises TransferFailed, and then what was taken is not to be trusted.
         """

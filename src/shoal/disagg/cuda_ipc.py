@@ -17,6 +17,8 @@ import torch
 from shoal.disagg.transport import SharedOutbox, SharedPeer, Take
 from shoal.errors import TransferFailed
 
+GATHERED_BYTES = 64 * 2**20  # of blocks that are handed over together: few launches, and little memory in between
+
 
 class CudaOutbox(SharedOutbox):
     """Labels in shared memory, blocks on the GPU."""
@@ -39,14 +41,18 @@ class CudaPeer(SharedPeer):
         handle = unpacked(self.about["handle"])
         torch.cuda.init()  # type: ignore[no-untyped-call]
         storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle[1:])
-        self._blocks = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).view(self.about["shape"])
+        blocks = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).view(self.about["shape"])
+        self._at_once = max(1, GATHERED_BYTES // blocks.shape[1])
+        self._blocks = blocks if blocks.shape[1] % 8 else blocks.view(torch.int64)  # gathered in larger pieces
 
     def read(self, blocks: Sequence[int], names: Sequence[bytes], take: Take, closing: Event) -> None:
-        for number, (block, name) in enumerate(zip(blocks, names, strict=True)):
-            self.wait(block, name, closing)
-            if not 0 <= block < len(self._blocks):
-                raise TransferFailed("there is no such block")
-            take(number, self._blocks[block])
+        if not all(0 <= block < len(self._blocks) for block in blocks):
+            raise TransferFailed("there is no such block")
+        for first in range(0, len(blocks), self._at_once):
+            part = blocks[first : first + self._at_once]
+            for block, name in zip(part, names[first:], strict=False):
+                self.wait(block, name, closing)
+            take(first, self._blocks.index_select(0, torch.tensor(part, device="cuda")))
         torch.cuda.current_stream().synchronize()  # the copies are queued; what they read must not change before
         for block, name in zip(blocks, names, strict=True):
             self.confirm(block, name)

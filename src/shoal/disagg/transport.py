@@ -45,7 +45,7 @@ _COUNT = struct.Struct("<I")
 _ASKED = struct.Struct(f"<I{LABEL_BYTES}s")  # place, name
 HERE, GONE = b"\x01", b"\x00"
 
-Take = Callable[[int, Any], None]
+Take = Callable[[int, Any], None]  # (number of the first, bytes of one or more blocks: [blocks, …])
 
 
 def wait_for(segment: Segment, block: int, name: bytes, ended: Callable[[], bool]) -> bool:
@@ -208,7 +208,7 @@ class SharedPeer:
     def read(self, blocks: Sequence[int], names: Sequence[bytes], take: Take, closing: Event) -> None:
         for number, (block, name) in enumerate(zip(blocks, names, strict=True)):
             self.wait(block, name, closing)
-            take(number, self.segment.data[block])
+            take(number, self.segment.data[block : block + 1])
             self.confirm(block, name)
 
     def wait(self, block: int, name: bytes, closing: Event) -> None:
@@ -255,7 +255,7 @@ class TcpPeer:
             receive_into(self._socket, view)
             if receive(self._socket, 1) != HERE:
                 raise TransferFailed("a block was overwritten while it was sent")
-            take(number, self._buffer)
+            take(number, self._buffer[None])
 
     def has_ended(self) -> bool:
         return has_ended(self._socket)

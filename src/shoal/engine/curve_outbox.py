@@ -264,7 +264,7 @@ class CurvePeer:
                 data = self._receive(number, closing)
                 window = max(FIRST_BLOCKS, WINDOW_BYTES // len(data))
                 sent = self._ask(asked, sent, number + 1 + window)
-                take(number, data)
+                take(number, data[None])
 
     def _ask(self, asked: Sequence[bytes], sent: int, until: int) -> int:
         """Ask for those up to this one that were not asked for; returns how many were by now."""

@@ -14,6 +14,7 @@ before it is committed, before what happened in that one is handed out.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from shoal.core.clock import Clock
@@ -25,6 +26,8 @@ from shoal.errors import EngineError, EngineLost
 from shoal.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+QUIET_S = 0.5  # without a pass, before spare work is done: a step of it can make the next request wait for 30 ms
 
 
 class EngineLoop:
@@ -51,7 +54,8 @@ class EngineLoop:
         self._broken: Exception | None = None  # what the executor raised, for the next step to report
         # called before a pass begins, with its request ids and whether they are suspects
         self.on_begin: Callable[[Sequence[str], bool], None] | None = None
-        self.spare: Iterator[object] | None = None  # work for moments without requests, some milliseconds a step
+        self.spare: Iterator[object] | None = None  # work for times without requests, some milliseconds a step
+        self._computed_s = -math.inf  # when the last pass was committed
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request, self.clock.now_s())
@@ -89,7 +93,8 @@ class EngineLoop:
             result = self._result()
         except Exception as error:
             return self._fail(error)
-        events = self.scheduler.commit(result, self.clock.now_s())
+        self._computed_s = self.clock.now_s()
+        events = self.scheduler.commit(result, self._computed_s)
         if self.depth > 1 and not self.scheduler.in_flight:
             self._broken = self._begin()  # if so: this pass did not break, and is reported first
         else:
@@ -118,15 +123,15 @@ class EngineLoop:
         return None
 
     def _spare(self) -> bool:
-        """Do some of the spare work, if the scheduler is idle; False: there was none to do."""
-        if self.spare is None or not self.scheduler.idle:
+        """Do some of the spare work, if the scheduler has been idle for a while; False: there was none to do."""
+        if self.spare is None or not self.scheduler.idle or self.clock.now_s() < self._computed_s + QUIET_S:
             return False
         try:
             next(self.spare)
         except StopIteration:
             self.spare = None
         except Exception:
-            log.warning("work for idle moments failed, and is left", exc_info=True)
+            log.warning("work for idle times failed, and is left", exc_info=True)
             self.spare = None
         return self.spare is not None
 
@@ -152,6 +157,8 @@ class EngineLoop:
         more_may_come = self.scheduler.more_coming or self.open_ended
         if wake_s is None and self.scheduler.requests and not more_may_come:
             raise EngineError("requests wait but nothing can be planned; this is a bug in the scheduler")
+        if until_s is not None and self.spare is not None:
+            until_s = min(until_s, self._computed_s + QUIET_S)
         known = [at_s for at_s in (wake_s, until_s) if at_s is not None]
         if known:
             self.clock.wait_until(min(known))

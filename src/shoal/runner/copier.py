@@ -1,8 +1,8 @@
 """Copies of KV blocks between device and host memory, beside the passes.
 
 Owns a thread that performs one BlockCopy after the other, and reports which are done and how long they took. The
-scheduler sees to it that no pass writes to a copy's sources or uses its targets before the copy is done. A copy begins
-after the passes that were submitted before it. Knows no requests and no plans.
+scheduler sees to it that no pass writes to a copy's sources or uses its targets before the copy is done. A copy to the
+device begins after the passes that were submitted before it. Knows no requests and no plans.
 """
 
 import time
@@ -25,27 +25,29 @@ class Copier:
         self._stream: Any = None
 
     def submit(self, order: BlockCopy) -> None:
-        """Queue a copy. Call it where passes are submitted to the device, in their order."""
+        """Queue a copy; one to the device where passes are submitted to it, in their order."""
         after: Any = None
-        if self._store.data.is_cuda:
+        if self._store.data.is_cuda and order.direction == "in":
             after = torch.cuda.Event()  # type: ignore[no-untyped-call]
             after.record()
         self._under_way[order.id] = self._worker.submit(self._copy, order, after)
 
     def _copy(self, order: BlockCopy, after: Any) -> float:
-        begun_s = time.perf_counter()
-        if after is None:
-            self._store.copy(order)
-            return time.perf_counter() - begun_s
+        if not self._store.data.is_cuda:
+            return self._timed(order)
         with torch.cuda.device(self._store.data.device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream):
-                self._stream.wait_event(after)
-                after.synchronize()  # so that waiting for passes is not counted as copying
-                begun_s = time.perf_counter()
-                self._store.copy(order)
-                self._stream.synchronize()
+                if after is not None:
+                    after.synchronize()  # by the host, so that waiting for passes is not counted as copying
+                return self._timed(order)
+
+    def _timed(self, order: BlockCopy) -> float:
+        begun_s = time.perf_counter()
+        self._store.copy(order)
+        if self._stream is not None:
+            self._stream.synchronize()
         return time.perf_counter() - begun_s
 
     def take(self, all_of_them: bool = False) -> tuple[tuple[tuple[int, float], ...], tuple[int, ...]]:

@@ -37,7 +37,7 @@ from shoal.kernels.draw_table import fill as fill_draw_table
 from shoal.kernels.transfer import to_device
 from shoal.models import Model
 from shoal.runner.draws import PassDraws, draws_of
-from shoal.runner.graphs import LINES, TOKENS, VERIFIED, Graphs, size_for
+from shoal.runner.graphs import LINES, TOKENS, VERIFIED, Graphs, Recordings, size_for
 from shoal.runner.kvstore import KVStore
 from shoal.runner.results import NO_TOKENS, DrawnTokens, PromptLogprobs, step_result
 from shoal.runner.runner import ForwardState, Runner
@@ -141,21 +141,22 @@ class CudaExecutor:
         self._forward: QueuedForward | None = None
         self._passes: deque[QueuedPass] = deque()
 
-    def recordings(self, most: int) -> Iterator[tuple[int, float]]:
-        """Record the graphs of all decodes of up to `most` rows, one size a step, while no pass is in flight.
+    def recordings(self, most: int) -> Recordings:
+        """Record the graphs of all decodes of up to `most` rows, in small steps, while no pass is in flight.
 
         And of some rows that verify drafts. The others (of many such rows, beside prompts, with a long past, with
         filters) are too many: they are recorded when they occur. Yields the positions of each, and the seconds that it
-        takes while there is no past.
+        takes while there is no past; None: some of that is done, and requests may come in between.
         """
         shapes = [PassShape(size, size, 0, size) for size in LINES if size <= min(most, self._lines)]
         if self.drafts:
             shapes += verifying_shapes(min(most, RECORDED), self.drafts + 1, self.few, self._lines)
         for shape in shapes:
             size, best_s = shape.lines, math.inf
-            with self._here():
-                work = partial(self._body, self._send(NOTHING, draws_of(NOTHING), shape), shape)
-                for _ in range(2 + TIMED):  # as it is, then recorded; if requests did that already, a pass of padding
+            for _ in range(2 + TIMED):  # as it is, then recorded; if requests did that already, a pass of padding
+                yield None
+                with self._here():
+                    work = partial(self._body, self._send(NOTHING, draws_of(NOTHING), shape), shape)
                     since = _now()
                     there = self.graphs.run(shape, work)
                     there = self.graphs.run(("head", size, None), partial(self._head, size, None)) and there

@@ -6,12 +6,16 @@ Knows no model and no plan.
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
+from typing import TypeAlias
 
 import torch
 
 log = logging.getLogger(__name__)
+
+# graphs that are recorded in small steps: of each, its positions and seconds, after any number of None
+Recordings: TypeAlias = Iterator[tuple[int, float] | None]
 
 LOGGED = 16  # graphs between two lines of the log
 

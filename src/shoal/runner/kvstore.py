@@ -6,7 +6,7 @@ Owns the memory, not its use: the KV manager decides which request holds a block
 import logging
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from shoal.kernels import fp8
 from shoal.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
+
+GATHERED_BYTES = 64 * 2**20  # of blocks that a GPU gathers for one copy: few launches, and little memory in between
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -87,6 +89,7 @@ class KVStore:
         self.host: Tensor | None = None
         self.outbox, self.peers = outbox, peers
         self._one_block = (spec.layers, 2, *of_block)
+        self._at_once = max(1, GATHERED_BYTES // block_bytes)
         self._unpin: weakref.finalize[[int], KVStore] | None = None
         if outbox is not None:
             self.host = self._opened(outbox)
@@ -119,25 +122,62 @@ class KVStore:
             return
         assert self.host is not None, "a copy of blocks, but there is no host memory for them"
         out = order.direction == "out"
+        if out and self.outbox is not None:
+            self._copy_to_outbox(order, self.outbox)
+            return
         source, target = (self.data, self.host) if out else (self.host, self.data)
-        outbox = self.outbox if out else None
-        if outbox is not None:
-            for other in order.target:
-                outbox.clear(other)
         for one, other in zip(order.source, order.target, strict=True):
             target[:, :, other].copy_(source[:, :, one], non_blocking=True)
-        if outbox is not None:
+
+    def _copy_to_outbox(self, order: BlockCopy, outbox: BlockOutbox) -> None:
+        """In parts, each of which can be read while the next one is copied."""
+        assert self.host is not None
+        for place in order.target:
+            outbox.clear(place)
+        at_once = self._at_once if self.data.is_cuda else 1
+        for first in range(0, len(order.source), at_once):
+            part = slice(first, first + at_once)
+            sources, places = order.source[part], order.target[part]
             if self.data.is_cuda:
-                torch.cuda.current_stream().synchronize()
-            for name, other in zip(order.names, order.target, strict=True):
-                outbox.label(other, name)
+                self._send(sources, places, self.host)
+            else:
+                self.host[:, :, places[0]].copy_(self.data[:, :, sources[0]])
+            for place, name in zip(places, order.names[part], strict=True):
+                outbox.label(place, name)
+
+    def _send(self, sources: Sequence[int], places: Sequence[int], host: Tensor) -> None:
+        """From a GPU's cache to an outbox, which is on the same GPU or in pinned memory."""
+        gathered = self._blocks.index_select(1, self._indices(sources)).transpose(0, 1)  # [blocks, layers x 2, …]
+        outside = host.permute(2, 0, 1, *range(3, host.dim())).view(host.shape[2], -1).view(gathered.dtype)
+        if outside.is_cuda:
+            outside.index_copy_(0, self._indices(places), gathered.reshape(len(places), -1))
+        else:
+            for place, block in zip(places, gathered.reshape(len(places), -1), strict=True):
+                outside[place].copy_(block, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+    @property
+    def _blocks(self) -> Tensor:
+        """The cache as [layers x 2, blocks, …], in numbers as wide as possible."""
+        flat = self.data.view(torch.uint8).view(len(self.data) * 2, self.data.shape[2], -1)
+        return flat if flat.shape[2] % 8 else flat.view(torch.int64)
+
+    def _indices(self, blocks: Sequence[int]) -> Tensor:
+        return torch.tensor(blocks, device=self.data.device)
 
     def _copy_from_peer(self, order: BlockCopy) -> None:
         assert self.peers is not None, "blocks of another engine, but none can be reached"
 
-        def take(number: int, block: Any) -> None:
-            raw = block if isinstance(block, Tensor) else torch.from_numpy(block)
-            self.data[:, :, order.target[number]].copy_(raw.view(self.data.dtype).view(self._one_block))
+        def take(first: int, blocks: Any) -> None:
+            raw = blocks if isinstance(blocks, Tensor) else torch.from_numpy(blocks)
+            targets = order.target[first : first + len(raw)]
+            if raw.is_cuda:
+                cache = self._blocks
+                came = raw.view(torch.uint8).view(cache.dtype).view(len(raw), len(cache), -1)
+                cache.index_copy_(1, self._indices(targets), came.transpose(0, 1))
+                return
+            for target, block in zip(targets, raw, strict=True):
+                self.data[:, :, target].copy_(block.view(self.data.dtype).view(self._one_block))
 
         try:
             self.peers.read(order.peer, order.source, order.names, take)

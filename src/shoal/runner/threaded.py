@@ -36,6 +36,11 @@ class ThreadedExecutor:
         self._results: deque[Future[StepResult]] = deque()
 
     def forward(self, plan: StepPlan) -> None:
+        early = [order for order in plan.copies if order.direction == "out"]  # they need not wait for passes
+        if early:
+            for order in early:
+                self.runner.copier.submit(order)
+            plan = plan._replace(copies=tuple(order for order in plan.copies if order.direction != "out"))
         self._forwards.append((plan, self._worker.submit(self._forward, plan)))
 
     def _forward(self, plan: StepPlan) -> tuple[float, ForwardState | None]:

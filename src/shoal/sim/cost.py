@@ -222,7 +222,8 @@ class SimulatedExecutor:
             self._ends[start.row], self._seeds[start.row] = start.ends_at, start.seed
         for order in plan.copies:
             took_s = self.times.copy_s(order.direction, len(order.source))
-            self._copier_free_s = max(self._copier_free_s, begun_s, self._there_s(order)) + took_s
+            since_s = self.clock.now_s() if order.direction == "out" else begun_s
+            self._copier_free_s = max(self._copier_free_s, since_s, self._there_s(order)) + took_s
             self._copies.append(CopyUnderWay(order.id, self._copier_free_s, took_s))
             if order.direction == "out":
                 self.written_s.update(dict.fromkeys(order.target, self._copier_free_s))
