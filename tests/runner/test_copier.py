@@ -1,13 +1,21 @@
 """KV blocks are copied to host memory and back unchanged, beside the passes."""
 
+from threading import Event
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
-from shoal.core.plan import BlockCopy
+from shoal.core.plan import BlockCopy, StepPlan, StepResult
 from shoal.models.spec import spec_from_config
 from shoal.runner.copier import Copier
 from shoal.runner.kvstore import KVStore
+from shoal.runner.threaded import ThreadedExecutor
 from tests.models.test_spec import config
+
+
+NONE = np.empty(0, dtype=np.int64)
 
 
 @pytest.fixture
@@ -60,3 +68,46 @@ def test_without_host_memory_nothing_can_be_copied() -> None:
     made = KVStore(spec_from_config(config()), 2, 4, torch.float32, "cpu")
     with pytest.raises(AssertionError, match="no host memory"):
         made.copy(BlockCopy(0, (0,), (0,), "out"))
+
+
+class SlowRunner:
+    """Its passes compute nothing, and last until they may end."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.copier, self.may_end = Copier(store), Event()
+
+    def forward(self, plan: StepPlan) -> None:
+        assert self.may_end.wait(60)
+        for order in plan.copies:
+            self.copier.submit(order)
+
+    def sample(self, plan: StepPlan, *rest: Any) -> StepResult:
+        done, failed = self.copier.take(all_of_them=True)
+        return StepResult(plan.step, NONE, NONE, NONE, NONE, copies_done=done, copies_failed=failed)
+
+
+def plan_with(step: int, *copies: BlockCopy) -> StepPlan:
+    return StepPlan(step, (), NONE.reshape(0, 3), NONE, NONE, NONE, NONE, NONE, NONE, copies)
+
+
+def test_blocks_leave_while_a_pass_is_computed_and_come_after_it(store: KVStore) -> None:
+    assert store.host is not None
+    runner = SlowRunner(store)
+    executor = ThreadedExecutor(runner)  # type: ignore[arg-type]
+    before = store.data.clone()
+    try:
+        executor.forward(plan_with(0))
+        executor.sample(None)
+        executor.forward(plan_with(1, BlockCopy(0, (4,), (2,), "out"), BlockCopy(1, (3,), (5,), "in")))
+        executor.sample(None)
+        done, _ = runner.copier.take(all_of_them=True)
+        assert [number for number, _ in done] == [0], "the block that leaves waits for the pass"
+        assert torch.equal(store.host[:, :, 2], before[:, :, 4])
+        assert torch.equal(store.data, before), "a block came while a pass may still write to its place"
+        runner.may_end.set()
+        assert executor.result().copies_done == ()
+        assert [number for number, _ in executor.result().copies_done] == [1]
+        assert torch.equal(store.data[:, :, 5], store.host[:, :, 3])
+    finally:
+        runner.may_end.set()
+        executor.close()

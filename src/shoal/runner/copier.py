@@ -7,6 +7,7 @@ device begins after the passes that were submitted before it. Knows no requests 
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from shoal.runner.kvstore import KVStore
 
 
 class Copier:
-    """One thread; on a GPU also a stream of its own."""
+    """One thread; on a GPU also a stream of its own. Any thread may submit copies; one takes what came of them."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-copier")
         self._under_way: dict[int, Future[float]] = {}
+        self._lock = Lock()  # of what is under way
         self._stream: Any = None
 
     def submit(self, order: BlockCopy) -> None:
@@ -30,7 +32,8 @@ class Copier:
         if self._store.data.is_cuda and order.direction == "in":
             after = torch.cuda.Event()  # type: ignore[no-untyped-call]
             after.record()
-        self._under_way[order.id] = self._worker.submit(self._copy, order, after)
+        with self._lock:
+            self._under_way[order.id] = self._worker.submit(self._copy, order, after)
 
     def _copy(self, order: BlockCopy, after: Any) -> float:
         if not self._store.data.is_cuda:
@@ -58,14 +61,17 @@ class Copier:
         """
         if not self._under_way:
             return (), ()
+        with self._lock:
+            under_way = list(self._under_way.items())
         if all_of_them:
-            wait(self._under_way.values())
+            wait([copy for _, copy in under_way])
         done: list[tuple[int, float]] = []
         failed: list[int] = []
-        for number, copy in list(self._under_way.items()):
+        for number, copy in under_way:
             if not copy.done():
                 break
-            del self._under_way[number]
+            with self._lock:
+                del self._under_way[number]
             if copy.exception() is None:
                 done.append((number, copy.result()))
             else:
