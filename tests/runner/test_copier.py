@@ -14,7 +14,6 @@ from shoal.runner.kvstore import KVStore
 from shoal.runner.threaded import ThreadedExecutor
 from tests.models.test_spec import config
 
-
 NONE = np.empty(0, dtype=np.int64)
 
 
