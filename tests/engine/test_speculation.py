@@ -135,7 +135,7 @@ def test_the_same_traffic_gives_the_same_plans() -> None:
 @pytest.mark.parametrize("more", [{}, {"prefix_caching": False}])
 def test_a_draft_model_drafts_from_valid_kv_only(more: dict[str, object], on_device: bool, depth: int) -> None:
     """Each of its calls is checked: see draft_fakes. Blocks come from the prefix cache and from other requests, and
-    drafts are rejected, while the draft model computes a few positions at a time. (Swapping: see test_properties.)"""
+    drafts are rejected, while the draft model computes a few positions at a time. (Swapping: see test_draft_rules.)"""
     scheduler = scheduler_of("shoal", "draft", on_device=on_device, **more)  # type: ignore[arg-type]
     run = drive(scheduler, depth, grammars=not on_device)
     drafter = scheduler.policies.drafts.models._drafter  # type: ignore[attr-defined]
