@@ -1,16 +1,17 @@
 """KV blocks are copied to host memory and back unchanged, beside the passes."""
 
 from threading import Event
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from shoal.core.plan import BlockCopy, StepPlan, StepResult
+from shoal.core.ports import LateMasks
 from shoal.models.spec import spec_from_config
 from shoal.runner.copier import Copier
 from shoal.runner.kvstore import KVStore
+from shoal.runner.runner import ForwardState, Runner
 from shoal.runner.threaded import ThreadedExecutor
 from tests.models.test_spec import config
 
@@ -69,10 +70,10 @@ def test_without_host_memory_nothing_can_be_copied() -> None:
         made.copy(BlockCopy(0, (0,), (0,), "out"))
 
 
-class SlowRunner:
+class SlowRunner(Runner):
     """Its passes compute nothing, and last until they may end."""
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, store: KVStore) -> None:  # of the runner that it stands for it has the copier only
         self.copier, self.may_end = Copier(store), Event()
 
     def forward(self, plan: StepPlan) -> None:
@@ -80,7 +81,7 @@ class SlowRunner:
         for order in plan.copies:
             self.copier.submit(order)
 
-    def sample(self, plan: StepPlan, *rest: Any) -> StepResult:
+    def sample(self, plan: StepPlan, forward: ForwardState | None, masks: LateMasks | None) -> StepResult:
         done, failed = self.copier.take(all_of_them=True)
         return StepResult(plan.step, NONE, NONE, NONE, NONE, copies_done=done, copies_failed=failed)
 
@@ -92,7 +93,7 @@ def plan_with(step: int, *copies: BlockCopy) -> StepPlan:
 def test_blocks_leave_while_a_pass_is_computed_and_come_after_it(store: KVStore) -> None:
     assert store.host is not None
     runner = SlowRunner(store)
-    executor = ThreadedExecutor(runner)  # type: ignore[arg-type]
+    executor = ThreadedExecutor(runner)
     before = store.data.clone()
     try:
         executor.forward(plan_with(0))
