@@ -88,8 +88,10 @@ def lanes(run: RunRecord, count: int, near_s: float = 0.0) -> list[Lane]:
         for (number, position, positions), useful in zip(one.rows, kept, strict=True):
             if number in shown:
                 kind = kind_of(run.requests[number], position, computed[number])
-                until_s = from_s + (to_s - from_s) * (positions / width if width else 1)
+                # min: rounding must not carry a piece into the next one
+                until_s = min(to_s, from_s + (to_s - from_s) * (positions / width if width else 1))
                 useful_s = until_s if useful == positions else from_s + (until_s - from_s) * useful / positions
+                useful_s = min(useful_s, until_s)
                 shown[number].add(kind, from_s, useful_s, near_s)
                 shown[number].add(VAIN, useful_s, until_s, near_s)
                 shown[number].add(PAD, until_s, to_s, near_s)
