@@ -15,7 +15,7 @@ from tests.fakes import make_request, make_scheduler
 
 @dataclass
 class Deserted(Run):
-    """Remembers whom nobody waits for any more."""
+    """Remembers which requests were aborted, as their clients had gone."""
 
     gone: dict[Request, int] = field(default_factory=dict)  # how many commits there were before
     places: set[tuple[int, int]] = field(default_factory=set)  # their rows, in that life
@@ -34,8 +34,8 @@ class Deserted(Run):
         began = super().begin()
         for flight in list(self.scheduler.flights)[before:]:
             named = zip(flight.plan.rows.tolist(), flight.plan.generations.tolist(), strict=True)
-            assert not self.places & set(named), "a later plan names the row of somebody who is gone"
-            assert not self.gone.keys() & set(flight.requests), "somebody who is gone is in a later plan"
+            assert not self.places & set(named), "a later plan names the row of an aborted request"
+            assert not self.gone.keys() & set(flight.requests), "an aborted request is in a later plan"
         return began
 
     def finish(self) -> bool:
@@ -43,12 +43,12 @@ class Deserted(Run):
         self.commits += finished
         for request, then in self.gone.items():
             if self.commits >= then + 2:
-                assert request.holding is None, "somebody who is gone holds blocks after two commits"
+                assert request.holding is None, "an aborted request holds blocks after two commits"
         others = {block for request in self.scheduler.requests.values() for block in _blocks(request)}
         kv = self.scheduler.kv
         others |= {block for copy in kv.transfers.values() for block in (copy.holding or copy).blocks}
         if all(self.commits >= then + 2 for then in self.gone.values()):
-            assert kv.pool.held == len(others), "blocks are held for somebody who is gone"
+            assert kv.pool.held == len(others), "blocks are held for an aborted request"
         return finished
 
 

@@ -110,7 +110,7 @@ def test_a_poisoned_request_fails_alone(depth: int, early: bool, poison: set[int
     assert {ends[number].error for number in failed} == {"RuntimeError: poisoned"}
     for number in set(range(32)) - poison:
         assert told[number] == oracle([number + 1] * (1 + number % 9), 4 + number % 7, frozenset(), number, 0)
-    # once for everybody, then each time the half with the poison in it
+    # once for all requests, then each time the half with the poison in it
     assert executor.faults <= len(poison) * 14
     assert scheduler.kv.pool.held == 0
 
@@ -184,7 +184,7 @@ def test_spare_work_is_done_while_nothing_waits(depth: int) -> None:
     while not loop.idle:
         told += loop.step().tokens
     assert told == oracle([1], 5, frozenset(), 0, 0)
-    assert done == [0]  # no more while somebody was there
+    assert done == [0]  # no more while there was a request
     loop.step(until_s=loop.clock.now_s() + QUIET_S / 2)
     assert done == [0], "nor in the pause between two requests"
     for _ in range(5):

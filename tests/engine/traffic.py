@@ -43,8 +43,8 @@ class Run:
     slow_copies: int = 0  # passes that a copy of blocks may take
     failing: Callable[[int], bool] = lambda number: False  # copies that fail
     takes_s: Callable[[int], float] = lambda positions: 0.0  # how long the device says that a pass took
-    computing: int = 0  # passes so far in which somebody computed something
-    allowed: int = 0  # … and how many there may be before everybody has been answered
+    computing: int = 0  # passes so far that computed a position of some request
+    allowed: int = 0  # … and how many there may be before all requests have been answered
 
     def __post_init__(self) -> None:
         kv = self.scheduler.kv
@@ -66,7 +66,7 @@ class Run:
         for request in requests:
             self.requests[request.id] = self.unended[request.id] = request
             self.told[request.id] = request.output_tokens
-            # once, and again after each time it gave way: every pass computes at least one position of somebody
+            # once, and again after each time it gave way: every pass computes at least one position
             self.allowed += (len(request.tokens) + request.max_tokens) * (self.scheduler.tables.max_preemptions + 1)
 
     def begin(self) -> bool:
@@ -77,7 +77,7 @@ class Run:
         if plan is None:
             return False
         self.computing += plan.tokens.size > 0
-        assert self.computing <= self.allowed, "somebody computes for ever: those who wait starve"
+        assert self.computing <= self.allowed, "passes go on for ever, while other requests wait"
         whole = self.scheduler.policies.batching.grouped or (plan.counts > 1).sum() <= 1
         chunked = isinstance(self.scheduler.policies.prefill, Chunked)
         within = plan.tokens.size <= self.scheduler.limits.max_num_batched_tokens
@@ -150,7 +150,7 @@ class Run:
     def verify(self) -> None:
         assert self.ended.keys() == self.requests.keys(), "a request was never answered"
         assert all(request.state is State.FINISHED for request in self.requests.values())
-        assert self.scheduler.kv.pool.held == 0, "blocks are held by nobody"
+        assert self.scheduler.kv.pool.held == 0, "blocks are held for no request"
         policies = self.scheduler.policies
         if isinstance(policies.memory, Reserve) and not policies.order.overtakes:
             assert self.preemptions == 0, "reservation never preempts"
@@ -162,7 +162,7 @@ class Run:
         grouped = any(request.group for request in self.requests.values())
         passing = policies.lanes.on or policies.headroom.share or self.scheduler.kv.host is not None
         first_come = isinstance(policies.order, Fcfs) and not passing
-        assert grouped or not first_come or arrivals == sorted(arrivals), "somebody was overtaken"
+        assert grouped or not first_come or arrivals == sorted(arrivals), "a request was overtaken"
         for id, request in self.requests.items():
             prompt = request.tokens[: request.prompt_len]
             want = oracle(

@@ -27,7 +27,7 @@ from shoal.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-QUIET_S = 0.5  # without a pass, before spare work is done: a step of it can make the next request wait for 30 ms
+QUIET_S = 0.5  # without a pass, before spare work is done: the next request may have to wait for a step of it
 
 
 class EngineLoop:
