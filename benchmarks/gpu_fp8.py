@@ -41,7 +41,7 @@ ONE_ROW = [
     (8, 1024, 4, 3),
     (1, 4096, 4, 3),
 ]
-DECODES = [(128, 4, 3), (128, 4, 4), (128, 4, 5), (64, 4, 3), (64, 4, 5), (64, 2, 4), (256, 8, 3), (256, 4, 3)]
+DECODES = [(128, 4, 3), (128, 4, 4), (64, 2, 3), (64, 2, 4), (64, 4, 3), (32, 1, 3), (32, 1, 4), (256, 8, 3)]
 PROMPTS = [(64, 4, 2), (64, 4, 4), (64, 8, 3), (128, 8, 3), (128, 4, 3), (32, 4, 4)]
 REF = RefOps()
 
@@ -186,7 +186,10 @@ def decode_line(count: int, mean: int, heads: int = 32, kv_heads: int = 8, dim: 
     plain = [torch.randn(2, blocks, 16, kv_heads, dim, device="cuda").to(torch.bfloat16) for _ in range(copies)]
     small = [in_fp8(one) for one in plain]
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    shape = attention_kernels.decode_shape(count, heads, kv_heads, dim, False, False, processors)
+    shape, shape8 = (
+        attention_kernels.decode_shape(count, heads, kv_heads, dim, False, False, processors, from_fp8=from_fp8)
+        for from_fp8 in (False, True)
+    )
 
     def timed(caches: Sequence[Any], shape: DecodeShape) -> float:
         more = (tables.tables, tables.decodes, out, arrived, dim**-0.5, 0, shape)
@@ -195,15 +198,15 @@ def decode_line(count: int, mean: int, heads: int = 32, kv_heads: int = 8, dim: 
     batch = Batch(
         torch.empty(0), torch.empty(0), [*range(count + 1)], tables.decodes[1].tolist(), tables.tables.long(), 16
     )
-    timed(small, shape)
+    timed(small, shape8)
     wanted = REF.attention(q, small[-1][0], small[-1][1], batch, dim**-0.5, 0)
     assert difference(out, wanted) < 1e-2, f"decode {count} x {mean}: differs by {difference(out, wanted)}"
     line = f"{count:>3} x {mean:<6} "
-    for caches, size in ((plain, 2 * dim), (small, dim + 1)):
-        time = timed(caches, shape)
+    for caches, used, size in ((plain, shape, 2 * dim), (small, shape8, dim + 1)):
+        time = timed(caches, used)
         line += f" {time:>8.1f} {2 * tokens * kv_heads * size / time / 1e6:>5.2f}"
     for tile, warps, stages in DECODES:
-        other = DecodeShape(tile, warps, stages, shape.splits, max(1, shape.least * shape.tile // tile))
+        other = DecodeShape(tile, warps, stages, shape8.splits, max(1, shape8.least * shape8.tile // tile))
         line += f"  {tile},{warps},{stages}: {timed(small, other):.1f}"
     return line
 

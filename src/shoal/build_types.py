@@ -68,10 +68,6 @@ def fitting_fp8(config: EngineConfig, dtype: torch.dtype, device: str) -> torch.
     """The type to compute in; raises BadConfig if fp8 kernels do not compute in the one that was asked for."""
     if device == "cpu" or "fp8" not in (config.quantization, config.kv_dtype):
         return dtype
-    if config.kv_dtype == "fp8" and config.block_size % 4:
-        raise BadConfig(
-            f"block_size is {config.block_size}, and --kv-dtype fp8 needs a multiple of 4 on a GPU; use --block-size 16"
-        )
     if config.dtype == "auto" and dtype != torch.bfloat16:
         log.info("computing in bfloat16, because fp8 kernels do")
         return torch.bfloat16

@@ -126,20 +126,20 @@ def ops() -> Any:
     return triton_ops()
 
 
-@pytest.mark.parametrize("shape", [(4, 2, 64), (2, 2, 80), (7, 1, 64)])
+@pytest.mark.parametrize("shape", [(4, 2, 64, 16), (2, 2, 80, 5), (7, 1, 64, 16), (16, 1, 64, 6)])
 @pytest.mark.parametrize("window", [0, 70])
-def test_attention(ops: Any, shape: tuple[int, int, int], window: int) -> None:
+def test_attention(ops: Any, shape: tuple[int, int, int, int], window: int) -> None:
     """Decodes, rows that verify drafts, and prompts; scales differ from token to token."""
-    heads, kv_heads, dim = shape
+    heads, kv_heads, dim, block = shape
     pieces = [(at, past, new) for at, (past, new) in enumerate(zip([0, 60, 127, 190, 20], [2, 5, 1, 16, 33]))]  # noqa: B905
-    tables = Tables([past + new for _, past, new in pieces], 16, seed=3)
+    tables = Tables([past + new for _, past, new in pieces], block, seed=3)
     batch: Batch = tables.batch(pieces)
     torch.manual_seed(heads)
-    caches = [new_cache(tables.blocks, 16, kv_heads, dim) for _ in "kv"]
+    caches = [new_cache(tables.blocks, block, kv_heads, dim) for _ in "kv"]
     for cache in caches:
-        spread = torch.exp2(torch.randn(tables.blocks * 16, 1, 1, device=DEVICE))
-        x = spread * torch.randn(tables.blocks * 16, kv_heads, dim, device=DEVICE)
-        fp8.store(x, cache, torch.arange(tables.blocks * 16, device=DEVICE))
+        slots = torch.arange(tables.blocks * block, device=DEVICE)
+        spread = torch.exp2(torch.randn(len(slots), 1, 1, device=DEVICE))
+        fp8.store(spread * torch.randn(len(slots), kv_heads, dim, device=DEVICE), cache, slots)
     q = torch.randn(batch.starts[-1], heads, dim, device=DEVICE).to(KIND)
     there = replace(batch, block_tables=batch.block_tables.clamp(max=2**31 - 1).to(torch.int32).to(DEVICE))
     found = ops.attention(q, caches[0], caches[1], there, dim**-0.5, window)

@@ -58,11 +58,6 @@ def exponents_in(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8).as_strided((blocks, kv_heads, block_size), (cache.stride(0), block_size, 1), behind)
 
 
-def exponent_words(cache: Tensor) -> Tensor:
-    """The same in int32, four tokens' exponents each; block_size must be a multiple of 4."""
-    return exponents_in(cache).view(torch.int32)
-
-
 def store(x: Tensor, cache: Tensor, slots: Tensor) -> None:
     """x [T, kv_heads, d] into an fp8 cache at slots, none of them below 0."""
     values, exponents = quantize_rows(x)

@@ -17,6 +17,7 @@ from shoal.core.ports import LateMasks
 from shoal.kernels import torch_choose
 from shoal.kernels.block_weight import BlockWeight
 from shoal.kernels.draw_table import Filters, SamplingState
+from shoal.kernels.fp8 import FP8
 from shoal.kernels.ops import Batch, FusedLayers, PassOps
 from shoal.kernels.padded import padded_attention
 from shoal.kernels.ref import RefOps
@@ -160,8 +161,8 @@ class TritonOps(RefOps):
         count = found.decodes.shape[1]
         if count:
             processors, arrived = self._device(q.device, count * kv_heads)
-            wide, few = q.dtype == torch.float32, found.queries
-            shape = kernels.decode_shape(count, heads, kv_heads, dim, wide, found.long, processors, few)
+            wide, few, from_fp8 = q.dtype == torch.float32, found.queries, k_cache.dtype == FP8
+            shape = kernels.decode_shape(count, heads, kv_heads, dim, wide, found.long, processors, few, from_fp8)
             kernels.decode(q, k_cache, v_cache, found.tables, found.decodes, out, arrived, scale, window, shape, few)
         if found.blocks.shape[1]:
             kernels.prefill(q, k_cache, v_cache, found.tables, found.blocks, out, scale, window)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.kernels.fp8 import FP8, exponent_words, exponents_in
+from shoal.kernels.fp8 import FP8, exponents_in
 from shoal.kernels.triton.attention8 import decode8
 from shoal.kernels.triton.launch import overlap, settle
 from shoal.kernels.triton.parts import merge, merge_group, split_of
@@ -225,13 +225,16 @@ def few_queries(group: int, dim: int, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def decode_shape(
-    sequences: int, heads: int, kv_heads: int, dim: int, wide: bool, long: bool, processors: int, queries: int = 1
-) -> DecodeShape:
+    sequences: int, heads: int, kv_heads: int, dim: int, wide: bool, long: bool, processors: int, queries: int = 1,
+    from_fp8: bool = False,
+) -> DecodeShape:  # fmt: skip
     """From the number of sequences and whether a past is long: the exact lengths are known only on the device, where
     short pasts use fewer parts.
 
-    The table in docs/lab/gpu.md shows how these were found.
+    The tables in docs/lab/gpu.md show how these were found.
     """
+    if from_fp8 and queries == 1 and not wide and dim <= 128:
+        return _shape_of_one_fp8(sequences * kv_heads, long, processors)
     shape = _shape_of_one(sequences * kv_heads, dim, wide, long, processors)
     if queries == 1:
         return shape
@@ -257,6 +260,19 @@ def _shape_of_one(programs: int, dim: int, wide: bool, long: bool, processors: i
     if programs <= 4 * processors:
         return DecodeShape(128, 4, 3, 8, 4 if programs <= processors else 8)
     return DecodeShape(128, 4, 3, 8, 16) if long else DecodeShape(128, 4, 3, 1, 1)
+
+
+def _shape_of_one_fp8(programs: int, long: bool, processors: int) -> DecodeShape:
+    """Tiles of a single warp have no barriers, which count for more here: half the bytes are to be waited for."""
+    if programs <= 16:
+        return DecodeShape(64, 2, 3, 32 if long else 16, 1)
+    if programs <= 64:
+        return DecodeShape(32, 1, 3, 16, 2)
+    if programs <= processors:
+        return DecodeShape(32, 1, 3, 8, 2)
+    if programs <= 4 * processors:
+        return DecodeShape(32, 1, 3, 8 if long else 4, 2)
+    return DecodeShape(128, 4, 4, 8, 16) if long else DecodeShape(128, 4, 4, 1, 1)
 
 
 def prefill_shape(dim: int, wide: bool, from_fp8: bool = False) -> tuple[int, int, int]:
@@ -308,10 +324,10 @@ def decode(
     numbers = scale * LOG2_E, window, shape.least
     if k_cache.dtype == FP8:
         pairs = [cache.view(torch.int16) for cache in (k_cache, v_cache)]
-        exponents = exponent_words(k_cache), exponent_words(v_cache)
         options |= {"c_token": pairs[0].stride(1), "c_head": pairs[0].stride(2), "ASSEMBLY": q.is_cuda}
+        options["QUERY_ROWS"] = max(8, triton.next_power_of_2(queries * heads // kv_heads))
         options["DIM_ROOM"] = max(32, given["DIM_ROOM"])  # a product sums over 16 numbers at least
-        decode8[grid](q, *pairs, *exponents, *behind, *numbers, **options)
+        decode8[grid](q, *pairs, *exponents_of(k_cache, v_cache), *behind, *numbers, **options)
     else:
         _decode[grid](q, k_cache, v_cache, *behind, *numbers, **options)
     if queries > 1 and shape.splits > 1:

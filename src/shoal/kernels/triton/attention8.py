@@ -1,15 +1,16 @@
 """Decodes over an fp8 KV cache: the decode kernel of attention.py, with keys and values read as pairs of bytes.
 
-An e4m3 byte, shifted by one bit under its sign, is the float16 number that is 2⁻⁸ times as large, exactly, subnormal
-ones included. Matrix units take operands of 16 bits in an order in which bytes cannot be loaded, but pairs of bytes
-can: so a tile is loaded as numbers of 16 bits, and each becomes one float16 of an even dimension and one of an odd.
-Sums over the dimensions are done for even and odd ones apart.
+Matrix units take operands of 16 bits in an order in which bytes cannot be loaded, but pairs of bytes can: so a tile is
+loaded as numbers of 16 bits, and each becomes one float16 of an even dimension and one of an odd. Sums over the
+dimensions are done for even and odd ones apart. Tokens are the rows of the products and queries their columns, of which
+eight are enough: with queries as rows there would be sixteen.
 
-    pairs [tokens, d/2]  ─► even [tokens, d/2], odd [tokens, d/2]     q·k = q_even·k_even + q_odd·k_odd
+    pairs [tokens, d/2]  ─► even [tokens, d/2], odd [tokens, d/2]     k·q = k_even·q_even + k_odd·q_odd
 
 Queries are scaled by a power of two to fit float16. The scale of a key multiplies its scores. The scale of a value is
 added to the exponent of its weight, and the largest of these sums is what weights are relative to, so that they fit
-float16 as well, however small the values are. Knows tensors, not batches.
+float16 as well, however small the values are. Single bytes cannot be copied ahead as tiles are, so the scales of a tile
+are read while the tile before it is computed. Knows tensors, not batches.
 """
 
 import triton
@@ -19,8 +20,7 @@ from shoal.kernels.triton.launch import settle
 from shoal.kernels.triton.parts import merge_group, split_of
 from shoal.kernels.triton.rows8 import exponent_for, power
 
-HIDDEN = tl.constexpr(8)  # e4m3 bits as float16 are so many powers of two smaller
-LEAST = tl.constexpr(-60.0)  # exponent of a value's scale: where all values are zero, sums of weights must not overflow
+LEAST = tl.constexpr(67)  # exponent field of a value's scale: where all values are zero, weights must not overflow
 
 
 @triton.jit
@@ -45,49 +45,41 @@ def store_pairs(at, even, odd, mask):
 
 
 @triton.jit
-def scales_of(
-    k_exponents, v_exponents, tables, start, until, head, c_block, BLOCK: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """Of the tokens of a tile: the scales of their keys, and the powers of two of the scales of their values.
+def block_of(table, token, last, BLOCK: tl.constexpr):
+    return tl.load(table + token // BLOCK, mask=token < last, other=0).to(tl.int64)
 
-    The exponents of four tokens are loaded together, because a copy that runs ahead takes no less than 4 bytes.
-    """
-    token = start + 4 * tl.arange(0, TILE // 4)
-    there = token < until
-    block = tl.load(tables + token // BLOCK, mask=there, other=0).to(tl.int64)
-    at = block * (c_block // 4) + head * (BLOCK // 4) + token % BLOCK // 4
-    shifts = 8 * tl.arange(0, 4)
-    k_exponent = (tl.load(k_exponents + at, mask=there, other=0)[:, None] >> shifts[None, :]) & 255
-    v_exponent = (tl.load(v_exponents + at, mask=there, other=0)[:, None] >> shifts[None, :]) & 255
-    k_exponent, v_exponent = tl.reshape(k_exponent, [TILE]), tl.reshape(v_exponent, [TILE])
-    return power(k_exponent), tl.maximum(v_exponent.to(tl.float32) - 127.0, LEAST)
+
+@triton.jit
+def exponents_at(k_exponents, v_exponents, block, token, last, head, c_block, BLOCK: tl.constexpr):
+    """Of the scales of these tokens' keys and, from bit 8 on, values: together they move between threads at once."""
+    at = block * c_block + head * BLOCK + token % BLOCK
+    k_exponent = tl.load(k_exponents + at, mask=token < last, other=0).to(tl.int32)
+    return k_exponent | tl.load(v_exponents + at, mask=token < last, other=0).to(tl.int32) << 8
 
 
 @triton.jit
 def pairs_of(x, ASSEMBLY: tl.constexpr):
-    """(even, odd) of pairs of e4m3 bytes, as float16 that are 2⁻⁸ as large."""
+    """(even, odd) of pairs of e4m3 bytes, as float16."""
     if ASSEMBLY:
         even, odd = tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b;
-            shl.b32 a, $2, 8;
-            shr.u32 b, a, 1;
-            and.b32 b, b, 0x3F803F80;
-            lop3.b32 $0, a, 0x80008000, b, 0xEA;
-            shr.u32 b, $2, 1;
-            and.b32 b, b, 0x3F803F80;
-            lop3.b32 $1, $2, 0x80008000, b, 0xEA;
-            }""",  # 0xEA: first & second | third; two numbers of 16 bits at once
+            .reg .b16 low, high;
+            .reg .b32 sorted;
+            prmt.b32 sorted, $2, $2, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",  # two pairs at once: even bytes of both, then odd ones
             "=&r,=&r,r",
             [x],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
             pack=2,
         )
-    else:  # what it means
+    else:  # what it means: shifted by one bit under its sign, a byte is the float16 that is 2⁻⁸ times as large
         wide = x.to(tl.int32) & 0xFFFF
-        even = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-        odd = ((wide & 0x8000) | ((wide & 0x7F00) >> 1)).to(tl.int16).to(tl.float16, bitcast=True)
+        even = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+        odd = ((wide & 0x8000) | ((wide & 0x7F00) >> 1)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
     return even, odd
 
 
@@ -110,59 +102,64 @@ def decode8(
     first = begin + split * share * TILE
     last = tl.minimum(first + share * TILE, context)
     if first < last:  # else this part, or the whole sequence, is empty
-        row = tl.load(rows + item).to(tl.int64)
+        table = tables + tl.load(rows + item).to(tl.int64) * t_row
         place = tl.load(places + item).to(tl.int64)
         r, d, t = tl.arange(0, QUERY_ROWS), tl.arange(0, DIM_ROOM // 2), tl.arange(0, TILE)
         in_dim, live, heads = d < DIM // 2, r < GROUP, head * GROUP + r
         if QUERIES > 1:
-            live, heads, place = r // GROUP < queries, head * GROUP + r % GROUP, (place + r // GROUP)[:, None]
-        query, q_scale = halved(q + place * q_token + heads[:, None] * q_head, live, DIM, DIM_ROOM)
+            live, heads, place = r // GROUP < queries, head * GROUP + r % GROUP, place + r // GROUP
+        query, q_scale = halved(q + (place * q_token + heads * q_head)[:, None], live, DIM, DIM_ROOM)
         q_even, q_odd = tl.split(tl.reshape(query, [QUERY_ROWS, DIM_ROOM // 2, 2]))
-        q_scale = q_scale * scale * 2.0**HIDDEN
+        q_even, q_odd, q_scale = tl.trans(q_even), tl.trans(q_odd), q_scale * scale
         position = context - queries + r // GROUP
         top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([QUERY_ROWS], tl.float32)
-        even, odd = tl.zeros([QUERY_ROWS, DIM_ROOM // 2], tl.float32), tl.zeros([QUERY_ROWS, DIM_ROOM // 2], tl.float32)
+        even, odd = tl.zeros([DIM_ROOM // 2, QUERY_ROWS], tl.float32), tl.zeros([DIM_ROOM // 2, QUERY_ROWS], tl.float32)
+        token = first + t
+        block = block_of(table, token, last, BLOCK)
+        next_exponents = exponents_at(k_exponents, v_exponents, block, token, last, head, c_block, BLOCK)
+        next_block = block_of(table, token + TILE, last, BLOCK)
         for start in range(first, last, TILE):
             token = start + t
             there = token < last
             if WINDOWED:
                 there = there & (token > context - queries - window)
-            block = tl.load(tables + row * t_row + token // BLOCK, mask=there, other=0).to(tl.int64)
-            at = block * (c_block // 2) + (token % BLOCK) * c_token + head * c_head
-            key = tl.load(k_pairs + at[None, :] + d[:, None], mask=there[None, :] & in_dim[:, None], other=0)
-            own = tables + row * t_row
-            k_scale, v_power = scales_of(k_exponents, v_exponents, own, start, last, head, c_block, BLOCK, TILE)
-            k_even, k_odd = pairs_of(key, ASSEMBLY)
-            score = tl.dot(q_even, k_even.to(query.dtype), input_precision=PRECISION)
-            score = tl.dot(q_odd, k_odd.to(query.dtype), score, input_precision=PRECISION)
-            score = score * q_scale[:, None] * k_scale[None, :]
-            seen = there[None, :]
+            at = block_of(table, token, last, BLOCK) * (c_block // 2) + (token % BLOCK) * c_token + head * c_head
+            mask = there[:, None] & in_dim[None, :]
+            k_even, k_odd = pairs_of(tl.load(k_pairs + at[:, None] + d[None, :], mask=mask, other=0), ASSEMBLY)
+            exponents, after = next_exponents, token + TILE
+            next_exponents = exponents_at(k_exponents, v_exponents, next_block, after, last, head, c_block, BLOCK)
+            next_block = block_of(table, after + TILE, last, BLOCK)
+            score = tl.dot(k_even.to(query.dtype), q_even, input_precision=PRECISION)
+            score = tl.dot(k_odd.to(query.dtype), q_odd, score, input_precision=PRECISION)
+            score = score * q_scale[None, :] * power(exponents & 255)[:, None]
+            seen = there[:, None]
             if QUERIES > 1:
-                seen = seen & (token[None, :] <= position[:, None])
+                seen = seen & (token[:, None] <= position[None, :])
                 if WINDOWED:
-                    seen = seen & (token[None, :] > position[:, None] - window)
+                    seen = seen & (token[:, None] > position[None, :] - window)
             score = tl.where(seen, score, float("-inf"))
-            heavy = score + v_power[None, :]
-            higher = tl.maximum(top, tl.max(heavy, 1))
+            v_exponent = tl.maximum(exponents >> 8, LEAST)
+            higher = tl.maximum(top, tl.max(score + (v_exponent - 127).to(tl.float32)[:, None], 0))
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            fade, weight = tl.exp2(top - base), tl.exp2(heavy - base[:, None]).to(query.dtype)
-            total = total * fade + tl.sum(tl.exp2(score - base[:, None]), 1)
-            value = tl.load(v_pairs + at[:, None] + d[None, :], mask=there[:, None] & in_dim[None, :], other=0)
-            v_even, v_odd = pairs_of(value, ASSEMBLY)
-            even = tl.dot(weight, v_even.to(query.dtype), even * fade[:, None], input_precision=PRECISION)
-            odd = tl.dot(weight, v_odd.to(query.dtype), odd * fade[:, None], input_precision=PRECISION)
+            fade, weight = tl.exp2(top - base), tl.exp2(score - base[None, :])
+            total = total * fade + tl.sum(weight, 0)
+            weight = (weight * power(v_exponent)[:, None]).to(query.dtype)
+            value = tl.load(v_pairs + at[:, None] + d[None, :], mask=mask, other=0)
+            v_even, v_odd = pairs_of(tl.trans(value), ASSEMBLY)
+            even = tl.dot(v_even.to(query.dtype), weight, even * fade[None, :], input_precision=PRECISION)
+            odd = tl.dot(v_odd.to(query.dtype), weight, odd * fade[None, :], input_precision=PRECISION)
             top = higher
         safe, count = tl.where(total > 0, total, 1.0), tl.cdiv(tiles, share)
-        even, odd = even * 2.0**HIDDEN / safe[:, None], odd * 2.0**HIDDEN / safe[:, None]
-        mask = live[:, None] & in_dim[None, :]
+        even, odd = even / safe[None, :], odd / safe[None, :]
+        mask = in_dim[:, None] & live[None, :]
         if SPLITS == 1 or count == 1:
-            store_pairs(out + (place * HEADS + heads[:, None]) * DIM + 2 * d[None, :], even, odd, mask)
+            store_pairs(out + (place * HEADS + heads)[None, :] * DIM + 2 * d[:, None], even, odd, mask)
         else:
             part = (item * HEADS + heads) * SPLITS + split
             if QUERIES > 1:
                 part = ((item * QUERIES + r // GROUP) * HEADS + heads) * SPLITS + split
-            store_pairs(parts + part[:, None] * DIM + 2 * d[None, :], even, odd, mask)
+            store_pairs(parts + part[None, :] * DIM + 2 * d[:, None], even, odd, mask)
             tl.store(sums + part, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
             if QUERIES == 1:
                 tl.debug_barrier()  # all of this program's stores come before its arrival
