@@ -65,6 +65,26 @@ def test_products_of_any_number_of_rows(ops: NativeOps, dtype: torch.dtype, inpu
         assert torch.equal(ops.linear_add(x[:rows], weight, bias, residual[:rows].clone()), added[:rows]), rows
 
 
+@pytest.mark.parametrize("ops", [param.values[0] for param in LANES if param.values[1] == torch.float32])
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_numbers_of_bfloat16_stay_in_16_bits(ops: NativeOps, inputs: int, outputs: int) -> None:
+    """In a float32 model, where they are widened exactly: the same bits, whatever the number of rows."""
+    values = torch.randn(outputs, inputs).to(torch.bfloat16).float()
+    bias, x = torch.randn(outputs), torch.randn(max(ROWS), inputs)
+    weight, wide = tiled(ops, values), ops._tiled(DenseWeight(values.clone()))
+    assert weight.dtype == (torch.bfloat16 if ops.widens else torch.float32)
+    assert ops.widens or ops.library.bfloat16_products != "widened"
+    assert torch.equal(weight.dense().float(), values)
+    assert torch.equal(ops.embed(torch.tensor([3, outputs - 1]), weight), values[[3, outputs - 1]])
+    for rows in ROWS:
+        residual = torch.randn(rows, outputs)
+        assert torch.equal(ops.linear(x[:rows], weight, bias), ops.linear(x[:rows], wide, bias)), rows
+        found, wanted = (ops.linear_add(x[:rows], one, None, residual.clone()) for one in (weight, wide))
+        assert torch.equal(found, wanted), rows
+    values[outputs // 2, inputs // 3] += 2**-20  # one number that has more bits
+    assert tiled(ops, values).dtype == torch.float32
+
+
 @pytest.mark.parametrize(("ops", "dtype"), LANES[::2])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 16), (300, 48), (576, 80), (5000, 32)])
 def test_tiled_bytes_give_the_same_bits(ops: NativeOps, dtype: torch.dtype, inputs: int, outputs: int) -> None:

@@ -214,6 +214,13 @@ def joined(parts: Sequence[Weight]) -> Weight:
     return Fp8Weight(values.view(FP8), torch.cat([part.scales for part in fp8]))
 
 
+def is_bfloat16(values: Tensor) -> bool:
+    """Whether numbers of 32 bits are all numbers of bfloat16, too; 1024 rows at a time."""
+    if values.dtype != torch.float32 or not values.is_contiguous():
+        return False
+    return not any(bool((part.view(torch.int32) & 0xFFFF).any()) for part in torch.split(values, 1024))
+
+
 def can_be_tiled(values: Tensor) -> bool:
     """Only matrices of whole tiles, contiguous in memory."""
     rows, columns = values.shape

@@ -155,8 +155,6 @@ def matrix_struct(weight: Weight, bias: Tensor | None, types: Mapping[torch.dtyp
         return None
     if weight.dtype not in types or not weight.values.is_contiguous():
         return None
-    if bias is not None and bias.dtype != weight.dtype:
-        return None
     found.type, found.weight, found.tiled = types[weight.dtype], weight.values.data_ptr(), weight.tiled
     return found
 

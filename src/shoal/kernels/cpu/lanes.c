@@ -6,7 +6,8 @@
  *
  *     line       float32: 1 input     bfloat16: 2 inputs, widened exactly; x stays float32     int8: 4 inputs
  *     block      some rows of x by some panels: their sums stay in registers while k runs over all inputs
- *     slice      some lines of a unit: all blocks of rows are multiplied by them, while the next slice is prefetched
+ *     slice      some lines of a unit: all blocks of rows are multiplied by them, while the next slice is prefetched;
+ *                for many rows, bfloat16 is widened once for all blocks
  *     unit       panels that are read once and multiplied by a chunk of rows, slice by slice
  *     piece      some units by a chunk of rows: what a thread takes at a time
  *
@@ -213,6 +214,7 @@ typedef struct {
   float *x_scales; /* of INT8: of the rows of x */
   int32_t *x_sums;
   long columns, unit; /* columns: panels, or pairs of them if gated; unit: in columns */
+  int widens;         /* slices are widened to float32 before they are multiplied */
   int wide;           /* blocks have WIDE panels, else NARROW ones */
   long width, height; /* of a piece: columns and rows */
   long pieces;
@@ -222,9 +224,10 @@ typedef struct {
 
 /* READY_ROWS: rows of x that a thread makes ready at a time; up to FEW_READY values are not worth a second thread.
  * CHUNK_ROWS: most rows of a piece. UNIT_PANELS: of a unit. LISTED: panels listed for one, the last several times.
- * PREFETCHERS: blocks of a slice that prefetch: with more of them, each line would be asked for many times. */
+ * PREFETCHERS: blocks of a slice that prefetch: with more of them, each line would be asked for many times.
+ * WIDENED_ROWS: from so many on, widening a slice takes less time than widening its lines in every block. */
 enum { READY_ROWS = 8, FEW_READY = 1 << 16, CHUNK_ROWS = 192, UNIT_PANELS = 6, LISTED = UNIT_PANELS + WIDE };
-enum { PREFETCHERS = 8 };
+enum { PREFETCHERS = 8, WIDENED_ROWS = 64 };
 
 /* most rows of a block of NARROW panels */
 INLINE long narrow_rows(int type) { return type == FLOAT32 ? FLOAT_ROWS : BLOCK_ROWS; }
@@ -321,6 +324,18 @@ static void unit_panels(const LaneLinear *t, long column, long columns, const ch
   for (; count < LISTED; count++) panels[count] = panels[count - 1];
 }
 
+/* Some lines of bfloat16 panels as lines of float32, twice as many. */
+static void widen_panels(float *to, const char *const *panels, int count, long lines) {
+  for (int p = 0; p < count; p++)
+    for (long line = 0; line < lines; line++, to += 2 * LINE)
+#pragma GCC unroll 2
+      for (int part = 0; part < LINE_PARTS; part++) {
+        floats both = load((const float *)(panels[p] + line * 64) + part * LANES);
+        store(to + part * LANES, line_weights(both, BFLOAT16, 0));
+        store(to + LINE + part * LANES, line_weights(both, BFLOAT16, 1));
+      }
+}
+
 /* A unit by a chunk of rows, slice by slice. Each block of rows prefetches its part of the next slice, or of the first
  * one of the unit at column `next`, so that memory is read at an even pace; none: -1. */
 static void lane_unit(const LaneLinear *t, long row, long rows, long column, long columns, long next) {
@@ -328,13 +343,16 @@ static void lane_unit(const LaneLinear *t, long row, long rows, long column, lon
   const char *lists[2][LISTED], **panels = lists[0], **after = lists[1];
   int each = t->gated ? 2 : 1, count = (int)columns * each, wide = t->wide && count > NARROW;
   int group = wide ? WIDE : NARROW;
-  LaneBlock *const *sizes = (wide ? wide_blocks : narrow_blocks)[t->type];
-  long most = t->wide ? WIDE_ROWS : narrow_rows(t->type), blocks = (rows + most - 1) / most;
+  int type = t->widens ? FLOAT32 : t->type, by = t->widens ? 2 : 1; /* by: lines that are multiplied for each that is read */
+  float widened[UNIT_PANELS * FLOAT_LINES * LINE] __attribute__((aligned(64)));
+  const char *wide_list[LISTED];
+  LaneBlock *const *sizes = (wide ? wide_blocks : narrow_blocks)[type];
+  long most = t->wide ? WIDE_ROWS : narrow_rows(type), blocks = (rows + most - 1) / most;
   long few = rows / blocks, larger = rows % blocks; /* blocks have that many rows, and so many of them one more */
   long room = (count + group - 1) / group * group * LINE, apart = t->rows * SEGMENT_STRIDE; /* room: for a row's sums */
-  long all = t->row_bytes / 4, depth = blocks > 1 ? slice_lines(t->type) : all;
-  long prefetchers = blocks < PREFETCHERS ? blocks : PREFETCHERS;
-  long pace = blocks > 1 ? 128 / prefetchers : 0; /* one block waits for memory anyway */
+  long all = t->row_bytes / 4, depth = blocks > 1 || t->widens ? slice_lines(type) / by : all;
+  long prefetchers = blocks < PREFETCHERS / by ? blocks : PREFETCHERS / by;
+  long pace = blocks > 1 ? 128 / by / prefetchers : 0; /* one block waits for memory anyway */
   unit_panels(t, column, columns, panels);
   for (long line = 0; line < all; line += depth) {
     long lines = all - line < depth ? all - line : depth, first = line * words_of(t->type);
@@ -344,13 +362,19 @@ static void lane_unit(const LaneLinear *t, long row, long rows, long column, lon
       unit_panels(t, next, columns, after);
     else
       for (int p = 0; p < LISTED; p++) after[p] = panels[p] + (last ? 0 : lines * 64);
+    if (t->widens) {
+      widen_panels(widened, panels, count, lines);
+      for (int p = 0; p < LISTED; p++)
+        wide_list[p] = (const char *)(widened + (p < count ? p : count - 1) * lines * by * LINE);
+    }
     for (long n = 0, at = 0; n < blocks; n++) {
       long these = few + (n < larger), step = fetches && n < prefetchers ? pace : 0;
       float *found = sums + at * room;
       for (int p = 0; p < count; p += group) {
-        Ahead ahead = {(step ? after : panels) + p, n * lines / 2 * step, step};
+        Ahead ahead = {(step ? after : panels) + p, n * lines * by / 2 * step, step};
         LaneBlock *block = sizes[these - 1];
-        block(found + p * these * LINE, line == 0, x + at * SEGMENT_STRIDE, apart, panels + p, lines, &ahead);
+        const char *const *list = (t->widens ? wide_list : panels) + p;
+        block(found + p * these * LINE, line == 0, x + at * SEGMENT_STRIDE, apart, list, lines * by, &ahead);
       }
       for (long i = 0; last && i < columns; i++)
         lane_end(t, found + i * each * these * LINE, row + at, these, column + i);
@@ -383,7 +407,8 @@ static void lane_shape(LaneLinear *t) {
   long chunks = (t->rows + most - 1) / most;
   t->height = (t->rows + chunks - 1) / chunks, chunks = (t->rows + t->height - 1) / t->height;
   t->columns = t->outputs / LINE / each;
-  t->wide = is_wide(t->height, t->type);
+  t->widens = t->type == BFLOAT16 && !HAS_PAIRS && t->height >= WIDENED_ROWS;
+  t->wide = is_wide(t->height, t->widens ? FLOAT32 : t->type);
   t->unit = t->wide ? WIDE / each : NARROW % each ? NARROW : NARROW / each; /* so that its panels fill its blocks */
   long widest = PIECE / ((16 + t->height) * LINE * t->row_bytes * each), width = t->columns / (t->threads * 4L);
   width = (width < widest ? width : widest) / t->unit * t->unit;

@@ -24,8 +24,8 @@ static int product(float *out, const float *x, const Matrix *m, const float *res
   if (m->type == INT8)
     return shoal_linear8(out, x, m->weight, m->tiled, m->scales, m->bias, m->bias_type, residual, p->tokens, m->inputs,
                          m->padded, m->outputs, p->threads);
-  return shoal_linear(out, x, m->weight, m->type, m->tiled, m->bias, residual, p->tokens, m->inputs, m->outputs,
-                      p->threads);
+  return shoal_linear(out, x, m->weight, m->type, m->tiled, m->bias, m->bias_type, residual, p->tokens, m->inputs,
+                      m->outputs, p->threads);
 }
 
 #if HAS_TILES

@@ -25,12 +25,12 @@ typedef struct {
   const float *residual; /* or NULL; may be out */
   float *out;
   long rows, inputs, outputs;
-  int type; /* of weight and bias */
+  int type, bias_type;
 } Linear;
 
 static void store_result(const Linear *t, long row, long column, float value) {
   long index = row * t->outputs + column;
-  if (t->bias) value += load_any(t->bias, column, t->type);
+  if (t->bias) value += load_any(t->bias, column, t->bias_type);
   if (t->residual) value += t->residual[index];
   t->out[index] = value;
 }
@@ -139,29 +139,29 @@ static void linear_piece(void *work, long n) {
 
 /* Returns 0, or 1 if memory ran out. */
 API int shoal_linear(float *out, const float *x, const void *weight, int type, int tiled, const void *bias,
-                     const float *residual, long rows, long inputs, long outputs, int threads) {
+                     int bias_type, const float *residual, long rows, long inputs, long outputs, int threads) {
   if (rows < 1) return 0;
 #if HAS_LANES
   if (tiled && has_lanes(type)) {
     LaneLinear lanes = {.weight = weight, .row_bytes = inputs * (long)size_of(type), .x = x, .bias = bias,
-                        .bias_type = type, .residual = residual, .out = out, .rows = rows, .inputs = inputs,
+                        .bias_type = bias_type, .residual = residual, .out = out, .rows = rows, .inputs = inputs,
                         .outputs = outputs, .type = type};
     return linear_lanes(&lanes, threads);
   }
 #endif
 #if HAS_TILES
-  TiledLinear work = {.weight = weight, .row_bytes = inputs * 2, .x = x, .bias = bias, .bias_type = type,
+  TiledLinear work = {.weight = weight, .row_bytes = inputs * 2, .x = x, .bias = bias, .bias_type = bias_type,
                       .residual = residual, .out = out, .rows = rows, .inputs = inputs, .outputs = outputs,
                       .tiled = tiled};
   if (type == BFLOAT16) return linear_tiled(&work, threads);
 #elif HAS_PAIRS
-  if (type == BFLOAT16) return linear_paired(out, x, weight, bias, residual, rows, inputs, outputs, threads);
+  if (type == BFLOAT16) return linear_paired(out, x, weight, bias, bias_type, residual, rows, inputs, outputs, threads);
 #endif
   (void)tiled;
   int few = rows <= DOT_ROWS;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 384 : 96;
   width = width < 12 ? 12 : width > most ? most : width;
-  LinearPieces pieces = {.linear = {x, weight, bias, residual, out, rows, inputs, outputs, type},
+  LinearPieces pieces = {.linear = {x, weight, bias, residual, out, rows, inputs, outputs, type, bias_type},
                          .blocks = (rows + LINE_BLOCK - 1) / LINE_BLOCK, .width = width};
   share(threads, pieces.blocks * ((outputs + width - 1) / width), linear_piece, &pieces);
   return pieces.failed;

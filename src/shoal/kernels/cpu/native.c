@@ -51,6 +51,9 @@ API int shoal_has_pairs(void) { return HAS_PAIRS; }
 /* whether weights of a type are multiplied fastest in tiles */
 API int shoal_reads_tiles(int type) { return has_lanes(type) || (HAS_TILES && (type == BFLOAT16 || type == INT8)); }
 
+/* whether tiled weights of a type are widened exactly: their results have the same bits as those of float32 weights */
+API int shoal_widens(int type) { return type == BFLOAT16 && has_lanes(type) && !HAS_PAIRS; }
+
 /* Tiles a matrix of such a type in place; every later call that reads it must pass tiled = 1. Returns 0, or 1 if memory
  * ran out. */
 API int shoal_tile(void *weight, long rows, long row_bytes, int threads) {

@@ -51,11 +51,12 @@ typedef struct {
   const float *residual;
   float *out;
   long rows, inputs, padded, outputs;
+  int bias_type;
 } Paired;
 
 INLINE void pair_end(const Paired *t, float value, long row, long column) {
   long index = row * t->outputs + column;
-  if (t->bias) value += load_one((const uint16_t *)t->bias + column, BFLOAT16);
+  if (t->bias) value += load_any(t->bias, column, t->bias_type);
   if (t->residual) value += t->residual[index];
   t->out[index] = value;
 }
@@ -179,8 +180,8 @@ static void round_rows(const void *work, long first, long count) {
 
 /* Returns 0, or 1 if memory ran out. Unused on CPUs with tiles. */
 __attribute__((unused)) static int linear_paired(float *out, const float *x, const void *weight, const void *bias,
-                                                 const float *residual, long rows, long inputs, long outputs,
-                                                 int threads) {
+                                                 int bias_type, const float *residual, long rows, long inputs,
+                                                 long outputs, int threads) {
   long padded = (inputs + PAIR_STEP - 1) / PAIR_STEP * PAIR_STEP;
   uint16_t *rounded = scratch_for(SCRATCH_ROWS, sizeof(uint16_t) * rows * padded);
   if (!rounded) return 1;
@@ -189,7 +190,7 @@ __attribute__((unused)) static int linear_paired(float *out, const float *x, con
   int few = rows <= PAIR_ROWS;
   long width = outputs / (threads * (few ? 4 : 8)) / 12 * 12, most = few ? 384 : 96;
   width = width < 12 ? 12 : width > most ? most : width;
-  PairedPieces pieces = {.linear = {rounded, weight, bias, residual, out, rows, inputs, padded, outputs},
+  PairedPieces pieces = {.linear = {rounded, weight, bias, residual, out, rows, inputs, padded, outputs, bias_type},
                          .blocks = (rows + ROWS_PER_PIECE - 1) / ROWS_PER_PIECE, .width = width};
   share(threads, pieces.blocks * ((outputs + width - 1) / width), paired_piece, &pieces);
   return 0;
