@@ -71,12 +71,12 @@ def test_chunks_beside_decodes() -> None:
 
 
 def test_rows_that_verify_drafts_are_decodes() -> None:
-    """Up to FEW positions, the longest first; a longer draft, and a chunk that ends a prompt, are blocks of queries."""
+    """Up to FEW positions; a longer draft, and a chunk that ends a prompt, are blocks of queries."""
     plan = plan_of((7, 20, 3, 3), (5, 10, 3, 1), (2, 4, 1, 1), (1, 8, FEW, FEW), (3, 30, FEW + 1, FEW + 1))
     assert layout_of(plan, FEW).decodes.tolist() == [0, 2, 3]
     assert layout_of(plan, 1).decodes.tolist() == [2]
     tables = filled(plan, PassShape(24, 4, 4, 20, queries=FEW))
-    assert tables.decodes.T.tolist() == [[7, 23, 0, 3], [1, 8 + FEW, 7, FEW], [2, 5, 6, 1], [0, 0, 0, 0]]
+    assert tables.decodes.T.tolist() == [[7, 23, 0, 3], [2, 5, 6, 1], [1, 8 + FEW, 7, FEW], [0, 0, 0, 0]]
     assert tables.blocks[:, :3].T.tolist() == [[3, 13, 7, 4, 37], [3, 13, 7, 0, 37], [5, 3, 3, 0, 13]]
     assert tables.index.tolist() == [0, 1, 2, 5, *range(6, 20), 0, 0]
 

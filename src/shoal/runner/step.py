@@ -105,18 +105,6 @@ def _layout(row_bytes: bytes, count_bytes: bytes, draw_bytes: bytes, few: int) -
     )
 
 
-def _fill_decodes(table: Any, plan: StepPlan, layout: PassLayout) -> None:
-    """The longest first: a kernel begins them in this order, and no long one should begin when the others end."""
-    contexts = plan.starts[layout.decodes] + layout.decode_counts
-    count, order = len(contexts), np.argsort(-contexts, kind="stable")
-    table[0, :count] = layout.decode_rows[order]
-    table[1, :count] = contexts[order]
-    table[2, :count] = layout.decode_begins[order]
-    table[3, :count] = layout.decode_counts[order]
-    if count < table.shape[1]:
-        table[:, count:] = 0
-
-
 def count_blocks(counts: Ints, queries: int) -> int:
     """How many blocks of queries prompt chunks of these lengths are split into."""
     return int((-(-counts // queries)).sum())
@@ -132,7 +120,13 @@ def fill(tables: Tables, plan: StepPlan, draws: PassDraws, queries: int, few: in
     if count < tokens.shape[1]:
         tokens[:, count:] = 0
         tokens[1, count:] = PADDING
-    _fill_decodes(decodes, plan, layout)
+    count = len(layout.decodes)
+    decodes[0, :count] = layout.decode_rows
+    decodes[1, :count] = plan.starts[layout.decodes] + layout.decode_counts
+    decodes[2, :count] = layout.decode_begins
+    decodes[3, :count] = layout.decode_counts
+    if count < decodes.shape[1]:
+        decodes[:, count:] = 0
     if tables.blocks.shape[1]:
         _fill_blocks(tables.blocks, plan, layout.begins, layout.chunks, queries)
     index[: draws.lines] = draws.scored
