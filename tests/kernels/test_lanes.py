@@ -131,14 +131,16 @@ def test_threads_change_no_bit(ops: NativeOps, dtype: torch.dtype, threads: None
 def test_layers_in_one_call_give_the_same_bits(
     ops: NativeOps, dtype: torch.dtype, hidden: int, inner: int, biased: bool, tokens: int
 ) -> None:
-    """Norms before and SwiGLU after are part of the products; in floating point and in 8 bits."""
+    """Norms before and SwiGLU after are part of the products; in floating point, in 8 bits, and where weights are kept
+    in 16 bits beside biases of 32."""
     layer = a_layer(dtype, 4, 2, 32, False, biased, hidden, inner)
     tables = Tables([tokens], 16)
     angles, start = torch.randn(tokens, 16), torch.randn(tokens, hidden)
     rope, cache = (angles.cos(), angles.sin()), torch.zeros(2, tables.blocks, 16, 2, 32).to(dtype)
     full = with_weights(layer, lambda weight: prepared(ops, weight))
     small = with_weights(layer, lambda weight: ops.prepare(quantize(weight.dense())))
-    for model in (full, small):
+    narrow = with_weights(layer, lambda weight: prepared(ops, DenseWeight(weight.dense().bfloat16().to(dtype))))
+    for model in (full, small, narrow):
         found = []
         for run in (in_one_call, run_layers):
             keys, values = cache.clone()

@@ -343,7 +343,7 @@ static void lane_unit(const LaneLinear *t, long row, long rows, long column, lon
   const char *lists[2][LISTED], **panels = lists[0], **after = lists[1];
   int each = t->gated ? 2 : 1, count = (int)columns * each, wide = t->wide && count > NARROW;
   int group = wide ? WIDE : NARROW;
-  int type = t->widens ? FLOAT32 : t->type, by = t->widens ? 2 : 1; /* by: lines that are multiplied for each that is read */
+  int type = t->widens ? FLOAT32 : t->type, by = t->widens ? 2 : 1; /* by: lines multiplied for each that is read */
   float widened[UNIT_PANELS * FLOAT_LINES * LINE] __attribute__((aligned(64)));
   const char *wide_list[LISTED];
   LaneBlock *const *sizes = (wide ? wide_blocks : narrow_blocks)[type];
