@@ -145,10 +145,10 @@ def test_pause_scrub_and_zoom(browser: Browser, busy: LiveServer) -> None:
         assert tab.run("shoalLive.view.edge") == edge, "time stands still, while lines still come"
         assert tab.text("#state") == "paused"
         tab.run(
-            "(() => { const one = document.getElementById('scrub'); one.value = '300';"
+            "(() => { const one = document.getElementById('scrub'); one.value = '0';"
             " one.dispatchEvent(new Event('input')); })()"
         )
-        assert tab.run("shoalLive.view.edge") < edge
+        assert tab.run("shoalLive.view.edge") < edge, "back to the beginning, however long the page has been open"
         span = tab.run("shoalLive.view.span")
         tab.click("#in")
         assert tab.run("shoalLive.view.span") < span

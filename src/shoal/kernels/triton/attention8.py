@@ -115,10 +115,8 @@ def decode8(
         top = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([QUERY_ROWS], tl.float32)
         even, odd = tl.zeros([DIM_ROOM // 2, QUERY_ROWS], tl.float32), tl.zeros([DIM_ROOM // 2, QUERY_ROWS], tl.float32)
-        token = first + t
-        block = block_of(table, token, last, BLOCK)
-        next_exponents = exponents_at(k_exponents, v_exponents, block, token, last, head, c_block, BLOCK)
-        next_block = block_of(table, token + TILE, last, BLOCK)
+        block, next_block = block_of(table, first + t, last, BLOCK), block_of(table, first + TILE + t, last, BLOCK)
+        next_exponents = exponents_at(k_exponents, v_exponents, block, first + t, last, head, c_block, BLOCK)
         for start in range(first, last, TILE):
             token = start + t
             there = token < last
@@ -156,9 +154,7 @@ def decode8(
         if SPLITS == 1 or count == 1:
             store_pairs(out + (place * HEADS + heads)[None, :] * DIM + 2 * d[:, None], even, odd, mask)
         else:
-            part = (item * HEADS + heads) * SPLITS + split
-            if QUERIES > 1:
-                part = ((item * QUERIES + r // GROUP) * HEADS + heads) * SPLITS + split
+            part = ((item * QUERIES + r // GROUP) * HEADS + heads) * SPLITS + split
             store_pairs(parts + part[None, :] * DIM + 2 * d[:, None], even, odd, mask)
             tl.store(sums + part, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
             if QUERIES == 1:
