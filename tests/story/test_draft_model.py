@@ -124,8 +124,7 @@ def test_a_draft_model_changes_no_token(
         tokens, counts = generate(llm, requests())
     assert tokens == expected
     assert counts["preempted"] >= 3
-    # while blocks are copied no request is asked for, and how long copies take is the machine's affair
-    assert counts["proposed"] > (0 if more is SWAP else 20)
+    assert counts["proposed"] > 20
     if draft is INT8:
         assert counts["accepted"] > 0.4 * counts["proposed"]
 
